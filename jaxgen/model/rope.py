@@ -1,0 +1,111 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) with transformers' ways of stretching the context."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.model.config import ModelConfig, RopeConfig
+
+
+def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """Return the cosines and sines, `dtype[B, T, H]`, that rotate queries and keys.
+
+    Args:
+        cfg: the model.
+        positions: int32[B, T].
+        valid: bool[B, T], False where the token is padding. Only the dynamic type looks at it: a row's base
+            grows with the row's own longest position. (transformers takes the longest of the batch.)
+        dtype: of the result; angles are always float32.
+    """
+    if cfg.rope.type == "dynamic":
+        inv_freq, scale = _dynamic_inv_freq(cfg, positions, valid), 1.0
+    else:
+        frequencies, scale = inverse_frequencies(cfg.rope, cfg.head_dim)
+        inv_freq = jnp.asarray(frequencies)[None, None, :]
+    angles = positions.astype(jnp.float32)[..., None] * inv_freq
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate `x [B, heads, T, H]` by `cos`, `sin` `[B, T, H]`; the halves of H are the pairs, as in transformers."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return x * cos[:, None] + jnp.concatenate([-second, first], axis=-1) * sin[:, None]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Return float32[H/2] radians per position and the factor on cosines and sines (1 but for yarn).
+
+    Follows transformers' `ROPE_INIT_FUNCTIONS`; linear: kaiokendev; llama3: the Llama 3.1 release;
+    yarn: arXiv 2309.00071.
+    """
+    plain = _inv_freq(rope.theta, head_dim)
+    if rope.type == "linear":
+        assert rope.factor is not None
+        return plain / np.float32(rope.factor), 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain, 1.0
+
+
+def _inv_freq(theta: float, head_dim: int) -> np.ndarray:
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return np.float32(1.0) / np.float32(theta) ** exponent
+
+
+def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) -> jax.Array:
+    """NTK-aware base per row, float32[B, 1, H/2]: `LlamaDynamicNTKScalingRotaryEmbedding`."""
+    dim, rope, longest = cfg.head_dim, cfg.rope, jnp.float32(cfg.max_position_embeddings)
+    assert rope.factor is not None
+    length = (1 + jnp.max(jnp.where(valid, positions, 0), axis=-1, keepdims=True)).astype(jnp.float32)
+    growth = rope.factor * jnp.maximum(length, longest) / longest - (rope.factor - 1)
+    base = rope.theta * growth ** (dim / (dim - 2))
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return (1.0 / base ** exponent[None, :])[:, None, :]
+
+
+def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
+    """Keep short wavelengths, divide long ones by the factor, and blend between."""
+    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
+    turns = rope.original_max_position_embeddings * plain / np.float32(2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return ((1 - blend) * plain / rope.factor + blend * plain).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
+    """Interpolate the dimensions that turn rarely, extrapolate those that turn often, ramp between."""
+    assert rope.factor is not None and rope.original_max_position_embeddings is not None
+
+    def dimension_of(turns: float) -> float:
+        ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast or 32), dimension_of(rope.beta_slow or 1)
+    if rope.truncate is None or rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    frequencies = (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+    return frequencies, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    assert rope.factor is not None
+    if rope.attention_factor is not None:
+        return float(rope.attention_factor)
+
+    def mscale(weight: float) -> float:
+        assert rope.factor is not None
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
