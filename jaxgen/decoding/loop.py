@@ -1,0 +1,177 @@
+"""The loop that all modes share: prefill, then one token per row and step until every row is finished.
+
+Greedy search and sampling are this loop with another way to choose. No token is run through the model twice, and the
+last one not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.decoding.sample import draw, greedy
+from jaxgen.decoding.stopping import is_eos
+from jaxgen.generation_config import GenerationConfig
+from jaxgen.logits.pipeline import History, build_transform
+from jaxgen.model.cache import KVCache, spread
+from jaxgen.model.causal_lm import CausalLM
+
+
+@flax.struct.dataclass
+class Prompt:
+    """The prompts, left-aligned: token i of a row is in column i.
+
+    Attributes:
+        ids: int32[B, P].
+        mask: bool[B, P], False past a row's end.
+    """
+
+    ids: jax.Array
+    mask: jax.Array
+
+    @classmethod
+    def align(cls, ids: jax.Array, mask: jax.Array) -> Prompt:
+        """Close the gaps that padding, wherever it is, leaves in `ids int32[B, P]`."""
+        order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
+        rows = jnp.arange(ids.shape[0])[:, None]
+        length = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        aligned = jnp.zeros_like(ids).at[rows, order].set(ids, mode="drop")
+        return cls(aligned, jnp.arange(ids.shape[1])[None, :] < length[:, None])
+
+    @property
+    def length(self) -> jax.Array:
+        """int32[B], tokens per row."""
+        return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
+
+
+@flax.struct.dataclass
+class State:
+    """What a step takes and gives. Rows are the R sequences of prompt 0, then those of prompt 1, and so on.
+
+    Attributes:
+        tokens: int32[rows, N], generated so far; the pad id from a row's end on.
+        lengths: int32[rows], tokens generated, eos included.
+        done: bool[rows].
+        budget: int32[rows], the most tokens that the row may get, at most N.
+        keys: key[rows], or None where nothing is drawn.
+        history: what processors know; `history.step` tokens per row have been chosen.
+        cache: holds all but the last chosen token.
+        scores: float32[N, rows, V], processed, or None; zeros in steps that never came.
+        logits: likewise, as the model gave them.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    done: jax.Array
+    budget: jax.Array
+    keys: jax.Array | None
+    history: History
+    cache: KVCache
+    scores: jax.Array | None
+    logits: jax.Array | None
+
+
+def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys, capacity: int) -> State:
+    """Prefill the prompts and choose the first token of each row.
+
+    The prompt runs through the model once, however many sequences it returns: they share its part of the cache.
+
+    Args:
+        params: the model's parameters.
+        cfg: what to do; its `num_return_sequences` is R.
+        prompt: B prompts.
+        budget: int32[B], the most tokens to generate per prompt.
+        keys: key[B * R] or None.
+        capacity: N, room for generated tokens.
+    """
+    assert cfg.model is not None
+    prompts, copies = prompt.ids.shape[0], cfg.num_return_sequences
+    rows = prompts * copies
+    with jax.named_scope("prefill"):
+        cache = KVCache.create(cfg.model, prompts, prompt.ids.shape[1])
+        out = CausalLM(cfg.model).apply(
+            {"params": params},
+            prompt.ids,
+            attention_mask=prompt.mask,
+            cache=cache,
+            cache_position=0,
+            logits_to_keep=prompt.length[:, None] - 1,
+        )
+    logits = spread(out.logits[:, 0], rows)
+    budget = jnp.minimum(spread(budget, rows), capacity)
+    pad = jnp.asarray(0 if cfg.pad_token_id is None else cfg.pad_token_id, jnp.int32)
+    record = (capacity, *logits.shape)
+    state = State(
+        tokens=jnp.broadcast_to(pad, (rows, capacity)),
+        lengths=jnp.zeros(rows, jnp.int32),
+        done=budget <= 0,
+        budget=budget,
+        keys=keys,
+        history=History.of_prompt(cfg, spread(prompt.ids, rows), spread(prompt.mask, rows)),
+        cache=out.cache.fork(copies, capacity),
+        scores=jnp.zeros(record, jnp.float32) if cfg.output_scores else None,
+        logits=jnp.zeros(record, jnp.float32) if cfg.output_logits else None,
+    )
+    return _choose(cfg, state, logits)
+
+
+def advance(params, cfg: GenerationConfig, state: State, until: jax.Array) -> State:
+    """Generate until every row is finished, or has had `until int32[]` steps."""
+    model = CausalLM(_model(cfg))
+
+    def unfinished(state: State) -> jax.Array:
+        return (state.history.step < until) & ~jnp.all(state.done)
+
+    def step(state: State) -> State:
+        last = state.history.step - 1
+        token = lax.dynamic_slice_in_dim(state.tokens, last, 1, axis=1)
+        out = model.apply(
+            {"params": params}, token, cache=state.cache, cache_position=state.cache.offset + last
+        )
+        return _choose(cfg, state.replace(cache=out.cache), out.logits[:, 0])
+
+    with jax.named_scope("decode"):
+        return lax.while_loop(unfinished, step, state)
+
+
+def finish(state: State) -> State:
+    """Give each row's cache its true length: finished rows went on with padding."""
+    length = jnp.clip(state.lengths - 1, 0)
+    return state.replace(cache=state.cache.replace(length=length))
+
+
+def _choose(cfg: GenerationConfig, state: State, logits: jax.Array) -> State:
+    """Choose the next token of each row from `logits float32[rows, V]` and add it."""
+    rows, step = logits.shape[0], state.history.step
+    with jax.named_scope("process"):
+        scores = build_transform(cfg, rows)(state.history, logits)
+    with jax.named_scope("choose"):
+        token = draw(state.keys, step, scores) if cfg.do_sample else greedy(scores)
+    if cfg.pad_token_id is not None:
+        pad = jnp.asarray(cfg.pad_token_id, jnp.int32)
+    else:
+        pad = jnp.zeros((), jnp.int32)
+    token = jnp.where(state.done, pad, token)
+    lengths = state.lengths + ~state.done
+    done = state.done | is_eos(token, cfg.eos_token_id) | (lengths >= state.budget)
+    return state.replace(
+        tokens=lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], step, axis=1),
+        lengths=lengths,
+        done=done,
+        history=state.history.push(token),
+        scores=_record(state.scores, scores, step),
+        logits=_record(state.logits, logits, step),
+    )
+
+
+def _record(buffer: jax.Array | None, values: jax.Array, step: jax.Array) -> jax.Array | None:
+    return None if buffer is None else lax.dynamic_update_index_in_dim(buffer, values, step, axis=0)
+
+
+def _model(cfg: GenerationConfig):
+    assert cfg.model is not None
+    return cfg.model

@@ -1,0 +1,463 @@
+"""GenerationConfig: every option of transformers 4.41.1's generate(), under its name and with its default.
+
+The config is a pytree. Its numbers are leaves, so that changing a value compiles nothing; everything that shapes the
+program (the mode, the model, which options are on) is its structure. An option at its neutral value is off and has
+no leaf: a config's structure alone says which processors exist, also inside the caller's own jit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.errors import ConfigError, JaxgenWarning
+from jaxgen.model.config import ModelConfig
+
+# A number, one number per prompt, or the same as an array.
+Number = int | float | np.ndarray | jax.Array
+
+_EOS_BUCKET = 4  # eos tables have a multiple of this many entries, the rest -1: more ids, the same program
+
+
+@dataclasses.dataclass(frozen=True)
+class _Knob:
+    """A traced option: its dtype, the value that means "off", other spellings of that, and what is allowed."""
+
+    dtype: type
+    off: Any
+    also_off: tuple[Any, ...] = ()
+    allowed: str = ""
+    holds: Callable[[np.ndarray], Any] = lambda value: True
+    per_prompt: bool = True
+
+    def is_off(self, value: Any) -> bool:
+        if value is None:
+            return True
+        return isinstance(value, int | float) and (value == self.off or value in self.also_off)
+
+
+def _positive(value: np.ndarray) -> Any:
+    return value > 0
+
+
+def _not_negative(value: np.ndarray) -> Any:
+    return value >= 0
+
+
+def _fraction(value: np.ndarray) -> Any:
+    return (value >= 0) & (value <= 1)
+
+
+_POSITIVE: dict[str, Any] = {"allowed": "> 0", "holds": _positive}
+_NOT_NEGATIVE: dict[str, Any] = {"allowed": ">= 0", "holds": _not_negative}
+_FRACTION: dict[str, Any] = {"allowed": "between 0 and 1", "holds": _fraction}
+
+_KNOBS: dict[str, _Knob] = {
+    "temperature": _Knob(float, 1.0, allowed="> 0 (for greedy decoding set do_sample=False)", holds=_positive),
+    "top_k": _Knob(int, 0, **_NOT_NEGATIVE),
+    "top_p": _Knob(float, 1.0, **_FRACTION),
+    "min_p": _Knob(float, None, (0.0,), **_FRACTION),
+    "typical_p": _Knob(float, 1.0, allowed="> 0 and <= 1", holds=lambda value: (value > 0) & (value <= 1)),
+    "epsilon_cutoff": _Knob(float, 0.0, allowed=">= 0 and < 1", holds=lambda value: (value >= 0) & (value < 1)),
+    "eta_cutoff": _Knob(float, 0.0, allowed=">= 0 and < 1", holds=lambda value: (value >= 0) & (value < 1)),
+    "repetition_penalty": _Knob(float, 1.0, **_POSITIVE),
+    "encoder_repetition_penalty": _Knob(float, 1.0, **_POSITIVE),
+    "length_penalty": _Knob(float, 1.0),
+    "diversity_penalty": _Knob(float, 0.0),
+    "guidance_scale": _Knob(float, None, (1.0,)),
+    "penalty_alpha": _Knob(float, None, (0.0,), **_NOT_NEGATIVE),
+    "max_new_tokens": _Knob(int, None, **_POSITIVE),
+    "min_new_tokens": _Knob(int, None, (0,), **_NOT_NEGATIVE),
+    "min_length": _Knob(int, 0, **_NOT_NEGATIVE),
+    "pad_token_id": _Knob(int, None, per_prompt=False, **_NOT_NEGATIVE),
+}
+
+# Written by transformers beside the options; they decide nothing.
+_BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerationConfig:
+    """How to generate. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
+
+    Fields that came with later releases are None, off. A float option is one number or one per prompt, `[B]`, and
+    so are `top_k`, `max_new_tokens`, `min_new_tokens` and `min_length`. An option that jaxgen knows but cannot do
+    yet is accepted here, so that every checkpoint's config can be read, and refused by `generate`.
+
+    `model` is the checkpoint's `ModelConfig`; `generate` needs it.
+
+    >>> cfg = GenerationConfig(do_sample=True, temperature=0.7)
+    >>> cfg.replace(temperature=1).temperature
+    1.0
+
+    Raises:
+        ConfigError: a value that is not allowed, or options that contradict each other.
+        TypeError: a value of the wrong type.
+    """
+
+    # Length
+    max_length: int = 20
+    max_new_tokens: Number | None = None
+    min_length: Number = 0
+    min_new_tokens: Number | None = None
+    early_stopping: bool | str = False
+    max_time: float | None = None
+    stop_strings: str | tuple[str, ...] | None = None
+    # Strategy
+    do_sample: bool = False
+    num_beams: int = 1
+    num_beam_groups: int = 1
+    penalty_alpha: Number | None = None
+    use_cache: bool = True
+    # Logits
+    temperature: Number = 1.0
+    top_k: Number | None = 50
+    top_p: Number = 1.0
+    min_p: Number | None = None
+    typical_p: Number = 1.0
+    epsilon_cutoff: Number = 0.0
+    eta_cutoff: Number = 0.0
+    diversity_penalty: Number = 0.0
+    repetition_penalty: Number = 1.0
+    encoder_repetition_penalty: Number = 1.0
+    length_penalty: Number = 1.0
+    no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple | None = None
+    force_words_ids: tuple | None = None
+    constraints: tuple | None = None
+    renormalize_logits: bool = False
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | tuple[int, ...] | None = None
+    remove_invalid_values: bool = False
+    exponential_decay_length_penalty: tuple | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] | None = None
+    forced_decoder_ids: tuple | None = None
+    sequence_bias: Mapping | tuple | None = None
+    guidance_scale: Number | None = None
+    low_memory: bool | None = None
+    watermarking_config: Any = None
+    # Output
+    num_return_sequences: int = 1
+    output_attentions: bool = False
+    output_hidden_states: bool = False
+    output_scores: bool = False
+    output_logits: bool | None = None
+    return_dict_in_generate: bool = False
+    # Special tokens
+    pad_token_id: Number | None = None
+    bos_token_id: int | None = None
+    eos_token_id: Any = None
+    # Encoder-decoder models
+    decoder_start_token_id: int | None = None
+    # Assisted generation
+    num_assistant_tokens: int = 5
+    num_assistant_tokens_schedule: str = "heuristic"
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int | None = None
+    # Cache, and what is left
+    cache_implementation: str | None = None
+    generation_kwargs: Mapping | None = None
+    # Later releases
+    assistant_confidence_threshold: float | None = None
+    assistant_early_exit: int | None = None
+    assistant_lookbehind: int | None = None
+    target_lookbehind: int | None = None
+    cache_config: Any = None
+    compile_config: Any = None
+    disable_compile: bool | None = None
+    dola_layers: Any = None
+    is_assistant: bool | None = None
+    max_cache_len: int | None = None
+    prefill_chunk_size: int | None = None
+    return_legacy_cache: bool | None = None
+    token_healing: bool | None = None
+    top_h: float | None = None
+    # The checkpoint
+    model: ModelConfig | None = None
+
+    def __post_init__(self):
+        for name, knob in _KNOBS.items():
+            object.__setattr__(self, name, _number(name, getattr(self, name), knob))
+        for name in _STATIC:
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        object.__setattr__(self, "eos_token_id", _eos(self.eos_token_id))
+        if self.model is not None and not isinstance(self.model, ModelConfig):
+            raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
+        _check(self)
+
+    def replace(self, **fields: Any) -> GenerationConfig:
+        """Return a copy with other values for some fields.
+
+        Raises:
+            ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
+        """
+        _known(fields)
+        return dataclasses.replace(self, **fields)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
+        """Read the dict of a generation_config.json. What transformers adds for its own book-keeping is left out.
+
+        Raises:
+            ConfigError: an unknown field, or a value that is not allowed.
+        """
+        fields = {name: value for name, value in config.items() if name not in _BOOKKEEPING}
+        _known(fields)
+        return cls(**fields, model=model)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as generation_config.json holds it.
+
+        Raises:
+            ConfigError: a field that has one value per prompt, which transformers cannot express.
+        """
+        fields = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray | jax.Array):
+                raise ConfigError(f"{field.name} has one value per prompt; generation_config.json holds a single one")
+            if field.name != "model" and value != field.default:
+                fields[field.name] = _thawed(value)
+        return fields
+
+    def on(self, name: str) -> bool:
+        """Whether a traced option is on: not at the value that leaves everything as it is."""
+        return not _KNOBS[name].is_off(getattr(self, name))
+
+    @property
+    def mode(self) -> str:
+        """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does."""
+        if self.constraints is not None or self.force_words_ids is not None:
+            return "constrained_beam_search"
+        if self.num_beams == 1:
+            if self.do_sample:
+                mode = "sample"
+            elif self.on("penalty_alpha") and (not isinstance(self.top_k, int) or self.top_k > 1):
+                mode = "contrastive_search"
+            else:
+                mode = "greedy_search"
+        elif self.num_beam_groups > 1:
+            mode = "group_beam_search"
+        else:
+            mode = "beam_sample" if self.do_sample else "beam_search"
+        if self.prompt_lookup_num_tokens is not None:
+            if mode not in ("greedy_search", "sample"):
+                raise ConfigError(f"prompt_lookup_num_tokens works with greedy search and sampling, not with {mode}")
+            return "assisted_generation"
+        return mode
+
+    def tree_flatten(self):
+        """Split into the traced numbers and the static rest."""
+        leaves = tuple(_leaf(getattr(self, name), knob) for name, knob in _KNOBS.items())
+        return (*leaves, _eos_table(self.eos_token_id)), tuple(getattr(self, name) for name in (*_STATIC, "model"))
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        """Build from what `tree_flatten` gave; values may be anything that jax puts there and are not checked."""
+        config = object.__new__(cls)
+        for name, value in zip((*_STATIC, "model"), static, strict=True):
+            object.__setattr__(config, name, value)
+        for (name, knob), leaf in zip(_KNOBS.items(), leaves[:-1], strict=True):
+            object.__setattr__(config, name, knob.off if leaf is None else leaf)
+        object.__setattr__(config, "eos_token_id", leaves[-1])
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GenerationConfig):
+            return NotImplemented
+        (mine, static), (theirs, other_static) = self.tree_flatten(), other.tree_flatten()
+        return static == other_static and all(
+            (a is None) == (b is None) and (a is None or np.array_equal(a, b))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if isinstance(getattr(self, field.name), np.ndarray | jax.Array)
+            or getattr(self, field.name) != field.default
+        ]
+        return f"GenerationConfig({', '.join(shown)})"
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
+_STATIC = tuple(name for name in _NAMES if name not in (*_KNOBS, "eos_token_id", "model"))
+_WARPERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
+_WARPERS |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+
+
+def eos_list(eos_token_id: Any) -> list[int]:
+    """Return the eos ids of a concrete config as a list, empty where there is none."""
+    if eos_token_id is None:
+        return []
+    return [int(token) for token in np.atleast_1d(np.asarray(eos_token_id)) if token >= 0]
+
+
+def warn_unused(cfg: GenerationConfig) -> None:
+    """Warn of options that the decode mode does not look at, as `GenerationConfig.validate` does."""
+    unused = []
+    if not cfg.do_sample:
+        unused += [
+            f"{name}={getattr(cfg, name)}"
+            for name, default in _WARPERS.items()
+            if not (name == "top_k" and cfg.on("penalty_alpha"))
+            and cfg.on(name)
+            and not (isinstance(getattr(cfg, name), int | float) and getattr(cfg, name) == default)
+        ]
+        if unused:
+            warn(f"{', '.join(unused)} given with do_sample=False, which does not look at it: set do_sample=True or leave it out")
+    if cfg.num_beams == 1:
+        beam_only = {"early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0, "length_penalty": 1.0}
+        unused = [
+            f"{name}={getattr(cfg, name)}"
+            for name, default in beam_only.items()
+            if not isinstance(getattr(cfg, name), int | float | str) or getattr(cfg, name) != default
+        ]
+        if unused:
+            warn(f"{', '.join(unused)} given with num_beams=1, which does not look at it: set num_beams or leave it out")
+
+
+def warn(message: str) -> None:
+    """Emit jaxgen's category of warning, shown at the caller of `generate`."""
+    warnings.warn(message, JaxgenWarning, stacklevel=4)
+
+
+def _known(fields: Mapping[str, Any]) -> None:
+    for name in fields:
+        if name not in _NAMES:
+            near = difflib.get_close_matches(name, _NAMES, n=1)
+            raise ConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+
+
+def _number(name: str, value: Any, knob: _Knob) -> Any:
+    """Normalise a traced option: a Python number, an array `[B]` of the right dtype, or what means off."""
+    if isinstance(value, jax.core.Tracer):
+        return value
+    if isinstance(value, bool | str | bytes | Mapping) or (isinstance(value, complex)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if knob.is_off(value):
+        return knob.off
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(f"{name} must be a number, or one per prompt, got {value!r}") from error
+    whole = np.issubdtype(array.dtype, np.integer)
+    if not whole and (knob.dtype is int or not (array.dtype.kind == "f" or jnp.issubdtype(array.dtype, jnp.floating))):
+        kind = "a whole number" if knob.dtype is int else "a number"
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    if array.ndim > 1 or (array.ndim == 1 and not knob.per_prompt):
+        shape = "one number" + (" or one per prompt, [B]" if knob.per_prompt else "")
+        raise ConfigError(f"{name} must be {shape}, got shape {list(array.shape)}")
+    array = array.astype(np.float32 if knob.dtype is float else np.int32)
+    if not np.all(knob.holds(array)) or (knob.dtype is float and not np.all(np.isfinite(array))):
+        raise ConfigError(f"{name} must be {knob.allowed or 'finite'}, got {value!r}")
+    if array.ndim == 1:
+        return array
+    number = value.item() if hasattr(value, "item") else value
+    return knob.off if knob.is_off(number) else knob.dtype(number)
+
+
+def _leaf(value: Any, knob: _Knob) -> Any:
+    if knob.is_off(value):
+        return None
+    if isinstance(value, int | float):
+        return np.float32(value) if knob.dtype is float else np.int32(value)
+    return value
+
+
+def _eos(value: Any) -> Any:
+    """Normalise eos ids: None, one int, or a tuple of them; a table made by `tree_flatten` stays one."""
+    if value is None or isinstance(value, jax.Array):
+        return value
+    ids = [value] if np.ndim(value) == 0 else list(value)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"eos_token_id must be a whole number or a list of them, got {value!r}")
+        if token < 0 and not isinstance(value, np.ndarray):
+            raise ConfigError(f"eos_token_id must be >= 0, got {value!r}")
+    ids = [int(token) for token in ids if token >= 0]
+    if np.ndim(value) == 0:
+        return ids[0]
+    return tuple(ids) or None
+
+
+def _eos_table(value: Any) -> Any:
+    """int32[E] with E rounded up and -1 for no id, so that another number of ids is the same program."""
+    if value is None or isinstance(value, jax.Array) or not isinstance(value, int | tuple):
+        return value
+    ids = [value] if isinstance(value, int) else list(value)
+    size = -(-len(ids) // _EOS_BUCKET) * _EOS_BUCKET
+    return np.asarray(ids + [-1] * (size - len(ids)), np.int32)
+
+
+def _frozen(value: Any) -> Any:
+    """Make a static option hashable: tuples for lists, a FrozenDict for a dict."""
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, Mapping):
+        return flax.core.FrozenDict({key: _frozen(item) for key, item in value.items()})
+    return value
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_thawed(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _thawed(item) for key, item in value.items()}
+    return value
+
+
+def _check(cfg: GenerationConfig) -> None:
+    """Refuse what `GenerationConfig.validate` of transformers refuses, and static values of the wrong type."""
+    for name in ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "output_scores"):
+        if not isinstance(getattr(cfg, name), bool):
+            raise TypeError(f"{name} must be True or False, got {getattr(cfg, name)!r}")
+    for name, least in {"max_length": 1, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}.items():
+        value = getattr(cfg, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if value < least:
+            raise ConfigError(f"{name} must be >= {least}, got {value}")
+    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+        value = getattr(cfg, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ConfigError(f"{name} must be a whole number >= 0, got {value!r}")
+    if cfg.early_stopping not in (True, False, "never"):
+        raise ConfigError(f"early_stopping must be True, False or 'never', got {cfg.early_stopping!r}")
+    if cfg.num_beams > 1:
+        _check_beams(cfg)
+    elif cfg.num_return_sequences > 1 and not cfg.do_sample:
+        raise ConfigError(
+            f"num_return_sequences={cfg.num_return_sequences}: greedy search has one result per prompt; "
+            "set do_sample=True, or num_beams"
+        )
+
+
+def _check_beams(cfg: GenerationConfig) -> None:
+    if cfg.constraints is not None or cfg.force_words_ids is not None:
+        name = "constraints" if cfg.constraints is not None else "force_words_ids"
+        if cfg.do_sample or cfg.num_beam_groups != 1:
+            raise ConfigError(f"{name} works with plain beam search: set do_sample=False and num_beam_groups=1")
+    if cfg.on("diversity_penalty") or cfg.num_beam_groups != 1:
+        if cfg.do_sample:
+            raise ConfigError("num_beam_groups and diversity_penalty need do_sample=False")
+        if cfg.num_beams % cfg.num_beam_groups:
+            raise ConfigError(f"num_beams={cfg.num_beams} must be a multiple of num_beam_groups={cfg.num_beam_groups}")
+        if not cfg.on("diversity_penalty"):
+            raise ConfigError("num_beam_groups > 1 needs diversity_penalty > 0, or all groups are the same")
+    if cfg.num_return_sequences > cfg.num_beams:
+        raise ConfigError(f"num_return_sequences={cfg.num_return_sequences} must be <= num_beams={cfg.num_beams}")

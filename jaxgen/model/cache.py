@@ -1,0 +1,120 @@
+"""The preallocated key-value cache.
+
+A row's tokens lie in its slots in their order and without gaps, whatever the padding was: slot i holds the row's
+i-th token. So a row attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is
+its beginning, and to crop one is to lower `length`.
+
+A cache may stand on another one, its `prefix`, of fewer rows and read only: rows b*c to b*c + c - 1 share prefix
+row b. Return sequences and beams share their prompt's keys and values in this way, requests their system prompt's;
+only what the rows do not share is copied when rows are reordered. Slots are numbered through, the prefix's first.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.errors import InputError
+from jaxgen.model.config import ModelConfig
+
+# The order of a slot that holds nothing: after every token.
+EMPTY = jnp.iinfo(jnp.int32).max
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of the tokens so far, one `[B, K, S, H]` pair per layer.
+
+    Attributes:
+        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE.
+        values: likewise.
+        length: int32[B], how many slots of this part each row fills, from slot 0 on.
+        prefix: the cache that this one stands on, or None.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    length: jax.Array
+    prefix: KVCache | None = None
+
+    @classmethod
+    def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
+        """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype."""
+        if rows < 1 or slots < 1:
+            raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
+        shape = (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
+        layers = range(cfg.num_hidden_layers)
+        return cls(
+            keys=tuple(jnp.zeros(shape, dtype or cfg.dtype) for _ in layers),
+            values=tuple(jnp.zeros(shape, dtype or cfg.dtype) for _ in layers),
+            length=jnp.zeros(rows, jnp.int32),
+        )
+
+    def fork(self, copies: int, slots: int) -> KVCache:
+        """Return an empty cache of `slots` slots for `copies` rows per row, that stands on this one."""
+        shape = (self.rows * copies, *self.keys[0].shape[1:2], slots, self.keys[0].shape[-1])
+        return KVCache(
+            keys=tuple(jnp.zeros(shape, key.dtype) for key in self.keys),
+            values=tuple(jnp.zeros(shape, value.dtype) for value in self.values),
+            length=jnp.zeros(shape[0], jnp.int32),
+            prefix=self,
+        )
+
+    @property
+    def rows(self) -> int:
+        """How many rows, B."""
+        return self.keys[0].shape[0]
+
+    @property
+    def slots(self) -> int:
+        """How many slots this part has, S."""
+        return self.keys[0].shape[2]
+
+    @property
+    def offset(self) -> int:
+        """The number of this part's first slot: how many slots the prefix has."""
+        return 0 if self.prefix is None else self.prefix.offset + self.prefix.slots
+
+    @property
+    def parts(self) -> list[KVCache]:
+        """This cache and those it stands on, in the order of the tokens."""
+        return [*(self.prefix.parts if self.prefix is not None else []), self]
+
+    @property
+    def prefix_length(self) -> jax.Array:
+        """int32[B], how many tokens each row has in the prefix."""
+        if self.prefix is None:
+            return jnp.zeros(self.rows, jnp.int32)
+        return spread(self.prefix.total_length, self.rows)
+
+    @property
+    def total_length(self) -> jax.Array:
+        """int32[B], how many tokens each row has, the prefix's included."""
+        return self.prefix_length + self.length
+
+    def token_order(self) -> jax.Array:
+        """int32[B, S]: which of its row's tokens, counted from 0, a slot of this part holds; `EMPTY` for none."""
+        slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
+        return jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
+
+
+def spread(x: jax.Array, rows: int) -> jax.Array:
+    """Repeat the rows of `x` so that there are `rows`: each one for all that share it."""
+    return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)
+
+
+def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """Return `buffer [B, K, S, H]` with `new [B, K, T, H]` at `slots int32[B, T]`; slots past the end are dropped.
+
+    A scatter, since XLA's CPU compiler copies the buffer for a dynamic-update-slice in a loop; of bits, since it
+    would convert a 16-bit float buffer to float32 and back.
+    """
+    rows = jnp.arange(buffer.shape[0])[:, None, None]
+    heads = jnp.arange(buffer.shape[1])[None, :, None]
+    dtype = buffer.dtype
+    if dtype.itemsize == 2:
+        buffer, new = (lax.bitcast_convert_type(x.astype(dtype), jnp.uint16) for x in (buffer, new))
+    buffer = buffer.at[rows, heads, slots[:, None, :]].set(new.astype(buffer.dtype), mode="drop", unique_indices=True)
+    return lax.bitcast_convert_type(buffer, dtype)

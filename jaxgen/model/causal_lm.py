@@ -1,0 +1,397 @@
+"""The decoder-only transformer of Qwen2 and Llama: ids in, logits and cache out; it knows nothing of decoding.
+
+Dimensions, here and in every shape of the package:
+    B rows, T new tokens, S cache slots, N heads, K key-value heads, G = N/K, H head size, D model width,
+    F mlp width, V vocabulary, L layers.
+
+Parameters have Hugging Face's names and shapes: params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"] is
+[N*H, D]. What is computed in float32 whatever the weights' dtype is what transformers 4.41.1 computes so: RMSNorm,
+the angles of RoPE, the softmax of attention, the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import flax.struct
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+
+from jaxgen.errors import InputError
+from jaxgen.model.attention import attention
+from jaxgen.model.cache import KVCache, spread, write
+from jaxgen.model.config import ModelConfig
+from jaxgen.model.linear import embed, linear
+from jaxgen.model.masks import key_order, row_order, visible
+from jaxgen.model.rope import rope_angles, rotate
+
+_ACTIVATIONS: dict[str, Callable] = {
+    "silu": nn.silu,
+    "relu": nn.relu,
+    "gelu": functools.partial(nn.gelu, approximate=False),
+    "gelu_new": functools.partial(nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True),
+}
+
+
+@flax.struct.dataclass
+class ModelOutput:
+    """What one forward pass gives.
+
+    Attributes:
+        logits: float32[B, T, V], or `[B, n, V]` with `logits_to_keep`.
+        loss: float32[], the mean over the labels that are not -100; None without labels.
+        cache: the cache with the new tokens in it; None without a cache.
+        hidden_states: L + 1 arrays `[B, T, D]`, the embeddings first, the last one normed; None unless asked for.
+        attentions: L arrays float32[B, N, T, S], the weights; None unless asked for.
+    """
+
+    logits: jax.Array
+    loss: jax.Array | None = None
+    cache: KVCache | None = None
+    hidden_states: tuple[jax.Array, ...] | None = None
+    attentions: tuple[jax.Array, ...] | None = None
+
+
+@flax.struct.dataclass
+class _Tokens:
+    """What a layer must know of the new tokens, the same for all layers.
+
+    Attributes:
+        cos, sin: `[B, T, H]`, the rotation of their positions.
+        slots: int32[B, T], where they go in the cache's last part; padding and overflow past its end. None
+            without a cache.
+        masks: by window, one bool[B, T, S] per part of the cache.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    slots: jax.Array | None
+    masks: dict[int | None, tuple[jax.Array, ...]]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467) in float32, cast back before the weight, as `Qwen2RMSNorm`."""
+
+    eps: float
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norm `x [..., D]`."""
+        weight = self.param("weight", nn.initializers.ones, x.shape[-1:], self.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
+        return weight * wide.astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """`torch.nn.Linear`: `weight [out, in]` and perhaps `bias [out]`."""
+
+    features: int
+    use_bias: bool
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `[..., in]` to `[..., out]`."""
+        init = nn.initializers.normal(self.cfg.initializer_range)
+        weight = self.param("weight", init, (self.features, x.shape[-1]), self.cfg.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), self.cfg.dtype) if self.use_bias else None
+        return linear(x, weight, bias)
+
+
+class Embedding(nn.Module):
+    """`torch.nn.Embedding`, which a tied model uses for its logits too."""
+
+    cfg: ModelConfig
+
+    def setup(self):
+        """Declare the table [V, D]."""
+        init = nn.initializers.normal(self.cfg.initializer_range)
+        self.weight = self.param("weight", init, (self.cfg.vocab_size, self.cfg.hidden_size), self.cfg.dtype)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Look up `ids int32[B, T]`: `[B, T, D]`."""
+        return embed(ids, self.weight)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Map `x [..., D]` to logits `[..., V]`."""
+        return linear(x, self.weight)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with grouped key-value heads: `Qwen2Attention`, `LlamaAttention`."""
+
+    cfg: ModelConfig
+    window: int | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[tuple[jax.Array, jax.Array], ...]):
+        """Attend from `x [B, T, D]`; return `[B, T, D]`, the weights and the last part with the new keys and values."""
+        cfg = self.cfg
+        batch, steps, _ = x.shape
+
+        def project(heads: int, name: str) -> jax.Array:
+            heads_of = Linear(heads * cfg.head_dim, cfg.attention_bias, cfg, name=name)(x)
+            return heads_of.reshape(batch, steps, heads, cfg.head_dim).swapaxes(1, 2)
+
+        q = rotate(project(cfg.num_attention_heads, "q_proj"), tokens.cos, tokens.sin)
+        k = rotate(project(cfg.num_key_value_heads, "k_proj"), tokens.cos, tokens.sin)
+        v = project(cfg.num_key_value_heads, "v_proj")
+        last = (k, v)
+        if tokens.slots is not None:
+            last = tuple(write(buffer, new, tokens.slots) for buffer, new in zip(parts[-1], last, strict=True))
+        dropout = None
+        if cfg.attention_dropout > 0 and self.has_rng("dropout"):
+            dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
+        with jax.named_scope("attention"):
+            out, weights = attention(q, [*parts[:-1], last], tokens.masks[self.window], dropout)
+        out = out.swapaxes(1, 2).reshape(batch, steps, -1)
+        return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out), weights, last
+
+
+class MLP(nn.Module):
+    """Gated feed-forward layer (SwiGLU, arXiv 2002.05202): `Qwen2MLP`."""
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `x [B, T, D]` to `[B, T, D]`."""
+        cfg = self.cfg
+        gate = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="gate_proj")(x)
+        up = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="up_proj")(x)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(_ACTIVATIONS[cfg.hidden_act](gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward layer: `Qwen2DecoderLayer`."""
+
+    cfg: ModelConfig
+    window: int | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[tuple[jax.Array, jax.Array], ...]):
+        """Return `x [B, T, D]` after the layer, the attention weights and the cache's last part."""
+        cfg = self.cfg
+        normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="input_layernorm")(x)
+        attended, weights, last = Attention(cfg, self.window, name="self_attn")(normed, tokens, parts)
+        x = x + attended
+        normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="post_attention_layernorm")(x)
+        with jax.named_scope("mlp"):
+            return x + MLP(cfg, name="mlp")(normed), weights, last
+
+
+class Layers(nn.Module):
+    """The stack. One layer is traced and the others reuse its program; each keeps its own parameters."""
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, tokens: _Tokens, cache: KVCache | None):
+        """Return the input of each layer and the last one's output, the attention weights and the cache."""
+        layer_of = nn.jit(DecoderLayer)
+        states, attentions, written = [x], [], []
+        for index, window in enumerate(self.cfg.windows):
+            parts = tuple((part.keys[index], part.values[index]) for part in cache.parts) if cache else ((),)
+            x, weights, last = layer_of(self.cfg, window, name=str(index))(x, tokens, parts)
+            states.append(x)
+            attentions.append(weights)
+            written.append(last)
+        if cache is not None:
+            keys, values = zip(*written, strict=True)
+            cache = cache.replace(keys=keys, values=values)
+        return states, attentions, cache
+
+
+class Model(nn.Module):
+    """Embeddings, layers and final norm: `Qwen2Model`."""
+
+    cfg: ModelConfig
+
+    def setup(self):
+        """Declare the parts under Hugging Face's names."""
+        self.embed_tokens = Embedding(self.cfg)
+        self.layers = Layers(self.cfg)
+        self.norm = RMSNorm(self.cfg.rms_norm_eps, self.cfg.dtype)
+
+    def __call__(self, x: jax.Array, tokens: _Tokens, cache: KVCache | None):
+        """Return the L + 1 hidden states, the last one normed, the attention weights and the cache."""
+        states, attentions, cache = self.layers(x, tokens, cache)
+        states[-1] = self.norm(states[-1])
+        return states, attentions, cache
+
+
+class CausalLM(nn.Module):
+    """Qwen2 or Llama with its language-model head: a pure function of parameters, ids and cache.
+
+    >>> out = CausalLM(cfg).apply({"params": params}, ids)      # doctest: +SKIP
+    >>> out.logits.shape                                        # doctest: +SKIP
+    (B, T, V)
+    """
+
+    cfg: ModelConfig
+
+    def setup(self):
+        """Declare the parts under Hugging Face's names; a tied model has no `lm_head`."""
+        self.model = Model(self.cfg)
+        if not self.cfg.tie_word_embeddings:
+            self.lm_head = Linear(self.cfg.vocab_size, False, self.cfg)
+
+    def __call__(
+        self,
+        ids: jax.Array | None = None,
+        *,
+        inputs_embeds: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+        cache_position: jax.Array | int | None = None,
+        labels: jax.Array | None = None,
+        logits_to_keep: int | jax.Array = 0,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> ModelOutput:
+        """Run the model on T new tokens per row. Attention dropout is on where a "dropout" rng is given.
+
+        Args:
+            ids: int32[B, T], or give `inputs_embeds [B, T, D]` instead.
+            inputs_embeds: what the ids would be embedded to.
+            attention_mask: `[B, T]`, 0 where a new token is padding, on whichever side; all ones by default.
+                Padding is neither seen nor stored. (Unlike transformers', it never covers tokens of the cache.)
+            position_ids: int32[B, T] for RoPE; by default a token's order in its row, padding not counted.
+                Who sees whom is decided by that order whatever the positions are.
+            cache: holds the tokens before these, and takes these; None for a pass on its own.
+            cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the
+                first free one. Tokens from there on are forgotten.
+            labels: int32[B, T], the ids again, with -100 where no loss is wanted; they are shifted here.
+            logits_to_keep: n for the last n positions, 0 for all, or int32[B, n] positions per row.
+            output_hidden_states: return them.
+            output_attentions: return them.
+
+        Raises:
+            InputError: shapes that do not fit, or a write past the cache's end. Where the position is traced and
+                the end passed, the row's logits are NaN: nothing is overwritten.
+        """
+        x = self._embed(ids, inputs_embeds)
+        batch, steps, _ = x.shape
+        mask = _mask(attention_mask, batch, steps)
+        if cache is None:
+            if cache_position is not None:
+                raise InputError("cache_position was given without a cache: give both or neither")
+            order = row_order(mask, jnp.zeros(batch, jnp.int32))
+            slots, overflow, orders = None, None, [key_order(order, mask)]
+        else:
+            cache, order, slots, overflow = _place(cache, cache_position, mask)
+            orders = [spread(part.token_order(), batch) for part in cache.parts]
+
+        positions = order if position_ids is None else jnp.broadcast_to(position_ids, (batch, steps))
+        cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, x.dtype)
+        windows = sorted(set(self.cfg.windows), key=lambda window: window or 0)
+        masks = {window: tuple(visible(order, keys, window) for keys in orders) for window in windows}
+        states, attentions, cache = self.model(x, _Tokens(cos, sin, slots, masks), cache)
+
+        kept = _keep(states[-1], logits_to_keep)
+        with jax.named_scope("lm_head"):
+            logits = self.model.embed_tokens.attend(kept) if self.cfg.tie_word_embeddings else self.lm_head(kept)
+        logits = logits.astype(jnp.float32)
+        if overflow is not None:
+            logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
+        if labels is not None and logits.shape[1] != steps:
+            raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
+        return ModelOutput(
+            logits=logits,
+            loss=None if labels is None else _loss(logits, labels),
+            cache=cache,
+            hidden_states=tuple(states) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+
+    def _embed(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
+        if (ids is None) == (inputs_embeds is None):
+            raise InputError("give exactly one of ids and inputs_embeds")
+        if ids is not None:
+            if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+                raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
+            return self.model.embed_tokens(ids)
+        assert inputs_embeds is not None
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.cfg.hidden_size:
+            raise InputError(
+                f"inputs_embeds must have shape [B, T, {self.cfg.hidden_size}], got {list(inputs_embeds.shape)}"
+            )
+        return inputs_embeds.astype(self.cfg.dtype)
+
+
+def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:
+    if attention_mask is None:
+        return jnp.ones((batch, steps), bool)
+    if attention_mask.shape != (batch, steps):
+        raise InputError(
+            f"attention_mask must have the shape of the new tokens, {[batch, steps]}, got {list(attention_mask.shape)}; "
+            "the cache knows its own tokens"
+        )
+    return attention_mask != 0
+
+
+def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Array):
+    """Find the slots of the new tokens and update the cache's lengths.
+
+    Returns the cache, the tokens' order int32[B, T] in their rows, their slots int32[B, T] in the last part
+    (padding past its end), and bool[B], the rows that do not fit.
+    """
+    batch, steps = mask.shape
+    if cache.rows != batch:
+        raise InputError(f"the cache has {cache.rows} rows, the input has {batch}")
+    start = cache.length if cache_position is None else jnp.asarray(cache_position, jnp.int32) - cache.offset
+    start = jnp.broadcast_to(start, (batch,))
+    slots = row_order(mask, start)
+    length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)
+    _check_fits(cache, start, length)
+    order = slots + cache.prefix_length[:, None]
+    # Each dropped token has a slot of its own past the end: a scatter's indices are promised to be unique.
+    dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
+    slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
+    return cache.replace(length=length), order, slots, (length > cache.slots) | (start < 0)
+
+
+def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
+    if isinstance(length, jax.core.Tracer) or isinstance(start, jax.core.Tracer):
+        return
+    if int(jnp.min(start)) < 0:
+        raise InputError(f"cache_position lies in the shared prefix: its first own slot is {cache.offset}")
+    if int(jnp.max(length)) > cache.slots:
+        raise InputError(
+            f"the cache is full: it has {cache.slots} slots and the new tokens end at {int(jnp.max(length))}; "
+            "create it with more slots"
+        )
+
+
+def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
+    """Select the positions of `x [B, T, D]` whose logits are wanted."""
+    if isinstance(logits_to_keep, int):
+        if logits_to_keep < 0:
+            raise InputError(f"logits_to_keep must be 0 (all), n or int32[B, n], got {logits_to_keep}")
+        return x[:, -logits_to_keep:]
+    return jnp.take_along_axis(x, logits_to_keep[:, :, None], axis=1)
+
+
+def _loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy of the next token where its label is not -100: NaN where no label is, as in torch."""
+    if labels.shape != logits.shape[:2]:
+        raise InputError(f"labels must have the shape of the ids, {list(logits.shape[:2])}, got {list(labels.shape)}")
+    targets = labels[:, 1:]
+    counted = targets != -100
+    log_probs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    picked = jnp.take_along_axis(log_probs, jnp.where(counted, targets, 0)[..., None], axis=-1)[..., 0]
+    return -jnp.sum(jnp.where(counted, picked, 0.0)) / jnp.sum(counted, dtype=jnp.float32)
+
+
+@functools.lru_cache
+def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter under its Hugging Face name, "model.embed_tokens.weight" and so on."""
+    shapes = jax.eval_shape(CausalLM(cfg).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    return {name: leaf.shape for name, leaf in flax.traverse_util.flatten_dict(shapes, sep=".").items()}

@@ -1,0 +1,45 @@
+"""How a matrix product with a weight, and a look-up in one, is done on this backend and in this dtype."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch keeps it.
+
+    Products are accumulated in float32. float32 operands are never rounded to a shorter format on the way, as in
+    torch, whatever `jax_default_matmul_precision` says.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    if count == 1 and jax.default_backend() == "cpu" and weight.dtype != jnp.float32:
+        # XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop keeps that copy of
+        # them all; from two rows on it reads them as they are.
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
+    out = lax.dot_general(
+        rows,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=precision(weight.dtype),
+        preferred_element_type=jnp.float32,
+    )[:count]
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def embed(ids: jax.Array, table: jax.Array) -> jax.Array:
+    """Return the rows `ids int32[B, T]` of `table [V, D]`; an id outside the table gives NaN."""
+    if table.dtype == jnp.float32:
+        return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
+    # As bits: XLA's CPU gather of 16-bit floats would convert the whole table. All bits set is a NaN.
+    bits = lax.bitcast_convert_type(table, jnp.uint16)
+    return lax.bitcast_convert_type(jnp.take(bits, ids, axis=0, mode="fill", fill_value=0xFFFF), table.dtype)
+
+
+def precision(dtype) -> lax.Precision | None:
+    """Return the precision at which products of this dtype equal torch's: full float32, no TF32 or bfloat16."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None

@@ -1,0 +1,28 @@
+"""Which tokens see which. All of it follows from one number per token: its order in its row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxgen.model.cache import EMPTY
+
+
+def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
+    """int32[B, T]: the order of each token in its row, padding not counted, when `start [B]` tokens precede."""
+    return start[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+
+
+def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
+    """The order of tokens as keys: padding, where `mask bool[B, T]` is False, is never seen."""
+    return jnp.where(mask, order, EMPTY)
+
+
+def visible(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
+    """bool[B, T, S]: may the query of order `queries [B, T]` see the key of order `keys [B, S]`?
+
+    A query sees itself and what came before it, at most `window` tokens in all.
+    """
+    distance = queries[:, :, None] - keys[:, None, :]
+    seen = keys[:, None, :] <= queries[:, :, None]
+    return seen if window is None else seen & (distance < window)
