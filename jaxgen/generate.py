@@ -167,7 +167,7 @@ def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig) ->
     if attention_mask is None:
         mask = _inferred_mask(ids, cfg)
     else:
-        mask = jnp.asarray(attention_mask) != 0
+        mask = jnp.asarray(attention_mask).astype(bool)
         _check_mask_shape(mask, ids)
     _check_knobs(cfg, ids.shape[0])
     key = _check_key(key, cfg, ids.shape[0])

@@ -20,10 +20,10 @@ CONTEXT = 4
 class TextStream:
     """Decode ids as they come: what `put` and `end` return, joined, is `tokenizer.decode` of all the ids.
 
-    A character is given out when it is complete. Held back are a U+FFFD at the end, which may be part of one;
-    byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte turns all of them
-    into U+FFFD; and with clean-up, a space with what it might still change. `end` gives out the rest. The
-    work for a token does not depend on how many came before, apart from what is held back.
+    A character is given out when it is complete. Held back are a U+FFFD at the end, which may be part of
+    one; byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte turns all
+    of them into U+FFFD; and with clean-up, a space with what it might still change. `end` gives out the
+    rest. The work for a token does not depend on how many came before, apart from what is held back.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class TextStreamer:
     """Print the text of one row as it is generated, after HF's `TextStreamer`.
 
     Give it to `generate(..., streamer=)`, which calls `put` with the prompt, then with each new token, then
-    `end`. Other than HF's it prints characters as soon as they are complete, not whole words, and skips special
-    tokens unless told otherwise, as `Tokenizer.decode`. Override `on_finalized_text` to send the text elsewhere.
-    `decode_kwargs` are those of `TextStream`. `file`: None is the standard output.
+    `end`. Other than HF's it prints characters as soon as they are complete, not whole words, and skips
+    special tokens unless told otherwise, as `Tokenizer.decode`. Override `on_finalized_text` to send the
+    text elsewhere. `decode_kwargs` are those of `TextStream`. `file`: None is the standard output.
     """
 
     def __init__(

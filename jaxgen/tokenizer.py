@@ -54,9 +54,10 @@ class Batch(NamedTuple):
 class Tokenizer:
     """Turn text and conversations into ids and ids into text, as HF's fast tokenizer of the same files.
 
-    `backend` is the `tokenizers.Tokenizer` that does the work; it becomes this object's own: tokens are added
-    to it, its padding and truncation are turned off (both happen only where a call asks for them). `config` is
-    the content of a tokenizer_config.json. `Tokenizer.from_pretrained` reads both from a directory.
+    `backend` is the `tokenizers.Tokenizer` that does the work; it becomes this object's own: tokens are
+    added to it, its padding and truncation are turned off (both happen only where a call asks for them).
+    `config` is the content of a tokenizer_config.json. `Tokenizer.from_pretrained` reads both from a
+    directory.
 
     `bos_token`, `eos_token`, `unk_token`, `pad_token` and their `*_token_id` are None where the checkpoint
     has none, `model_max_length` where it states no limit. `chat_template` is the default template or None.
@@ -96,12 +97,14 @@ class Tokenizer:
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
         """Read the tokenizer of a local HF directory.
 
-        Reads tokenizer.json and, where they exist, tokenizer_config.json, chat_template.jinja (it wins over the
-        config's template), special_tokens_map.json and added_tokens.json (both, as in HF, only where the config
-        has no `added_tokens_decoder`), and config.json for the class where the config names none.
+        Reads tokenizer.json and, where they exist, tokenizer_config.json, chat_template.jinja (it wins over
+        the config's template), special_tokens_map.json and added_tokens.json (both, as in HF, only where
+        the config has no `added_tokens_decoder`), and config.json for the class where the config names
+        none.
 
         BOS and EOS are added as tokenizer.json says, but by a LlamaTokenizer or LlamaTokenizerFast as
-        `add_bos_token` (on by default) and `add_eos_token` say, because HF's class ignores tokenizer.json there.
+        `add_bos_token` (on by default) and `add_eos_token` say, because HF's class ignores tokenizer.json
+        there.
 
         Raises InputError for a directory without a fast tokenizer and ConfigError for damaged files.
         """
@@ -112,8 +115,8 @@ class Tokenizer:
         if not file.is_file():
             found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
             raise InputError(
-                f"{directory} has no tokenizer.json (it has: {found}). Slow-only tokenizers "
-                "(tokenizer.model, vocab.json with merges.txt) are not read; save a fast one with transformers"
+                f"{directory} has no tokenizer.json (it has: {found}). Slow tokenizers (tokenizer.model, "
+                "vocab.json with merges.txt) are not read; save a fast one there"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -168,9 +171,9 @@ class Tokenizer:
     ) -> str:
         """Turn one sequence of ids (list, numpy or jax, or a single id) into text.
 
-        `clean_up_tokenization_spaces` takes away the spaces before punctuation and English contractions (None:
-        as the config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in HF, because
-        models pad their vocabularies; a negative id is an error.
+        `clean_up_tokenization_spaces` takes away the spaces before punctuation and English contractions
+        (None: as the config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in
+        HF, because models pad their vocabularies; a negative id is an error.
         """
         text = self.backend.decode(_id_list(ids), skip_special_tokens=skip_special_tokens)
         return clean_up(text) if self._cleans_up(clean_up_tokenization_spaces) else text
@@ -198,9 +201,10 @@ class Tokenizer:
     ) -> Batch:
         """Render conversations with the chat template, encode and left-pad them.
 
-        A conversation is a list of {"role": ..., "content": ...} dicts; a single one may come without the list
-        around it. The template writes BOS and the like itself: none is added. `max_length` cuts at the config's
-        `truncation_side`; on the right that is the generation prompt. The rest is as in `render_chat`.
+        A conversation is a list of {"role": ..., "content": ...} dicts; a single one may come without the
+        list around it. The template writes BOS and the like itself: none is added. `max_length` cuts at the
+        config's `truncation_side`; on the right that is the generation prompt. The rest is as in
+        `render_chat`.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat takes a list of conversations, got {type(conversations).__name__}")
@@ -223,10 +227,10 @@ class Tokenizer:
     ) -> str:
         """Render one conversation as HF's `apply_chat_template(tokenize=False)`.
 
-        `tools` are JSON schemas and choose the template "tool_use" where there is one. `template_kwargs` are
-        further variables of the template and win over the special tokens' names. It runs in a sandbox with what
-        4.41.1 gives it and later releases added: `tojson` without HTML escapes, `break` and `continue`,
-        generation blocks, and `strftime_now`, with which some templates print today's date.
+        `tools` are JSON schemas and choose the template "tool_use" where there is one. `template_kwargs`
+        are further variables of the template and win over the special tokens' names. It runs in a sandbox
+        with what 4.41.1 gives it and later releases added: `tojson` without HTML escapes, `break` and
+        `continue`, generation blocks, and `strftime_now`, with which some templates print today's date.
         """
         _check_conversation(conversation)
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -396,7 +400,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
         if backend.token_to_id(token["content"]) != index:
             raise ConfigError(
                 f"tokenizer_config.json gives the added token {token['content']!r} the id {index}, with this "
-                f"tokenizer.json it has {backend.token_to_id(token['content'])}; give files that belong together"
+                f"tokenizer.json it is {backend.token_to_id(token['content'])}; the files do not match"
             )
     names: dict[str, Any] = {name: _content(token) for name, token in named.items()}
     if additional:

@@ -85,7 +85,7 @@ class RMSNorm(nn.Module):
         weight = self.param("weight", nn.initializers.ones, x.shape[-1:], self.dtype)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
-        return weight * wide.astype(x.dtype)
+        return jnp.broadcast_to(weight, x.shape) * wide.astype(x.dtype)
 
 
 class Linear(nn.Module):
@@ -334,7 +334,7 @@ def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array
             f"attention_mask must have the shape of the new tokens, {[batch, steps]}, got {list(attention_mask.shape)}; "
             "the cache knows its own tokens"
         )
-    return attention_mask != 0
+    return attention_mask.astype(bool)
 
 
 def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Array):

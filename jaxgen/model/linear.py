@@ -27,7 +27,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
         preferred_element_type=jnp.float32,
     )[:count]
     if bias is not None:
-        out = out + bias.astype(jnp.float32)
+        out = out + bias.astype(jnp.float32)[None, :]
     return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
