@@ -43,7 +43,7 @@ def attention(
 
     out, start = jnp.zeros((), jnp.float32), 0
     for _, v in parts:
-        share = weights[..., start : start + v.shape[2]].astype(v.dtype).reshape(batch, heads, steps, -1)
+        share = weights[..., start : start + v.shape[2]].reshape(batch, heads, steps, -1)
         out = out + _product(share, v, "bkqs,bksh->bkqh")
         start += v.shape[2]
     return out.astype(q.dtype).reshape(batch, heads, steps, size), weights.reshape(batch, heads, steps, -1)
@@ -61,7 +61,7 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     batch, heads, steps, _ = x.shape
     owners, kv_heads = part.shape[:2]
     shared, groups = batch // owners, heads // kv_heads
-    x = x.reshape(owners, shared, kv_heads, groups * steps, -1).swapaxes(1, 2)
+    x = x.astype(part.dtype).reshape(owners, shared, kv_heads, groups * steps, -1).swapaxes(1, 2)
     x = x.reshape(owners, kv_heads, shared * groups * steps, -1)
     single = x.shape[2] == 1 and part.dtype != jnp.float32  # one 16-bit row: see linear.py
     if single:

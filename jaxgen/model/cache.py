@@ -14,7 +14,6 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
@@ -41,14 +40,19 @@ class KVCache:
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
-        """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype."""
+        """Return an empty cache of `slots` slots for each of `rows` rows.
+
+        `dtype` is by default the model's, on CPU float32: there XLA converts a 16-bit cache to float32 and back,
+        all of it, for each token that is written. The values are the same, rounded to the model's dtype.
+        """
         if rows < 1 or slots < 1:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
         shape = (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
+        dtype = dtype or ("float32" if jax.default_backend() == "cpu" else cfg.dtype)
         layers = range(cfg.num_hidden_layers)
         return cls(
-            keys=tuple(jnp.zeros(shape, dtype or cfg.dtype) for _ in layers),
-            values=tuple(jnp.zeros(shape, dtype or cfg.dtype) for _ in layers),
+            keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
+            values=tuple(jnp.zeros(shape, dtype) for _ in layers),
             length=jnp.zeros(rows, jnp.int32),
         )
 
@@ -108,13 +112,9 @@ def spread(x: jax.Array, rows: int) -> jax.Array:
 def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     """Return `buffer [B, K, S, H]` with `new [B, K, T, H]` at `slots int32[B, T]`; slots past the end are dropped.
 
-    A scatter, since XLA's CPU compiler copies the buffer for a dynamic-update-slice in a loop; of bits, since it
-    would convert a 16-bit float buffer to float32 and back.
+    A scatter, which XLA does in place in a loop whether the rows write to one slot or each to its own.
     """
     rows = jnp.arange(buffer.shape[0])[:, None, None]
     heads = jnp.arange(buffer.shape[1])[None, :, None]
-    dtype = buffer.dtype
-    if dtype.itemsize == 2:
-        buffer, new = (lax.bitcast_convert_type(x.astype(dtype), jnp.uint16) for x in (buffer, new))
-    buffer = buffer.at[rows, heads, slots[:, None, :]].set(new.astype(buffer.dtype), mode="drop", unique_indices=True)
-    return lax.bitcast_convert_type(buffer, dtype)
+    new = new.astype(buffer.dtype)
+    return buffer.at[rows, heads, slots[:, None, :]].set(new, mode="drop", unique_indices=True)

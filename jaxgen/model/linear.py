@@ -33,11 +33,15 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 def embed(ids: jax.Array, table: jax.Array) -> jax.Array:
     """Return the rows `ids int32[B, T]` of `table [V, D]`; an id outside the table gives NaN."""
-    if table.dtype == jnp.float32:
+
+    def look_up() -> jax.Array:
         return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
-    # As bits: XLA's CPU gather of 16-bit floats would convert the whole table. All bits set is a NaN.
-    bits = lax.bitcast_convert_type(table, jnp.uint16)
-    return lax.bitcast_convert_type(jnp.take(bits, ids, axis=0, mode="fill", fill_value=0xFFFF), table.dtype)
+
+    if table.dtype == jnp.float32 or jax.default_backend() != "cpu":
+        return look_up()
+    # XLA's CPU compiler converts a 16-bit table to float32 to gather from it and, in a loop, keeps that copy of it
+    # all. It does not take the conversion out of a branch, where only the rows that are read are converted.
+    return lax.cond(jnp.any(ids >= 0), look_up, lambda: jnp.full((*ids.shape, table.shape[1]), jnp.nan, table.dtype))
 
 
 def precision(dtype) -> lax.Precision | None:
