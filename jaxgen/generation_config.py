@@ -75,7 +75,7 @@ _KNOBS: dict[str, _Knob] = {
     "guidance_scale": _Knob(float, None, (1.0,)),
     "penalty_alpha": _Knob(float, None, (0.0,), **_NOT_NEGATIVE),
     "max_new_tokens": _Knob(int, None, **_POSITIVE),
-    "min_new_tokens": _Knob(int, None, (0,), **_NOT_NEGATIVE),
+    "min_new_tokens": _Knob(int, None, **_NOT_NEGATIVE),
     "min_length": _Knob(int, 0, **_NOT_NEGATIVE),
     "pad_token_id": _Knob(int, None, per_prompt=False, **_NOT_NEGATIVE),
 }
@@ -320,6 +320,8 @@ def warn_unused(cfg: GenerationConfig) -> None:
         ]
         if unused:
             warn(f"{', '.join(unused)} given with do_sample=False, which does not look at it: set do_sample=True or leave it out")
+    if cfg.on("min_new_tokens") and cfg.on("min_length"):
+        warn("min_new_tokens and min_length are both set: min_new_tokens holds, min_length does not")
     if cfg.num_beams == 1:
         beam_only = {"early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0, "length_penalty": 1.0}
         unused = [

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.tokenizer import Tokenizer, clean_up
+from jaxgen.tokenizer import Tokenizer, clean_up, id_list
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -48,7 +48,7 @@ class TextStream:
 
     def put(self, ids: Any) -> str:
         """Take one id or several and return the text that they complete."""
-        return "".join(self._put(token_id) for token_id in np.atleast_1d(np.asarray(ids)).tolist())
+        return "".join(self._put(token_id) for token_id in id_list(ids))
 
     def end(self) -> str:
         """Return what was held back and start anew."""

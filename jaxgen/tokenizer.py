@@ -175,7 +175,7 @@ class Tokenizer:
         (None: as the config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in
         HF, because models pad their vocabularies; a negative id is an error.
         """
-        text = self.backend.decode(_id_list(ids), skip_special_tokens=skip_special_tokens)
+        text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
         return clean_up(text) if self._cleans_up(clean_up_tokenization_spaces) else text
 
     def batch(self, texts: Sequence[str], *, max_length: int | None = None) -> Batch:
@@ -233,6 +233,11 @@ class Tokenizer:
         `continue`, generation blocks, and `strftime_now`, with which some templates print today's date.
         """
         _check_conversation(conversation)
+        for name, given in (("tools", tools), ("documents", documents)):
+            if given is not None and (
+                isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)
+            ):
+                raise TypeError(f"{name} has to be a list of dicts, got {given!r}")
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             named = (
@@ -314,14 +319,15 @@ def clean_up(text: str) -> str:
     return text
 
 
-def _id_list(ids: Any) -> list[int]:
+def id_list(ids: Any) -> list[int]:
+    """Check one sequence of token ids, or a single one, of whatever kind and return it as a list."""
     array = np.atleast_1d(np.asarray(ids))
     if array.size == 0:
         return []
     if array.dtype.kind not in "iu":
-        raise TypeError(f"decode takes integer ids, got {array.dtype}")
+        raise TypeError(f"token ids are integers, got {array.dtype}")
     if array.ndim > 1:
-        raise InputError(f"decode takes one sequence of ids, got shape {array.shape}; decode row by row")
+        raise InputError(f"one sequence of ids is decoded at a time, got shape {array.shape}; go row by row")
     if array.min() < 0 or array.max() >= 2**32:
         wrong = array[(array < 0) | (array >= 2**32)][0]
         raise InputError(f"{wrong} is no token id; ids are at least 0 and below 2**32")
@@ -348,9 +354,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
         by_type = MODEL_CLASSES.get(model.get("model_type", ""))
         config["tokenizer_class"] = model.get("tokenizer_class") or by_type
     if "added_tokens_decoder" not in config:
+        additional = list(config.get("additional_special_tokens") or ())
         config.update(_read_json(directory / "special_tokens_map.json"))
-        special = {_content(config.get(name)) for name in SPECIAL_NAMES}
-        special |= {_content(token) for token in config.get("additional_special_tokens") or ()}
+        additional += [t for t in config.get("additional_special_tokens") or () if t not in additional]
+        config["additional_special_tokens"] = additional
+        special = [_content(token) for token in (*map(config.get, SPECIAL_NAMES), *additional)]
         config["added_tokens_decoder"] = {
             index: {"content": token, "special": token in special, "normalized": token not in special}
             for token, index in _read_json(directory / "added_tokens.json").items()
@@ -378,14 +386,16 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
     """Add the config's tokens to the backend as HF does and return its special tokens by name."""
     named = {name: config[name] for name in SPECIAL_NAMES if config.get(name) is not None}
     additional = list(config.get("additional_special_tokens") or ())
+    for name, token in (*named.items(), *(("additional_special_tokens", token) for token in additional)):
+        if not isinstance(_content(token), str):
+            raise ConfigError(f"{name} of the tokenizer's config is {token!r}; it has to be a string")
     special = {_content(token): token for token in (*named.values(), *additional)}
-    for content in special:
-        if not isinstance(content, str):
-            raise ConfigError(
-                f"a special token of tokenizer_config.json is {content!r}; it has to be a string"
-            )
 
-    listed = {int(index): token for index, token in config.get("added_tokens_decoder", {}).items()}
+    listed: dict[int, Mapping[str, Any]] = {}
+    for index, token in config.get("added_tokens_decoder", {}).items():
+        if not str(index).isdecimal() or not isinstance(token, Mapping) or "content" not in token:
+            raise ConfigError(f"added_tokens_decoder has {index!r}: {token!r}; it has to map ids to tokens")
+        listed[int(index)] = token
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     known |= {_content(token) for token in listed.values()}
     tokens = [

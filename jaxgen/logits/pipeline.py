@@ -102,9 +102,6 @@ def _eos_set(cfg: GenerationConfig) -> jax.Array:
 
 
 def _too_short(cfg: GenerationConfig, history: History, rows: int) -> jax.Array:
-    short = jnp.zeros(rows, bool)
-    if cfg.on("min_length"):
-        short |= history.prompt_length + history.step < per_row(cfg.min_length, rows)
-    if cfg.on("min_new_tokens"):
-        short |= history.step < per_row(cfg.min_new_tokens, rows)
-    return short
+    if cfg.on("min_new_tokens"):  # takes the place of min_length, as in transformers
+        return history.step < per_row(cfg.min_new_tokens, rows)
+    return history.prompt_length + history.step < per_row(cfg.min_length, rows)

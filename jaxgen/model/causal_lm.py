@@ -64,13 +64,13 @@ class _Tokens:
         cos, sin: `[B, T, H]`, the rotation of their positions.
         slots: int32[B, T], where they go in the cache's last part; padding and overflow past its end. None
             without a cache.
-        masks: by window, one bool[B, T, S] per part of the cache.
+        masks: by window, 0 for none, one bool[B, T, S] per part of the cache.
     """
 
     cos: jax.Array
     sin: jax.Array
     slots: jax.Array | None
-    masks: dict[int | None, tuple[jax.Array, ...]]
+    masks: dict[int, tuple[jax.Array, ...]]
 
 
 class RMSNorm(nn.Module):
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
             dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
         with jax.named_scope("attention"):
-            out, weights = attention(q, [*parts[:-1], last], tokens.masks[self.window], dropout)
+            out, weights = attention(q, [*parts[:-1], last], tokens.masks[self.window or 0], dropout)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
         return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out), weights, last
 
@@ -291,8 +291,8 @@ class CausalLM(nn.Module):
 
         positions = order if position_ids is None else jnp.broadcast_to(position_ids, (batch, steps))
         cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, x.dtype)
-        windows = sorted(set(self.cfg.windows), key=lambda window: window or 0)
-        masks = {window: tuple(visible(order, keys, window) for keys in orders) for window in windows}
+        windows = set(self.cfg.windows)
+        masks = {window or 0: tuple(visible(order, keys, window) for keys in orders) for window in windows}
         states, attentions, cache = self.model(x, _Tokens(cos, sin, slots, masks), cache)
 
         kept = _keep(states[-1], logits_to_keep)

@@ -1,0 +1,6 @@
+"""Checkpoints in and out: Hugging Face directories to parameters and back, tensor by tensor, no torch."""
+
+from convert.hf import load_hf, save_hf
+from convert.safetensors import CheckpointError
+
+__all__ = ["CheckpointError", "load_hf", "save_hf"]

@@ -1,0 +1,140 @@
+"""A directory that appears complete or not at all, whenever its writer is killed.
+
+Beside a target `out` there may be, for a while or after a kill:
+  .out.<8 hex digits>.partial   unfinished or discarded; locked while its writer lives, removed by the next
+  .out.replaced                 the complete earlier `out`, while the new one takes its place
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from convert.safetensors import CheckpointError
+
+
+@contextlib.contextmanager
+def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a hidden directory to fill, which takes the name `target` when the block ends without an error.
+
+    After an error the hidden directory is removed and `target` is what it was. An empty directory may be in
+    the way; a checkpoint only with `overwrite`; anything else never.
+
+    Raises:
+        CheckpointError: something is in the way, or the parent directory is missing.
+    """
+    target = target.resolve()
+    if not target.parent.is_dir():
+        raise CheckpointError([f"{target.parent} is not a directory: create it first"])
+    _clean(target)
+    _check_replaceable(target, overwrite)
+    partial = _beside(target)
+    partial.mkdir()
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield partial
+        for file in partial.iterdir():
+            _sync(file)
+        _sync(partial)
+        _check_replaceable(target, overwrite)
+        _swap(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def replaced(target: Path) -> Path:
+    """Return where the complete earlier directory is kept while a new one takes its name."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+
+
+def _clean(target: Path) -> None:
+    """Finish what earlier writers of `target` were killed in: put the old directory back, remove rubbish."""
+    old = replaced(target)
+    if old.is_dir():
+        if target.exists():
+            _discard(old, target)
+        else:
+            old.rename(target)
+    ours = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{8}\.partial")
+    for leftover in target.parent.iterdir():
+        if not ours.fullmatch(leftover.name):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # its writer has just finished
+            lock = os.open(leftover, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # its writer lives, or nobody can tell
+            else:
+                shutil.rmtree(leftover)
+            finally:
+                os.close(lock)
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError([f"{target} is a file: give the name of a directory"])
+    inside = list(target.iterdir())
+    if not inside:
+        return
+    if not overwrite:
+        raise CheckpointError(
+            [f"{target} exists: choose another name, or overwrite=True (--overwrite) to replace it"]
+        )
+    if not (target / "config.json").is_file():
+        raise CheckpointError(
+            [f"{target} is no checkpoint (no config.json) and is not replaced: choose another name"]
+        )
+    if folders := sorted(path.name for path in inside if path.is_dir() and not path.is_symlink()):
+        found = ", ".join(folders)
+        raise CheckpointError(
+            [f"{target} has folders that replacing would delete ({found}): choose another name"]
+        )
+
+
+def _swap(new: Path, target: Path) -> None:
+    old = replaced(target)
+    occupied = target.is_dir() and any(target.iterdir())
+    try:
+        if occupied:
+            target.rename(old)
+        new.rename(target)
+    except BaseException:
+        if old.is_dir() and not target.exists():
+            old.rename(target)
+        raise
+    _sync(target.parent)
+    if occupied:
+        _discard(old, target)
+
+
+def _discard(old: Path, target: Path) -> None:
+    """Remove `old` under a name that marks it as rubbish, so that a half-removed one is never put back."""
+    rubbish = _beside(target)
+    old.rename(rubbish)
+    shutil.rmtree(rubbish)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,5 @@
+import sys
+
+from jaxgen.cli import main
+
+sys.exit(main())

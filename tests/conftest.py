@@ -1,0 +1,26 @@
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+# Strict, so that a shape or a dtype that changes by accident is an error.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def _find_data() -> Path | None:
+    named = os.environ.get("JAXGEN_DATA")
+    folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
+    return folder if folder.is_dir() else None
+
+
+DATA = _find_data()
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of real checkpoints, tokenizers and vectors; skips where it is absent."""
+    if DATA is None:
+        pytest.skip("no real data: set JAXGEN_DATA or put it at ../shared/data")
+    return DATA

@@ -1,0 +1,446 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import GENERATION, LLAMA, QWEN2, shapes, weights, write
+from flax.traverse_util import flatten_dict
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from convert import CheckpointError, load_hf, save_hf
+from jaxgen.errors import ConfigError, NotBuiltYetError
+
+ROOT = Path(__file__).resolve().parents[2]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+QUERY, NORM, EMBEDDING = (
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.norm.weight",
+    "model.embed_tokens.weight",
+)
+
+
+def flat(params) -> dict:
+    return flatten_dict(params, sep=".")
+
+
+def same(params, tensors: dict) -> bool:
+    """Whether parameters are these tensors, bit by bit."""
+    arrays = flat(params)
+    return arrays.keys() == tensors.keys() and all(
+        isinstance(arrays[name], jax.Array)
+        and arrays[name].dtype == tensor.dtype
+        and arrays[name].shape == tensor.shape
+        and np.asarray(arrays[name]).tobytes() == tensor.tobytes()
+        for name, tensor in tensors.items()
+    )
+
+
+def problems(path: Path) -> list[str]:
+    with pytest.raises(CheckpointError) as caught:
+        load_hf(path)
+    return caught.value.problems
+
+
+def edit(file: Path, **changes) -> None:
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+# Reading
+
+
+def test_names_values_and_configs(qwen2):
+    params, cfg = load_hf(qwen2)
+    assert same(params, weights(QWEN2))
+    assert params["model"]["layers"]["1"]["mlp"]["down_proj"]["weight"].shape == (16, 24)
+    assert "lm_head" not in params
+    assert (cfg.do_sample, cfg.temperature, cfg.eos_token_id, cfg.pad_token_id) == (True, 0.5, (2, 3), 0)
+    assert cfg.bos_token_id is None
+    assert (cfg.model.model_type, cfg.model.vocab_size, cfg.model.dtype) == ("qwen2", 40, "float32")
+
+
+def test_shards(sharded):
+    params, cfg = load_hf(str(sharded))
+    assert same(params, weights(LLAMA, "bfloat16"))
+    assert cfg.model.dtype == "bfloat16"  # of the tensors, though config.json says float32
+
+
+def test_without_generation_config_the_fields_of_config_json_count(tmp_path):
+    config = QWEN2 | {"temperature": 0.25, "max_length": 33, "use_cache": False, "pad_token_id": None}
+    _, cfg = load_hf(write(tmp_path / "x", config, weights(QWEN2)))
+    assert (cfg.bos_token_id, cfg.eos_token_id, cfg.temperature, cfg.max_length) == (1, 2, 0.25, 33)
+    assert cfg.use_cache
+    assert cfg.pad_token_id is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.float16, np.dtype(np.float32)])
+def test_a_dtype_is_cast_to_on_the_way(qwen2, dtype):
+    params, cfg = load_hf(qwen2, dtype=dtype)
+    assert same(params, {name: tensor.astype(np.dtype(dtype)) for name, tensor in weights(QWEN2).items()})
+    assert cfg.model.dtype == np.dtype(dtype).name
+
+
+def test_each_tensor_keeps_its_own_dtype(tmp_path):
+    tensors = weights(QWEN2, "bfloat16") | {NORM: np.ones(16, np.float32)}
+    params, cfg = load_hf(write(tmp_path / "x", QWEN2, tensors))
+    assert same(params, tensors)
+    assert cfg.model.dtype == "bfloat16"
+
+
+def test_a_single_file_of_another_name(qwen2):
+    (qwen2 / SINGLE).rename(qwen2 / "weights.safetensors")
+    assert same(load_hf(qwen2)[0], weights(QWEN2))
+    (qwen2 / "more.safetensors").write_bytes(b"")
+    (problem,) = problems(qwen2)
+    assert "several files (more.safetensors, weights.safetensors)" in problem
+
+
+def test_a_tied_head_is_dropped_if_it_is_the_embedding(tmp_path):
+    tensors = weights(QWEN2)
+    tied = tensors | {"lm_head.weight": tensors[EMBEDDING]}
+    assert same(load_hf(write(tmp_path / "same", QWEN2, tied))[0], tensors)
+    other = tensors | {"lm_head.weight": -tensors[EMBEDDING]}
+    (problem,) = problems(write(tmp_path / "other", QWEN2, other))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in problem
+    assert "tie_word_embeddings" in problem
+
+
+def test_saved_rotary_constants_are_ignored(tmp_path):
+    constants = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32) for n in range(2)}
+    assert same(load_hf(write(tmp_path / "x", LLAMA, weights(LLAMA) | constants))[0], weights(LLAMA))
+
+
+def test_options_that_cannot_be_honoured(qwen2):
+    with pytest.raises(NotBuiltYetError, match="quantize='int8' is not built yet"):
+        load_hf(qwen2, quantize="int8")
+    with pytest.raises(NotBuiltYetError, match=r"mesh=.* is not built yet"):
+        load_hf(qwen2, mesh=jax.sharding.Mesh(jax.devices(), "x"))
+    for dtype in ("int8", "nothing", np.float64):
+        with pytest.raises(ConfigError, match="is not one of float32, bfloat16, float16"):
+            load_hf(qwen2, dtype=dtype)
+    with pytest.raises(TypeError, match="dtype must be one of float32"):
+        load_hf(qwen2, dtype=[16])
+
+
+def test_values_that_do_not_fit_are_reported_together(tmp_path):
+    tensors = weights(QWEN2)
+    tensors[NORM][3] = tensors[QUERY][0, 0] = 1e6
+    path = write(tmp_path / "x", QWEN2, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load_hf(path, dtype="float16")
+    assert {problem.split(": ")[1] for problem in caught.value.problems} == {NORM, QUERY}
+
+
+# What is wrong with a checkpoint
+
+
+def test_everything_wrong_is_reported_together(tmp_path):
+    tensors = weights(QWEN2)
+    del tensors[NORM]
+    tensors[QUERY] = tensors[QUERY][:8]
+    tensors["model.layers.2.mlp.up_proj.weight"] = np.ones((2, 3), np.float32)
+    tensors["model.layers.0.mlp.up_proj.weight"] = np.ones((24, 16), np.int32)
+    path = write(tmp_path / "x", QWEN2, tensors, {"temprature": 1.0})
+    expected = [
+        f"{path / 'generation_config.json'}: unknown option 'temprature'",
+        f"{path / SINGLE}: model.layers.0.mlp.up_proj.weight has dtype I32",
+        f"{path}: {NORM} [16] is missing",
+        f"{path / SINGLE}: {QUERY} has shape [8, 16], the config needs [16, 16]",
+        f"{path / SINGLE}: model.layers.2.mlp.up_proj.weight [2, 3] is unexpected",
+    ]
+    found = problems(path)
+    assert len(found) == len(expected)
+    for problem, start in zip(found, expected, strict=True):
+        assert problem.startswith(start)
+
+
+def test_config_json(qwen2):
+    edit(qwen2 / "config.json", vocab_size=..., rope_theta=...)
+    (problem,) = problems(qwen2)
+    assert problem.startswith(f"{qwen2 / 'config.json'}: ")
+    assert "vocab_size" in problem
+    (qwen2 / "config.json").write_text("[")
+    assert "config.json: not valid JSON" in problems(qwen2)[0]
+    (qwen2 / "config.json").write_text("[]")
+    assert "config.json: must hold a JSON object, holds list" in problems(qwen2)[0]
+    (qwen2 / "config.json").unlink()
+    assert "config.json is missing" in problems(qwen2)[0]
+    (qwen2 / SINGLE).unlink()
+    assert len(problems(qwen2)) == 2
+
+
+def test_generation_config_json(qwen2):
+    edit(qwen2 / "generation_config.json", do_sample="yes")
+    (problem,) = problems(qwen2)
+    assert problem.startswith(f"{qwen2 / 'generation_config.json'}: do_sample must be")
+
+
+def test_no_weights(qwen2):
+    (qwen2 / SINGLE).unlink()
+    assert "no *.safetensors: download" in problems(qwen2)[0]
+    (qwen2 / "pytorch_model.bin").write_bytes(b"")
+    (problem,) = problems(qwen2)
+    assert "pytorch_model.bin" in problem
+    assert "save_pretrained" in problem
+
+
+def test_paths_that_are_no_directory(qwen2, tmp_path, monkeypatch):
+    assert "give the directory that it is in" in problems(qwen2 / SINGLE)[0]
+    assert "give a local checkpoint directory" in problems(tmp_path / "absent")[0]
+    assert "Hub" in problems(Path("Qwen/Qwen2.5-0.5B-Instruct"))[0]
+    (tmp_path / ".absent.replaced").mkdir()
+    assert ".absent.replaced is the old one: rename it back" in problems(tmp_path / "absent")[0]
+
+
+def test_a_damaged_file_hides_no_other_problem(sharded):
+    shard = sharded / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    edit(sharded / "config.json", vocab_size=41)
+    truncated, *rest = problems(sharded)
+    assert truncated.startswith(f"{shard}: truncated")
+    assert 1 <= len(rest) <= 2
+    assert all("the config needs [41, 16]" in problem for problem in rest)
+
+
+def test_the_index(sharded):
+    first, second, third = (sharded / f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+    second.unlink()
+    assert problems(sharded) == [f"{second}: absent, though {INDEX} names it"]
+    tensors = weights(LLAMA, "bfloat16")
+    inside = [name for name, file in index(sharded).items() if file == second.name]
+    moved, kept = inside[0], {name: tensors[name] for name in inside[1:]}
+    save_file(kept | {"stray": np.ones(1, np.float32)}, second)
+    found = problems(sharded)
+    assert f"{second}: stray is not in {INDEX}" in found
+    assert f"{second}: {moved} is absent, though {INDEX} puts it there" in found
+    assert any(problem.startswith(f"{second}: stray [1] is unexpected") for problem in found)
+    assert len(found) == 3
+    save_file(kept | {moved: tensors[moved]}, second)
+    save_file(read(third) | {moved: tensors[moved]}, third)
+    assert problems(sharded) == [f"{third}: {moved} is also in {second.name}"]
+    save_file(kept, second)
+    assert problems(sharded) == [
+        f"{second}: {moved} is absent, though {INDEX} puts it there: it is in {third.name}"
+    ]
+    assert first.exists()
+
+
+@pytest.mark.parametrize(
+    "weight_map", [None, [], {EMBEDDING: 1}, {EMBEDDING: "../x.safetensors"}, {EMBEDDING: ""}]
+)
+def test_an_index_that_names_no_files(sharded, weight_map):
+    edit(sharded / INDEX, weight_map=weight_map)
+    (problem,) = problems(sharded)
+    assert problem.startswith(f"{sharded / INDEX}: weight_map must give each tensor the name of a file")
+
+
+def test_an_index_beside_a_single_file(sharded):
+    save_file(weights(LLAMA), sharded / SINGLE)
+    (problem,) = problems(sharded)
+    assert "remove the one that is outdated" in problem
+    (sharded / INDEX).write_text("{")
+    assert f"{sharded / INDEX}: not valid JSON" in problems(sharded)[0]
+
+
+def index(path: Path) -> dict[str, str]:
+    return json.loads((path / INDEX).read_text())["weight_map"]
+
+
+def read(file: Path) -> dict[str, np.ndarray]:
+    with safe_open(file, "np") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+# Writing
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("config", [QWEN2, LLAMA], ids=["tied", "untied"])
+def test_a_round_trip_keeps_every_byte(tmp_path, config, dtype):
+    tensors = weights(config, dtype)
+    params, cfg = load_hf(write(tmp_path / "a", config, tensors, GENERATION))
+    save_hf(params, cfg, tmp_path / "b")
+    assert (tmp_path / "b" / SINGLE).read_bytes() == (tmp_path / "a" / SINGLE).read_bytes()
+    again, cfg_again = load_hf(tmp_path / "b")
+    assert cfg_again == cfg
+    save_hf(again, cfg_again, tmp_path / "c")
+    for file in (tmp_path / "b").iterdir():
+        assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written["torch_dtype"] == dtype
+    assert {
+        key: value for key, value in config.items() if key not in ("torch_dtype", "eos_token_id")
+    }.items() <= (written | {"bos_token_id": 1}).items()
+    assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == GENERATION
+
+
+def test_large_checkpoints_are_sharded(tmp_path, sharded, monkeypatch):
+    monkeypatch.setattr("convert.shards.MAX_SHARD", 2000)
+    params, cfg = load_hf(sharded)
+    save_hf(params, cfg, tmp_path / "b")
+    tensors = weights(LLAMA, "bfloat16")
+    shards = sorted((tmp_path / "b").glob("*.safetensors"))
+    assert [shard.name for shard in shards] == [
+        f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))
+    ]
+    assert len(shards) > 3
+    content = [read(shard) for shard in shards]
+    assert all(len(part) == 1 or sum(t.nbytes for t in part.values()) <= 2000 for part in content)
+    together = {name: tensor for part in content for name, tensor in part.items()}
+    assert together.keys() == tensors.keys()
+    assert all(together[name].tobytes() == tensors[name].tobytes() for name in tensors)
+    written = json.loads((tmp_path / "b" / INDEX).read_text())
+    assert written["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    assert written["weight_map"] == {name: shards[n].name for n, part in enumerate(content) for name in part}
+    assert same(load_hf(tmp_path / "b")[0], tensors)
+
+
+def test_numpy_arrays_of_any_layout_are_written(tmp_path, qwen2):
+    params, cfg = load_hf(qwen2)
+    fortran = jax.tree.map(lambda array: np.asfortranarray(array), params)
+    save_hf(fortran, cfg, tmp_path / "b")
+    assert (tmp_path / "b" / SINGLE).read_bytes() == (qwen2 / SINGLE).read_bytes()
+
+
+def test_mixed_dtypes_are_kept_and_config_has_that_of_the_embedding(tmp_path):
+    tensors = weights(QWEN2, "float16") | {NORM: np.ones(16, np.float32)}
+    params, cfg = load_hf(write(tmp_path / "a", QWEN2, tensors))
+    save_hf(params, cfg, tmp_path / "b")
+    assert (tmp_path / "b" / SINGLE).read_bytes() == (tmp_path / "a" / SINGLE).read_bytes()
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_a_wrong_tree_is_refused_with_all_that_is_wrong(tmp_path, qwen2):
+    params, cfg = load_hf(qwen2)
+    del params["model"]["norm"]
+    params["lm_head"] = {"weight": jnp.ones((40, 16))}
+    layers = params["model"]["layers"]
+    layers["0"]["mlp"]["up_proj"]["weight"] = jnp.ones((16, 24))
+    layers["0"]["mlp"]["down_proj"]["weight"] = jnp.ones((16, 24), jnp.int8)
+    layers["1"]["mlp"]["up_proj"]["weight"] = [1.0]
+    params["a.b"] = {}
+    with pytest.raises(CheckpointError) as caught:
+        save_hf(params, cfg, tmp_path / "b")
+    starts = [
+        "params: the key 'a.b' must be one part of a name",
+        "params: model.layers.1.mlp.up_proj.weight must be an array, got list",
+        "params: model.layers.1.mlp.up_proj.weight [24, 16] is missing",
+        f"params: {NORM} [16] is missing",
+        "params: lm_head.weight [40, 16] is unexpected",
+        "params: model.layers.0.mlp.up_proj.weight has shape [16, 24], the config needs [24, 16]",
+        "params: model.layers.0.mlp.down_proj.weight has dtype int8",
+    ]
+    assert len(caught.value.problems) == len(starts)
+    for start in starts:
+        assert any(problem.startswith(start) for problem in caught.value.problems), start
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_save_cannot_take(tmp_path, qwen2):
+    params, cfg = load_hf(qwen2)
+    with pytest.raises(ConfigError, match=r"cfg.model is None"):
+        save_hf(params, cfg.replace(model=None), tmp_path / "b")
+    with pytest.raises(TypeError, match="cfg must be a GenerationConfig, got ModelConfig"):
+        save_hf(params, cfg.model, tmp_path / "b")
+    with pytest.raises(TypeError, match="params must be a nested dict of arrays, got list"):
+        save_hf([], cfg, tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"variables\['params'\]"):
+        save_hf({"params": params}, cfg, tmp_path / "b")
+    with pytest.raises(ConfigError, match="temperature has one value per prompt"):
+        save_hf(params, cfg.replace(temperature=np.array([0.5, 1.0])), tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen2"]
+
+
+def test_overwriting_keeps_the_tokenizer_only(tmp_path, qwen2):
+    params, cfg = load_hf(qwen2)
+    (qwen2 / "tokenizer.json").write_text("{}")
+    (qwen2 / "pytorch_model.bin").write_text("old")
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        save_hf(params, cfg, qwen2)
+    save_hf(jax.tree.map(lambda array: array + 1, params), cfg, qwen2, overwrite=True)
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in qwen2.iterdir()) == names
+    assert same(load_hf(qwen2)[0], {name: tensor + 1 for name, tensor in weights(QWEN2).items()})
+
+
+def test_an_array_that_is_gone_leaves_the_old_checkpoint(tmp_path, qwen2):
+    params, cfg = load_hf(qwen2)
+    before = (qwen2 / SINGLE).read_bytes()
+    params["model"]["norm"]["weight"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        save_hf(params, cfg, qwen2, overwrite=True)
+    assert (qwen2 / SINGLE).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen2"]
+
+
+@pytest.mark.parametrize("name", ["stories260K-hf", "stories260K-qwen2-hf", "babyllama105-hf"])
+def test_real_checkpoints_come_back_byte_for_byte(data, tmp_path, name):
+    source = data / "checkpoints" / name
+    params, cfg = load_hf(source)
+    save_hf(params, cfg, tmp_path / "b")
+    before, after = read(source / SINGLE), read(tmp_path / "b" / SINGLE)
+    assert before.keys() == after.keys()
+    assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+    assert load_hf(tmp_path / "b")[1] == cfg
+
+
+# The process
+
+
+def run(code: str, *arguments) -> str:
+    """The output of a Python program in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_takes_no_torch_and_no_device():
+    code = (
+        "import sys, convert, convert.__main__\n"
+        "from jax._src import xla_bridge\n"
+        "print({'torch', 'transformers'} & set(sys.modules), xla_bridge.backends_are_initialized())"
+    )
+    assert run(code) == "set() False\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_the_peak_of_loading_is_the_parameters(tmp_path, dtype):
+    """The shapes of Qwen2.5-0.5B in bfloat16, in three files: at most 1.15 times the parameters' size."""
+    config = QWEN2 | {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }
+    block = np.random.default_rng(0).normal(size=1 << 20).astype(jnp.bfloat16)
+    tensors = {name: np.resize(block, shape) for name, shape in shapes(config).items()}
+    path = write(tmp_path / "x", config, tensors, shards=3)
+    size = sum(tensor.nbytes for tensor in tensors.values()) * (1 if dtype is None else 2)
+    del tensors
+    code = (
+        "import re, sys, convert\n"
+        "def peak():\n"
+        "    return int(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1]) * 1024\n"
+        "before = peak()\n"
+        "params, cfg = convert.load_hf(sys.argv[1], dtype=eval(sys.argv[2]))\n"
+        "print(peak() - before)"
+    )
+    peak = int(run(code, path, repr(dtype)))
+    shutil.rmtree(path)  # pytest would keep the last three
+    assert size > 900e6
+    assert 0.95 * size < peak <= 1.15 * size

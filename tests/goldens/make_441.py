@@ -1,0 +1,291 @@
+"""Make tiny random checkpoints and what transformers 4.41.1 computes from them (README.md has the format).
+
+python make_441.py --seed N --out DIR, with a Python that has requirements-441.txt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
+from transformers import GenerationConfig, LlamaConfig, Qwen2Config
+from transformers.generation.logits_process import LogitsProcessorList, TopPLogitsWarper
+
+CHECKPOINTS = {
+    "qwen2-gqa-tied": Checkpoint(
+        Qwen2Config(
+            **shape(vocab=97, hidden=32, mlp=32, layers=3, heads=4, kv_heads=2),
+            **{
+                "tie_word_embeddings": True,
+                "rope_theta": 1e6,
+                "max_position_embeddings": 256,
+                "rms_norm_eps": 1e-6,
+            },
+        ),
+        generation={
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_k": 20,
+            "top_p": 0.8,
+            "repetition_penalty": 1.1,
+        },
+        eos_ids=2,
+    ),
+    "qwen2-mqa": Checkpoint(
+        Qwen2Config(
+            **shape(vocab=101, hidden=40, mlp=32, layers=2, heads=5, kv_heads=1),
+            **{
+                "rope_theta": 1e4,
+                "max_position_embeddings": 128,
+                "rms_norm_eps": 1e-2,
+                "attention_dropout": 0.1,
+            },
+        ),
+        std=0.3,
+    ),
+    "qwen2-mha-bf16": Checkpoint(
+        Qwen2Config(
+            **shape(vocab=131, hidden=48, mlp=40, layers=2, heads=4, kv_heads=4),
+            **{"rope_theta": 250.0, "max_position_embeddings": 64, "rms_norm_eps": 1e-5},
+            hidden_act="gelu_pytorch_tanh",
+        ),
+        std=0.25,
+        generation={"repetition_penalty": 1.05},
+        dtype="bfloat16",
+    ),
+    "llama-mha": Checkpoint(
+        LlamaConfig(
+            **shape(vocab=97, hidden=32, mlp=40, layers=2, heads=4, kv_heads=4),
+            **{"rope_theta": 5e5, "max_position_embeddings": 128, "rms_norm_eps": 1e-5},
+        ),
+    ),
+    "llama-gqa-biases-tied": Checkpoint(
+        LlamaConfig(
+            **shape(vocab=103, hidden=32, mlp=36, layers=2, heads=8, kv_heads=2),
+            **{
+                "tie_word_embeddings": True,
+                "rope_theta": 1e4,
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-6,
+            },
+            **{"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+        ),
+        std=0.4,
+        generation={"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    ),
+    "llama-mqa-linear": Checkpoint(
+        LlamaConfig(
+            **shape(vocab=109, hidden=32, mlp=32, layers=2, heads=2, kv_heads=1),
+            **{
+                "rope_theta": 1e4,
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-5,
+                "attention_bias": True,
+            },
+            rope_scaling={"type": "linear", "factor": 2.5},
+        ),
+    ),
+    "llama-gqa-dynamic": Checkpoint(
+        LlamaConfig(
+            **shape(vocab=97, hidden=32, mlp=32, layers=2, heads=4, kv_heads=2),
+            **{"rope_theta": 1e3, "max_position_embeddings": 12, "rms_norm_eps": 1e-5, "mlp_bias": True},
+            rope_scaling={"type": "dynamic", "factor": 2.0},
+        ),
+    ),
+}
+FULL_OUTPUTS = ("qwen2-gqa-tied", "llama-gqa-biases-tied")  # with hidden states, attentions and a loss
+LONGEST = 24  # tokens of a greedy prompt
+
+
+def draw_lengths(group: int, rng: np.random.Generator) -> dict:
+    """Draw the lengths and the penalty of a greedy group; every minimum fits the longest prompt."""
+    options: dict = {}
+    if group % 3 == 2:
+        widest = options["max_length"] = int(rng.integers(LONGEST + 2, LONGEST + 17))
+        room = widest - LONGEST
+    else:
+        room = options["max_new_tokens"] = int(rng.choice([1, 7, 12, 16, 20, 24], p=[0.05, 0.15, *[0.2] * 4]))
+        widest = room + 1
+    kind = rng.choice(["none", "length", "new", "both"], p=[0.4, 0.25, 0.25, 0.1])
+    if kind in ("length", "both"):
+        options["min_length"] = int(rng.integers(2, widest + 1))
+    if kind in ("new", "both"):
+        options["min_new_tokens"] = int(rng.integers(0 if kind == "both" else 1, room + 1))
+    if rng.random() < 0.6:
+        options["repetition_penalty"] = round(float(rng.choice([1.0, *rng.uniform(0.6, 2.0, size=4)])), 3)
+    return options
+
+
+def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.random.Generator) -> dict:
+    """Draw eos and pad ids: eos comes early, late or never in what the model would write without it."""
+    free = options | {"eos_token_id": None, "max_new_tokens": 24}
+    runs = [oracle.greedy(prompt, free)[0][len(prompt) :] for prompt in prompts]
+    early, later, late = (
+        int(run[rng.integers(*r)]) for run, r in zip(runs[:3], [(0, 4), (3, 9), (6, 16)], strict=True)
+    )
+    never = int(rng.choice([i for i in range(oracle.vocab) if all(i not in run for run in runs)]))
+    eos = {
+        "none": None,
+        "never": never,
+        "early": early,
+        "late": late,
+        "list": [*dict.fromkeys([never, early, later, late][: int(rng.integers(2, 5))])],
+    }
+    role = rng.choice(["checkpoint", *eos], p=[0.1, 0.1, 0.1, 0.25, 0.2, 0.25])
+    ids = {} if role == "checkpoint" else {"eos_token_id": eos[role]}
+    if rng.random() < 0.6:
+        ids["pad_token_id"] = int(rng.integers(0, oracle.vocab))
+    return ids
+
+
+def greedy_goldens(
+    oracles: dict[str, Oracle], rng: np.random.Generator
+) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """Return 40 groups of 5 rows with one set of options each, and the steps of the shorter first rows."""
+    groups, steps = [], {}
+    for g in range(40):
+        name = list(oracles)[g % len(oracles)]
+        oracle = oracles[name]
+        lengths = rng.permutation([1, rng.integers(2, 8), 12, rng.integers(13, LONGEST), LONGEST])
+        prompts = [rng.integers(0, oracle.vocab, size=n).tolist() for n in lengths]
+        options = draw_lengths(g, rng)
+        options |= draw_ids(oracle, options, prompts, rng)
+        runs = [greedy_run(oracle, prompt, options, rng) for prompt in prompts]
+        groups.append({"checkpoint": name, "options": options, "cases": [run for run, _, _ in runs]})
+        if len(runs[0][1]) <= 16:
+            steps |= {f"{g}_scores": runs[0][1], f"{g}_logits": runs[0][2]}
+    return groups, steps
+
+
+def draw_sampling(vocab: int, rng: np.random.Generator) -> dict:
+    """Draw one setting of the processors and warpers, and the ids that they see."""
+    length = int(rng.integers(2, 33))
+    new = int(rng.integers(0, min(length, 6)))
+    eos = [int(i) for i in rng.choice(vocab, size=3, replace=False)][: int(rng.integers(1, 4))]
+
+    def around(values: np.ndarray) -> list[float]:
+        return [round(float(value), 4) for value in values]
+
+    knobs = {
+        "temperature": [1.0, 0.1, *around(np.exp(rng.uniform(-1, 1, size=5)))],
+        "top_k": [0, 1, int(rng.integers(2, vocab)), int(rng.integers(2, 12)), vocab, vocab + 7],
+        "top_p": [0.0, 1e-6, 1.0, *around(rng.uniform(0.05, 0.995, size=9))],
+        "min_p": [0.0, 1.0, *around(np.exp(rng.uniform(-7, -0.7, size=8)))],
+        "repetition_penalty": [1.0, *around(rng.uniform(0.5, 2.0, size=4))],
+        "min_length": [0, length, length + 1, length + 5],
+        "min_new_tokens": [0, new, new + 1, new + 4],
+    }
+    options: dict = {"do_sample": True, "max_new_tokens": 64, "eos_token_id": eos if len(eos) > 1 else eos[0]}
+    for name, values in knobs.items():
+        if rng.random() < (0.25 if name in ("min_length", "min_new_tokens") else 0.45):
+            options[name] = values[rng.integers(len(values))]
+    ids = rng.integers(0, vocab, size=length).tolist()
+    return {"vocab": vocab, "options": options, "prompt_length": length - new, "ids": ids}
+
+
+def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
+    """Draw logits float32 [V]: normal ones, with exact ties, with many -inf, with both, or all equal."""
+    kind = str(rng.choice(["normal", "ties", "inf", "ties-inf", "constant"], p=[0.5, 0.2, 0.15, 0.1, 0.05]))
+    logits = rng.standard_normal(vocab) * rng.choice([0.5, 1.0, 2.0, 5.0])
+    if kind.startswith("ties"):
+        logits = np.round(logits * 2) / 2
+    if kind == "constant":
+        logits = np.full(vocab, 1.25)
+    if kind.endswith("inf"):
+        some = rng.choice(vocab, size=6, replace=False)  # at least these stay finite, eos or not
+        logits[(rng.random(vocab) < rng.choice([0.1, 0.5, 0.9])) & ~np.isin(np.arange(vocab), some)] = -np.inf
+    return kind, logits.astype(np.float32)
+
+
+def probabilities(scores: np.ndarray) -> np.ndarray:
+    """Return the softmax in float64."""
+    p = np.exp(scores.astype(np.float64) - np.max(scores))
+    return p / p.sum()
+
+
+def top_p_report(scores: np.ndarray, kept: np.ndarray, top_p: float) -> dict:
+    """Say how near the cumulative mass comes to its boundary, and whether equal scores were parted."""
+    cumulative = np.cumsum(np.sort(probabilities(scores)))[:-1]  # the best token stays in any case
+    members = np.flatnonzero(scores == scores[kept].min())
+    survivors = members[kept[members]]
+    return {
+        "top_p_gap": float(np.min(np.abs(cumulative - (1 - top_p)))),
+        "top_p_splits_tie": len(survivors) < len(members),
+        "highest_ids_kept": bool(np.array_equal(survivors, members[-len(survivors) :])),
+    }
+
+
+def sampling_scores(oracle: Oracle, case: dict, logits: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Return the scores after the lists that generate builds for do_sample, and a report on boundaries."""
+    model, ids, width = oracle.model, torch.tensor([case["ids"]]), case["prompt_length"]
+    config = GenerationConfig(**case["options"])
+    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
+    model._prepare_generated_length(
+        config,
+        has_default_max_length=True,
+        has_default_min_length="min_length" not in case["options"],
+        model_input_name="input_ids",
+        input_ids_length=width,
+        inputs_tensor=ids[:, :width],
+    )
+    processors = model._get_logits_processor(
+        config,
+        input_ids_seq_length=width,
+        encoder_input_ids=ids[:, :width],
+        prefix_allowed_tokens_fn=None,
+        logits_processor=LogitsProcessorList(),
+        device="cpu",
+        model_kwargs={},
+    )
+    scores, report = torch.from_numpy(logits.copy())[None], {}
+    for processor in [*processors, *model._get_logits_warper(config)]:
+        before, scores = scores, processor(ids, scores)
+        if isinstance(processor, TopPLogitsWarper):
+            report |= top_p_report(before[0].numpy(), torch.isfinite(scores[0]).numpy(), processor.top_p)
+        if type(processor).__name__ == "MinPLogitsWarper" and 0 < processor.min_p < 1:
+            p = probabilities(before[0].numpy())
+            report["min_p_gap"] = float(np.min(np.abs(p / (processor.min_p * p.max()) - 1)))
+    return scores[0].numpy(), report
+
+
+def sampling_goldens(oracle: Oracle, rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
+    """Return 100 settings and their scores; one within 1e-5 of a boundary is drawn again, up to 20 times."""
+    cases, arrays = [], {}
+    for i, vocab in enumerate([97] * 80 + [1031] * 16 + [4099] * 4):
+        for _ in range(20):
+            case = draw_sampling(vocab, rng)
+            kind, logits = draw_logits(vocab, rng)
+            scores, report = sampling_scores(oracle, case, logits)
+            near = min(report.get("top_p_gap", 1.0), report.get("min_p_gap", 1.0)) < 1e-5
+            if not near:
+                break
+        cases.append(case | {"kind": kind, "near_boundary": near} | report)
+        arrays |= {f"{i}_logits": logits, f"{i}_scores": scores}
+    return cases, arrays
+
+
+def main() -> None:
+    """Make everything."""
+    seed, out = start("4.41.1")
+    oracles = {}
+    for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):
+        rng = np.random.default_rng([seed, 0, i])
+        path = out / "checkpoints" / name
+        checkpoint.save(path, rng)
+        oracles[name] = oracle = Oracle(path)
+        # In 4.41.1 the longest row of a batch sets the base of a dynamic RoPE for all: only rows alone count.
+        batch, full = "dynamic" not in name, name in FULL_OUTPUTS
+        arrays = forward_goldens(oracle, [5, 11, 18], rng, batch=batch, full=full)
+        np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
+
+    groups, steps = greedy_goldens(oracles, np.random.default_rng([seed, 1]))
+    write_lines(out / "greedy.json", groups)
+    np.savez_compressed(out / "greedy_steps.npz", **steps)
+
+    cases, arrays = sampling_goldens(oracles["llama-mha"], np.random.default_rng([seed, 2]))
+    write_lines(out / "sampling.json", cases)
+    np.savez_compressed(out / "sampling.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Make the goldens of what 4.41.1 does not have, with transformers 5.23.0 (README.md has the format).
+
+python make_newer.py --seed N --out DIR, with a Python that has requirements-newer.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
+from transformers import LlamaConfig, Qwen2Config
+
+SMALL = shape(vocab=97, hidden=32, mlp=32, layers=2, heads=4, kv_heads=2)
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+CHECKPOINTS = {
+    "llama-llama3": Checkpoint(
+        LlamaConfig(
+            **SMALL,
+            max_position_embeddings=256,
+            head_dim=16,
+            rope_parameters={
+                **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+            },
+        ),
+    ),
+    "llama-yarn": Checkpoint(
+        LlamaConfig(**SMALL, max_position_embeddings=128, rope_parameters=YARN | {"rope_theta": 100.0})
+    ),
+    "llama-yarn-attention-factor": Checkpoint(
+        LlamaConfig(
+            **SMALL,
+            max_position_embeddings=128,
+            head_dim=16,
+            rope_parameters=YARN | {"attention_factor": 1.3, "beta_fast": 1.0, "beta_slow": 0.05},
+        ),
+    ),
+    "llama-yarn-mscale": Checkpoint(
+        LlamaConfig(
+            **SMALL,
+            max_position_embeddings=128,
+            head_dim=16,
+            rope_parameters=YARN
+            | {"mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 4.0, "truncate": False},
+        ),
+    ),
+    "qwen2-yarn": Checkpoint(
+        Qwen2Config(
+            **shape(vocab=101, hidden=32, mlp=40, layers=2, heads=4, kv_heads=1),
+            max_position_embeddings=128,
+            rope_parameters=YARN | {"rope_theta": 1e3},
+            tie_word_embeddings=True,
+        ),
+    ),
+    "llama-head-dim": Checkpoint(
+        LlamaConfig(
+            **shape(vocab=103, hidden=40, mlp=32, layers=2, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            head_dim=6,
+            rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "llama-linear": Checkpoint(
+        LlamaConfig(
+            **SMALL,
+            max_position_embeddings=128,
+            rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        ),
+    ),
+    "qwen2-window": Checkpoint(
+        Qwen2Config(
+            **shape(vocab=97, hidden=32, mlp=28, layers=3, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=1,
+        ),
+        eos_ids=2,
+    ),
+}
+OLD_SPELLING = ("qwen2-yarn",)  # config.json as releases before 5 write it
+
+
+def spell_as_before_5(path: pathlib.Path) -> None:
+    """Rewrite a config.json with rope_theta, rope_scaling, torch_dtype and a sliding_window that is off."""
+    config = json.loads(path.read_text())
+    del config["layer_types"]
+    config["sliding_window"] = config["max_position_embeddings"]
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config.pop("dtype")}
+    config["rope_scaling"] = {"type": rope.pop("rope_type")} | rope
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator) -> dict:
+    """Return 3 rows with one set of options; the eos ids are such that the first row meets one."""
+    options: dict = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
+    prompts = [rng.integers(0, oracle.vocab, size=n).tolist() for n in (26, 3, 40)]
+    free = oracle.greedy(prompts[0], options)[0][26:]
+    options["eos_token_id"] = [free[9], int(rng.integers(0, oracle.vocab))]
+    cases = [greedy_run(oracle, prompt, options, rng)[0] for prompt in prompts]
+    return {"checkpoint": name, "options": options, "cases": cases}
+
+
+def main() -> None:
+    """Make everything."""
+    seed, out = start("5.23.0")
+    groups = []
+    for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):
+        rng = np.random.default_rng([seed, 3, i])
+        path = out / "checkpoints" / name
+        checkpoint.save(path, rng)
+        if name in OLD_SPELLING:
+            spell_as_before_5(path / "config.json")
+        oracle = Oracle(path)
+        arrays = forward_goldens(oracle, [7, 30, 48], rng)
+        np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)
+        groups.append(greedy_goldens(name, oracle, rng))
+    write_lines(out / "greedy.json", groups)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What both golden scripts share: tiny random checkpoints, and transformers run on them row by row.
+
+All randomness is numpy's, so that a seed means the same weights and prompts under every torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import logging
+import pathlib
+import shutil
+import warnings
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A random checkpoint: its config, the standard deviation of its weights, and what else its files say."""
+
+    config: transformers.PretrainedConfig
+    std: float = 0.35
+    generation: dict = dataclasses.field(default_factory=dict)
+    eos_ids: int = 1
+    dtype: str = "float32"
+
+    def save(self, path: pathlib.Path, rng: np.random.Generator) -> None:
+        """Write it with no zero bias, no norm weight of one, and logits that spread."""
+        config = copy.deepcopy(self.config)
+        bos, pad, *eos = (int(i) for i in rng.choice(config.vocab_size, size=2 + self.eos_ids, replace=False))
+        config.bos_token_id, config.pad_token_id, config.eos_token_id = bos, pad, eos[0]
+        config.initializer_range = self.std
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.from_numpy(rng.standard_normal(parameter.shape, dtype=np.float32))
+                bias = name.endswith("bias")
+                parameter.copy_(1 + 0.3 * noise if "norm" in name else (0.5 if bias else self.std) * noise)
+        ids = {"bos_token_id": bos, "pad_token_id": pad, "eos_token_id": eos if len(eos) > 1 else eos[0]}
+        model.generation_config = GenerationConfig(**ids, **self.generation)
+        model.to(getattr(torch, self.dtype)).save_pretrained(path, safe_serialization=True)
+
+
+def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    """Return the sizes of a model by their names in config.json."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+class Oracle:
+    """A checkpoint in transformers: float32, eager attention, each call from a fresh state."""
+
+    def __init__(self, path: pathlib.Path):
+        self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").float().eval()
+        self.vocab = self.model.config.vocab_size
+        self._rope = [(m, m.inv_freq.clone()) for m in self.model.modules() if hasattr(m, "inv_freq")]
+
+    def reset(self) -> None:
+        """Undo the growth of a dynamic RoPE, which 4.41.1 would carry over to the next call."""
+        for module, inv_freq in self._rope:
+            module.register_buffer("inv_freq", inv_freq.clone(), persistent=False)
+
+    def forward(self, ids: np.ndarray, mask: np.ndarray | None = None, **options):
+        """Call the model on ids [B, T]; positions count the real tokens, as in generate."""
+        self.reset()
+        mask = np.ones_like(ids) if mask is None else mask
+        positions = np.where(mask == 1, np.cumsum(mask, axis=-1) - 1, 1)
+        arrays = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | options
+        inputs = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in arrays.items()}
+        with torch.no_grad():
+            return self.model(**inputs, use_cache=False, return_dict=True)
+
+    def greedy(self, ids: list[int], options: dict) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Generate from one row alone; return its sequence, processed scores and raw logits [steps, V]."""
+        self.reset()
+        prompt = torch.tensor([ids])
+        outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sampling knobs of generation_config.json beside do_sample=False
+            out = self.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **outputs, **options
+            )
+        return out.sequences[0].tolist(), torch.cat(out.scores).numpy(), torch.cat(out.logits).numpy()
+
+
+def left_pad(rows: list[np.ndarray], rng: np.random.Generator, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and mask, int64 [B, T]; the padding holds random ids, which must not matter."""
+    width = max(map(len, rows))
+    ids = rng.integers(0, vocab, size=(len(rows), width))
+    mask = np.zeros((len(rows), width), np.int64)
+    for b, row in enumerate(rows):
+        ids[b, width - len(row) :], mask[b, width - len(row) :] = row, 1
+    return ids, mask
+
+
+def forward_goldens(
+    oracle: Oracle, lengths: list[int], rng: np.random.Generator, *, batch: bool = True, full: bool = False
+) -> dict[str, np.ndarray]:
+    """Return the logits of rows alone and of the left-padded batch, `full` with all of its outputs."""
+    rows = [rng.integers(0, oracle.vocab, size=n) for n in lengths]
+    arrays: dict[str, np.ndarray] = {}
+    for i, row in enumerate(rows):
+        arrays[f"ids_{i}"] = row.astype(np.int32)
+        arrays[f"logits_{i}"] = oracle.forward(row[None]).logits[0].numpy()
+    if not batch:
+        return arrays
+    ids, mask = left_pad(rows, rng, oracle.vocab)
+    options: dict = {}
+    if full:
+        labels = np.where((mask == 0) | (rng.random(ids.shape) < 0.25), -100, ids)
+        options = {"labels": labels, "output_hidden_states": True, "output_attentions": True}
+    out = oracle.forward(ids, mask, **options)
+    real = mask.astype(np.float32)
+    arrays |= {"ids": ids.astype(np.int32), "attention_mask": mask.astype(np.int32)}
+    arrays["logits"] = out.logits.numpy() * real[:, :, None]
+    if full:
+        arrays |= {"labels": options["labels"].astype(np.int32), "loss": out.loss.numpy()}
+        arrays["hidden_states"] = torch.stack(out.hidden_states).numpy() * real[None, :, :, None]
+        arrays["attentions"] = torch.stack(out.attentions).numpy() * real[None, :, None, :, None]
+    return arrays
+
+
+def smallest_gap(scores: np.ndarray) -> float:
+    """Return the smallest distance between the best and the second score of any step."""
+    best = np.sort(scores, axis=-1)[:, -2:]
+    return float(np.min(best[:, 1] - best[:, 0]))
+
+
+def greedy_run(
+    oracle: Oracle, prompt: list[int], options: dict, rng: np.random.Generator
+) -> tuple[dict, np.ndarray, np.ndarray]:
+    """Run one row; a prompt that meets a gap below 1e-3, which rounding could turn, is drawn again."""
+    while True:
+        sequence, scores, logits = oracle.greedy(prompt, options)
+        gap = smallest_gap(scores)
+        if gap >= 1e-3:
+            return {"ids": prompt, "sequence": sequence, "smallest_gap": round(gap, 5)}, scores, logits
+        print(f"drawn again: a greedy run with a gap of {gap:.1e}")
+        prompt = rng.integers(0, oracle.vocab, size=len(prompt)).tolist()
+
+
+def write_lines(path: pathlib.Path, items: list[dict]) -> None:
+    """Write a JSON array, one item per line."""
+    path.write_text("[\n" + ",\n".join(json.dumps(item) for item in items) + "\n]\n")
+
+
+def start(version: str) -> tuple[int, pathlib.Path]:
+    """Read the command line, check the release, and make the output folder anew with its manifest."""
+    if transformers.__version__ != version:
+        raise SystemExit(f"this needs transformers {version}, found {transformers.__version__}")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    arguments = parser.parse_args()
+    seed, out = arguments.seed, arguments.out
+    if (out / "manifest.json").exists():
+        shutil.rmtree(out)
+    if out.exists() and any(out.iterdir()):
+        raise SystemExit(f"{out} holds other files: name a new folder")
+    (out / "logits").mkdir(parents=True)
+    versions = {"transformers": version, "torch": torch.__version__, "numpy": np.__version__}
+    (out / "manifest.json").write_text(json.dumps({"seed": seed} | versions, indent=2) + "\n")
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    return seed, out

@@ -1,0 +1,80 @@
+"""Models for tests: random ones, and one that counts."""
+
+import dataclasses
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen import GenerationConfig, ModelConfig
+from jaxgen.model.causal_lm import param_shapes
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+
+
+def model_config(**changes) -> ModelConfig:
+    return ModelConfig.from_hf({**CONFIG, **changes})
+
+
+def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
+    """Random parameters of every kind: biases are not zero and norms not one."""
+    rng = np.random.default_rng(seed)
+    flat = {}
+    for name, shape in param_shapes(cfg).items():
+        values = rng.normal(size=shape) * scale
+        flat[name] = jnp.asarray(values + (1.0 if "norm" in name else 0.0), cfg.dtype)
+    return flax.traverse_util.unflatten_dict(flat, sep=".")
+
+
+def counting_config(vocab_size: int = 50, **fields) -> GenerationConfig:
+    """A model whose likeliest next token is always the last one plus one; the one after the last is 0."""
+    model = model_config(
+        vocab_size=vocab_size, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1
+    )
+    return GenerationConfig(model=model, **fields)
+
+
+def counting_params(cfg: GenerationConfig, peak: float = 20.0):
+    """Embeddings are one-hot, attention and mlp add nothing, and the head shifts by one."""
+    assert cfg.model is not None
+    vocab, width = cfg.model.vocab_size, cfg.model.hidden_size
+    params = jax.tree.map(jnp.zeros_like, random_params(cfg.model))
+    params["model"]["norm"]["weight"] = jnp.ones(width)
+    params["model"]["embed_tokens"]["weight"] = jnp.eye(vocab, width)
+    # RMSNorm of a one-hot vector has the entry sqrt(width).
+    params["lm_head"]["weight"] = jnp.roll(jnp.eye(vocab, width), 1, axis=0) * peak / width**0.5
+    return params
+
+
+def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
+    return dataclasses.replace(cfg, num_hidden_layers=layers, windows=(None,) * layers)
+
+
+def left_pad(rows: list[list[int]], width: int | None = None, pad: int = 0):
+    width = width or max(len(row) for row in rows)
+    ids = np.full((len(rows), width), pad, np.int32)
+    mask = np.zeros((len(rows), width), np.int32)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = row
+        mask[index, width - len(row) :] = 1
+    return ids, mask
+
+
+def generated(out, row: int) -> list[int]:
+    """The tokens that were generated for a row, without padding."""
+    start = out.prompt_width
+    return np.asarray(out.sequences)[row, start : start + int(out.lengths[row])].tolist()
