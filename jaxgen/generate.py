@@ -19,7 +19,7 @@ import numpy as np
 from jaxgen.decoding import loop
 from jaxgen.decoding.sample import sequence_keys
 from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
-from jaxgen.generation_config import GenerationConfig, eos_list, warn, warn_unused
+from jaxgen.generation_config import WARPERS, GenerationConfig, eos_list, warn, warn_unused
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import param_shapes
 
@@ -157,7 +157,7 @@ def _generate_eager(params, ids, attention_mask, key, cfg: GenerationConfig, str
         state = _run(*request, capacity)
     else:
         state = _stream(request, capacity, ids, streamer)
-    return _output(state, np.asarray, ids, new_tokens, cfg)
+    return _output(state, ids, new_tokens)
 
 
 def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig) -> GenerateOutput:
@@ -172,8 +172,9 @@ def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig) ->
     _check_knobs(cfg, ids.shape[0])
     key = _check_key(key, cfg, ids.shape[0])
     capacity, budget = _traced_budget(cfg, ids.shape[1], mask)
+    cfg = jax.tree.map(jnp.asarray, cfg)  # what is concrete in the config, as if it had been an argument
     state = _run_traced(params, cfg, ids, mask, budget, key, capacity)
-    return _output(state, jnp.asarray, ids, capacity, cfg)
+    return _output(state, ids, capacity)
 
 
 def _run_traced(params, cfg, ids, mask, budget, key, capacity: int) -> loop.State:
@@ -221,21 +222,24 @@ def _stream(request, capacity: int, ids: np.ndarray, streamer: Streamer) -> loop
     return _finish(state)
 
 
-def _output(state: loop.State, to_array, ids, new_tokens: int, cfg: GenerationConfig) -> GenerateOutput:
-    """Cut what the buckets added. `to_array` is numpy's when eager: slicing a jax array would compile each time."""
-    xp = np if to_array is np.asarray else jnp
-    rows = state.tokens.shape[0]
-    prompts = xp.repeat(ids, rows // ids.shape[0], axis=0)
-    sequences = xp.concatenate([prompts, to_array(state.tokens)[:, :new_tokens]], axis=1)
+def _output(state: loop.State, ids, new_tokens: int) -> GenerateOutput:
+    """Shape the result. When eager, numpy cuts what the buckets added: each slice of a jax array would compile."""
+    eager = isinstance(ids, np.ndarray)
+    xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)
 
-    def cut(record):
-        return None if record is None else jnp.asarray(to_array(record)[:new_tokens])
+    def cut(record, axis: int):
+        if record is None or record.shape[axis] == new_tokens:
+            return record
+        return to_array((np.asarray(record) if eager else record)[(slice(None),) * axis + (slice(new_tokens),)])
 
+    tokens = cut(state.tokens, axis=1)
+    prompts = xp.repeat(ids, tokens.shape[0] // ids.shape[0], axis=0)
+    sequences = xp.concatenate([prompts, np.asarray(tokens) if eager else tokens], axis=1)
     return GenerateOutput(
-        sequences=jnp.asarray(sequences),
+        sequences=to_array(sequences),
         lengths=state.lengths,
-        scores=cut(state.scores),
-        logits=cut(state.logits),
+        scores=cut(state.scores, axis=0),
+        logits=cut(state.logits, axis=0),
         cache=state.cache,
         prompt_width=ids.shape[1],
     )
@@ -254,14 +258,20 @@ def _capacity(new_tokens: int, recorded: bool) -> int:
 
 def _normal_form(cfg: GenerationConfig) -> GenerationConfig:
     """Drop what no longer matters, so that it makes no difference to which program runs."""
-    unused: dict[str, Any] = {"max_length": 20, "max_new_tokens": None, "return_dict_in_generate": False}
-    unused |= {"bos_token_id": None, "early_stopping": False, "length_penalty": 1.0, "diversity_penalty": 0.0}
+    defaults = GenerationConfig.__dataclass_fields__
+    unused: dict[str, Any] = {name: defaults[name].default for name in _UNUSED_BY_THE_LOOP}
     if not cfg.do_sample:
-        unused |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
-        unused |= {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-    if cfg.pad_token_id is None:
+        unused |= {name: None for name in WARPERS}
+    if cfg.pad_token_id is None:  # as in the loop, here so that the program is that of a given pad id
         unused["pad_token_id"] = (eos_list(cfg.eos_token_id) or [0])[0]
     return cfg.replace(**unused)
+
+
+# What is settled before the loop, or belongs to modes that are not built.
+_UNUSED_BY_THE_LOOP = (
+    "max_length max_new_tokens return_dict_in_generate bos_token_id early_stopping length_penalty diversity_penalty "
+    "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size cache_implementation"
+).split()
 
 
 # --- What can be asked for ---------------------------------------------------------------------------------------
@@ -299,9 +309,9 @@ def _refuse_unbuilt(cfg: GenerationConfig) -> None:
 
 def _is_default(cfg: GenerationConfig, name: str) -> bool:
     value, default = getattr(cfg, name), GenerationConfig.__dataclass_fields__[name].default
-    return value is None or value is False or not value and default is None or value is default or (
-        isinstance(value, int | float | str) and value == default
-    )
+    if isinstance(value, np.ndarray | jax.Array):
+        return False
+    return value is None or value is False or value == default or value in ((), {})
 
 
 def _refuse_options(options: dict[str, Any]) -> None:

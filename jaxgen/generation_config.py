@@ -296,8 +296,8 @@ class GenerationConfig:
 
 _NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
 _STATIC = tuple(name for name in _NAMES if name not in (*_KNOBS, "eos_token_id", "model"))
-_WARPERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
-_WARPERS |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+WARPERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
+WARPERS |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
 def eos_list(eos_token_id: Any) -> list[int]:
@@ -313,7 +313,7 @@ def warn_unused(cfg: GenerationConfig) -> None:
     if not cfg.do_sample:
         unused += [
             f"{name}={getattr(cfg, name)}"
-            for name, default in _WARPERS.items()
+            for name, default in WARPERS.items()
             if not (name == "top_k" and cfg.on("penalty_alpha"))
             and cfg.on(name)
             and not (isinstance(getattr(cfg, name), int | float) and getattr(cfg, name) == default)

@@ -4,21 +4,16 @@ import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from jaxgen import chat_template
 from jaxgen.errors import ConfigError, InputError
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,6 +35,15 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 MODEL_CLASSES = {"qwen2": "Qwen2Tokenizer", "llama": "LlamaTokenizer"}
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "tokenizer_class": str,
+    "model_max_length": (int, float),
+    "truncation_side": str,
+    "added_tokens_decoder": Mapping,
+    "additional_special_tokens": Sequence,
+    **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
+    **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
+}
 # transformers writes int(1e30) where a checkpoint states no limit
 NO_MAX_LENGTH = 10**20
 
@@ -65,6 +69,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
         config = dict(config or {})
+        _check_types(config)
         tokenizer_class = (config.get("tokenizer_class") or "").removesuffix("Fast")
         if backend.padding:
             config.setdefault("pad_token", backend.padding["pad_token"])
@@ -90,7 +95,7 @@ class Tokenizer:
             raise ConfigError(f'truncation_side is {self.truncation_side!r}; it can be "left" or "right"')
         max_length = config.get("model_max_length")
         self.model_max_length = None if max_length is None or max_length > NO_MAX_LENGTH else int(max_length)
-        self._templates = _named_templates(config.get("chat_template"))
+        self._templates = chat_template.named(config.get("chat_template"))
         self.chat_template = self._templates.get("default")
 
     @classmethod
@@ -232,30 +237,14 @@ class Tokenizer:
         with what 4.41.1 gives it and later releases added: `tojson` without HTML escapes, `break` and
         `continue`, generation blocks, and `strftime_now`, with which some templates print today's date.
         """
-        _check_conversation(conversation)
-        for name, given in (("tools", tools), ("documents", documents)):
-            if given is not None and (
-                isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)
-            ):
-                raise TypeError(f"{name} has to be a list of dicts, got {given!r}")
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            named = (
-                f" named default (there are: {', '.join(sorted(self._templates))})" if self._templates else ""
-            )
-            raise InputError(
-                f"this tokenizer has no chat template{named}; use batch on text, or add a chat_template.jinja"
-            )
-        try:
-            template = _compile(self._templates[name])
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template cannot be compiled: {error}") from error
-        variables = {**self.special_tokens, **template_kwargs}
-        arguments = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
-        try:
-            return template.render(messages=conversation, **arguments, **variables)
-        except Exception as error:  # the template is the checkpoint's code and can raise anything
-            raise InputError(f"the chat template fails on this conversation: {error}") from error
+        return chat_template.render(
+            self._templates,
+            conversation,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            variables={**self.special_tokens, **template_kwargs},
+        )
 
     def decode_batch(
         self, out: Any, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
@@ -372,6 +361,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def _check_types(config: Mapping[str, Any]) -> None:
+    for name, kind in TYPES.items():
+        value = config.get(name)
+        if value is not None and not isinstance(value, kind):
+            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ConfigError(f"{name} of the tokenizer's config is {value!r}; it has to be a {wanted}")
+
+
 def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, Mapping) else token
 
@@ -392,7 +389,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
     special = {_content(token): token for token in (*named.values(), *additional)}
 
     listed: dict[int, Mapping[str, Any]] = {}
-    for index, token in config.get("added_tokens_decoder", {}).items():
+    for index, token in (config.get("added_tokens_decoder") or {}).items():
         if not str(index).isdecimal() or not isinstance(token, Mapping) or "content" not in token:
             raise ConfigError(f"added_tokens_decoder has {index!r}: {token!r}; it has to map ids to tokens")
         listed[int(index)] = token
@@ -416,70 +413,3 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
     if additional:
         names["additional_special_tokens"] = [_content(token) for token in additional]
     return names
-
-
-def _named_templates(template: Any) -> dict[str, str]:
-    if template is None:
-        return {}
-    if isinstance(template, str):
-        return {"default": template}
-    try:
-        return {entry["name"]: entry["template"] for entry in template}
-    except (TypeError, KeyError) as error:
-        raise ConfigError(
-            "chat_template has to be a string or a list of objects with a name and a template each"
-        ) from error
-
-
-def _check_conversation(conversation: Any) -> None:
-    if isinstance(conversation, str | Mapping) or not isinstance(conversation, Sequence):
-        raise TypeError(f"a conversation is a list of messages, got {type(conversation).__name__}")
-    if not conversation:
-        raise InputError("a conversation is empty; it needs at least one message")
-    for i, message in enumerate(conversation):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"message {i} is of type {type(message).__name__}; it has to be a dict")
-        if not isinstance(message.get("role"), str):
-            raise InputError(f'message {i} has no "role" that is a string: {dict(message)!r}')
-        content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            raise InputError(
-                f'message {i} has no "content" that is a string or a list of parts: {dict(message)!r}; '
-                "only one with tool_calls can go without"
-            )
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """Render a block between `generation` and `endgeneration`, which marks answers for training, as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-        )
-
-
-@functools.lru_cache
-def _compile(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return environment.from_string(template)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

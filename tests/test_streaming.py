@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.test_tokenizer import byte_level, llama
 
 from jaxgen.errors import InputError
 from jaxgen.streaming import TextStream, TextStreamer
 from jaxgen.tokenizer import Tokenizer, clean_up
+from tests.tokenizers import byte_level, llama
 
 BYTE_LEVEL, LLAMA = byte_level(), llama()
 TOKENIZERS = pytest.mark.parametrize("tok", [BYTE_LEVEL, LLAMA], ids=["byte_level", "llama"])

@@ -103,10 +103,9 @@ def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys
         )
     logits = spread(out.logits[:, 0], rows)
     budget = jnp.minimum(spread(budget, rows), capacity)
-    pad = jnp.asarray(0 if cfg.pad_token_id is None else cfg.pad_token_id, jnp.int32)
     record = (capacity, *logits.shape)
     state = State(
-        tokens=jnp.broadcast_to(pad, (rows, capacity)),
+        tokens=jnp.broadcast_to(_pad(cfg), (rows, capacity)),
         lengths=jnp.zeros(rows, jnp.int32),
         done=budget <= 0,
         budget=budget,
@@ -151,12 +150,8 @@ def _choose(cfg: GenerationConfig, state: State, logits: jax.Array) -> State:
         scores = build_transform(cfg, rows)(state.history, logits)
     with jax.named_scope("choose"):
         token = draw(state.keys, step, scores) if cfg.do_sample else greedy(scores)
-    if cfg.pad_token_id is not None:
-        pad = jnp.asarray(cfg.pad_token_id, jnp.int32)
-    else:
-        pad = jnp.zeros((), jnp.int32)
-    token = jnp.where(state.done, pad, token)
-    lengths = state.lengths + ~state.done
+    token = jnp.where(state.done, _pad(cfg), token)
+    lengths = state.lengths + jnp.where(state.done, 0, 1)
     done = state.done | is_eos(token, cfg.eos_token_id) | (lengths >= state.budget)
     return state.replace(
         tokens=lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], step, axis=1),
@@ -170,6 +165,15 @@ def _choose(cfg: GenerationConfig, state: State, logits: jax.Array) -> State:
 
 def _record(buffer: jax.Array | None, values: jax.Array, step: jax.Array) -> jax.Array | None:
     return None if buffer is None else lax.dynamic_update_index_in_dim(buffer, values, step, axis=0)
+
+
+def _pad(cfg: GenerationConfig) -> jax.Array:
+    """Return the id that follows a row's end: the pad id, else the first eos id, else 0."""
+    if cfg.pad_token_id is not None:
+        return jnp.asarray(cfg.pad_token_id, jnp.int32)
+    if cfg.eos_token_id is not None:
+        return jnp.atleast_1d(jnp.asarray(cfg.eos_token_id, jnp.int32))[0]
+    return jnp.zeros((), jnp.int32)
 
 
 def _model(cfg: GenerationConfig):

@@ -16,7 +16,7 @@ from jax import lax
 
 def ordered_bits(x: jax.Array) -> jax.Array:
     """Map float32 to uint32 so that the order is the same; −0.0 and 0.0 become one."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # XLA drops an addition of 0.0
     sign = jnp.uint32(1) << 31
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

@@ -393,5 +393,5 @@ def _loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter under its Hugging Face name, "model.embed_tokens.weight" and so on."""
-    shapes = jax.eval_shape(CausalLM(cfg).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    shapes = jax.eval_shape(lambda: CausalLM(cfg).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     return {name: leaf.shape for name, leaf in flax.traverse_util.flatten_dict(shapes, sep=".").items()}

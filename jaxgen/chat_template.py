@@ -1,0 +1,136 @@
+"""Chat templates: a conversation to the text of a prompt, by the checkpoint's own jinja code in a sandbox."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from jaxgen.errors import ConfigError, InputError
+
+
+def named(template: Any) -> dict[str, str]:
+    """Return the templates of a config's `chat_template` by name; one alone is called "default".
+
+    Raises:
+        ConfigError: neither a string nor a list of objects with a name and a template each.
+    """
+    if template is None:
+        return {}
+    if isinstance(template, str):
+        return {"default": template}
+    templates = {}
+    for entry in template if isinstance(template, list | tuple) else [template]:
+        fields = entry if isinstance(entry, Mapping) else {}
+        if not all(isinstance(fields.get(key), str) for key in ("name", "template")):
+            raise ConfigError(
+                "chat_template has to be a string or a list of objects with a name and a template each"
+            )
+        templates[fields["name"]] = fields["template"]
+    return templates
+
+
+def render(
+    templates: Mapping[str, str],
+    conversation: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """Render one conversation with the template that suits it; `Tokenizer.render_chat` says more.
+
+    Raises:
+        InputError: a conversation that is malformed or that the template refuses, or no template for it.
+        ConfigError: a template that is no jinja.
+        TypeError: something that is no list of dicts.
+    """
+    _check_conversation(conversation)
+    for name, given in (("tools", tools), ("documents", documents)):
+        if given is not None and (isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)):
+            raise TypeError(f"{name} has to be a list of dicts, got {given!r}")
+    try:
+        template = _compile(_choose(templates, tools))
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template cannot be compiled: {error}") from error
+    try:
+        return template.render(
+            messages=conversation,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
+        )
+    except Exception as error:  # the template is the checkpoint's code and can raise anything
+        raise InputError(f"the chat template fails on this conversation: {error}") from error
+
+
+def _choose(templates: Mapping[str, str], tools: Any) -> str:
+    name = "tool_use" if tools is not None and "tool_use" in templates else "default"
+    if name in templates:
+        return templates[name]
+    others = f" named default (there are: {', '.join(sorted(templates))})" if templates else ""
+    raise InputError(
+        f"this tokenizer has no chat template{others}; use batch on text, or add a chat_template.jinja"
+    )
+
+
+def _check_conversation(conversation: Any) -> None:
+    if isinstance(conversation, str | Mapping) or not isinstance(conversation, Sequence):
+        raise TypeError(f"a conversation is a list of messages, got {type(conversation).__name__}")
+    if not conversation:
+        raise InputError("a conversation is empty; it needs at least one message")
+    for i, message in enumerate(conversation):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"message {i} is of type {type(message).__name__}; it has to be a dict")
+        if not isinstance(message.get("role"), str):
+            raise InputError(f'message {i} has no "role" that is a string: {dict(message)!r}')
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise InputError(
+                f'message {i} has no "content" that is a string or a list of parts: {dict(message)!r}; '
+                "only one with tool_calls can go without"
+            )
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """Render a block between `generation` and `endgeneration`, which marks answers for training, as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
+
+
+@functools.lru_cache
+def _compile(template: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    return environment.from_string(template)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

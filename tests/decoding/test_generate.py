@@ -1,0 +1,318 @@
+"""The loop, on a model that counts: lengths, ends, padding and rows are known exactly."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import (
+    ConfigError,
+    GenerationConfig,
+    InputError,
+    JaxgenWarning,
+    NotBuiltYetError,
+    generate,
+)
+from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+
+CFG = counting_config(max_new_tokens=6, pad_token_id=0)
+PARAMS = counting_params(CFG)
+
+
+def count(rows, cfg=CFG, key=None, **kwargs):
+    ids, mask = left_pad(rows)
+    return generate(PARAMS, ids, key, cfg, attention_mask=mask, **kwargs)
+
+
+def with_second_best(cfg):
+    """The counting model with a second choice: the token after the next."""
+    params = counting_params(cfg)
+    params["lm_head"]["weight"] += 0.5 * jnp.roll(params["lm_head"]["weight"], 1, axis=0)
+    return params
+
+
+def test_counts():
+    out = count([[3], [7, 8, 9, 20]])
+    assert np.asarray(out.sequences).tolist() == [
+        [0, 0, 0, 3, 4, 5, 6, 7, 8, 9],
+        [7, 8, 9, 20, 21, 22, 23, 24, 25, 26],
+    ]
+    assert out.lengths.tolist() == [6, 6]
+    assert out.sequences.dtype == jnp.int32
+
+
+def test_eos_is_kept_and_padding_follows():
+    out = count([[3], [30]], CFG.replace(eos_token_id=[5, 33], pad_token_id=49))
+    assert np.asarray(out.sequences).tolist() == [[3, 4, 5, 49, 49, 49, 49], [30, 31, 32, 33, 49, 49, 49]]
+    assert out.lengths.tolist() == [2, 3]
+
+
+def test_without_a_pad_id_the_first_eos_pads():
+    out = count([[3], [30]], counting_config(max_new_tokens=4, eos_token_id=[32, 5]))
+    assert np.asarray(out.sequences).tolist() == [[3, 4, 5, 32, 32], [30, 31, 32, 32, 32]]
+
+
+@pytest.mark.parametrize("eos", [[9], [9, 1], [9, 1, 2, 3, 4, 5, 6]])
+def test_any_number_of_eos_ids(eos):
+    assert generated(count([[7]], CFG.replace(eos_token_id=eos)), 0) == [8, 9]
+
+
+def test_a_budget_per_prompt():
+    out = count([[3], [30], [10]], CFG.replace(max_new_tokens=[1, 4, 2]))
+    assert np.asarray(out.sequences)[:, 1:].tolist() == [[4, 0, 0, 0], [31, 32, 33, 34], [11, 12, 0, 0]]
+    assert out.lengths.tolist() == [1, 4, 2]
+
+
+def test_max_length_counts_the_tokens_of_a_row_and_not_its_padding():
+    out = count([[3], [7, 8, 9]], counting_config(max_length=5, pad_token_id=0))
+    assert generated(out, 0) == [4, 5, 6, 7]
+    assert generated(out, 1) == [10, 11]
+
+
+def test_max_new_tokens_wins_over_max_length():
+    assert generated(count([[3]], CFG.replace(max_length=3, max_new_tokens=5)), 0) == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"min_new_tokens": 3}, [4, 6, 7, 8, 9, 10]),  # 5, the eos, is banned as second token
+        ({"min_length": 3}, [4, 6, 7, 8, 9, 10]),
+        ({"min_length": 2}, [4, 5]),
+        ({"min_new_tokens": 1}, [4, 5]),
+        ({"min_new_tokens": [3]}, [4, 6, 7, 8, 9, 10]),
+    ],
+)
+def test_minimal_lengths_ban_eos(fields, expected):
+    cfg = CFG.replace(eos_token_id=5, **fields)
+    assert generated(generate(with_second_best(cfg), [[3]], None, cfg), 0) == expected
+
+
+def test_min_new_tokens_takes_the_place_of_min_length():
+    cfg = CFG.replace(eos_token_id=5, min_length=40, min_new_tokens=0)
+    with pytest.warns(JaxgenWarning, match="min_length does not"):
+        assert generated(count([[3]], cfg), 0) == [4, 5]
+
+
+def test_repetition_penalty_counts_prompt_and_generation_but_no_padding():
+    cfg = counting_config(max_new_tokens=3, repetition_penalty=50.0, pad_token_id=4)
+    ids, mask = left_pad([[3, 2], [1, 1, 1], [3]], pad=4)
+    out = generate(with_second_best(cfg), ids, None, cfg, attention_mask=mask)
+    assert generated(out, 0) == [4, 5, 6]  # 3 would come first, but the prompt has it
+    assert generated(out, 2) == [4, 5, 6]  # 4 is the pad id and pads this row: it was not said
+
+
+def test_scores_and_logits_of_each_step():
+    cfg = CFG.replace(eos_token_id=[5], output_scores=True, output_logits=True, min_new_tokens=1, max_new_tokens=4)
+    out = count([[4], [20]], cfg)
+    assert out.scores.shape == out.logits.shape == (4, 2, 50)
+    assert out.scores.dtype == jnp.float32
+    assert np.isneginf(out.scores[0, 0, 5])
+    assert np.argmax(out.logits[0, 0]) == 5
+    np.testing.assert_array_equal(np.argmax(out.logits[:4, 1], -1), [21, 22, 23, 24])
+    np.testing.assert_array_equal(out.scores[1:, 1], out.logits[1:, 1])
+    plain = count([[4], [20]])
+    assert plain.scores is None
+    assert plain.logits is None
+
+
+def test_early_exit_leaves_later_steps_at_zero():
+    out = count([[4], [5]], CFG.replace(eos_token_id=[7], output_logits=True))
+    assert out.lengths.tolist() == [3, 2]
+    assert bool(jnp.any(out.logits[2] != 0))
+    assert bool(jnp.all(out.logits[3:] == 0))
+
+
+def test_the_cache_holds_all_but_the_last_token():
+    out = count([[3], [7, 8, 9, 20]], CFG.replace(eos_token_id=[5]))
+    assert out.cache.prefix.length.tolist() == [1, 4]
+    assert out.cache.length.tolist() == [1, 5]
+
+
+def test_padding_can_be_anywhere():
+    ids = [[0, 3, 0, 4, 0], [7, 0, 0, 0, 0], [0, 0, 0, 9, 10]]
+    mask = [[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]]
+    out = generate(PARAMS, ids, None, CFG.replace(max_new_tokens=2), attention_mask=mask)
+    assert np.asarray(out.sequences).tolist() == [[0, 3, 0, 4, 0, 5, 6], [7, 0, 0, 0, 0, 8, 9], [0, 0, 0, 9, 10, 11, 12]]
+
+
+def test_the_mask_is_inferred_from_the_pad_id():
+    real = model_config()
+    params, cfg = random_params(real), GenerationConfig(model=real, max_new_tokens=5, pad_token_id=0)
+    ids, mask = left_pad([[5, 6, 7], [8]])
+    with_mask = generate(params, ids, None, cfg, attention_mask=mask)
+    np.testing.assert_array_equal(generate(params, ids, None, cfg).sequences, with_mask.sequences)
+    ones = generate(params, ids, None, cfg, attention_mask=np.ones_like(mask)).sequences
+    cfg = cfg.replace(eos_token_id=[0, 96])
+    with pytest.warns(JaxgenWarning, match="give attention_mask"):
+        attended = generate(params, ids, None, cfg).sequences
+    np.testing.assert_array_equal(attended[:, :4], ones[:, :4])
+    inside = jax.jit(functools.partial(generate, attention_mask=None))(params, jnp.asarray(ids), None, cfg.replace(eos_token_id=None, max_length=8))
+    np.testing.assert_array_equal(inside.sequences, with_mask.sequences)
+
+
+def test_inside_the_callers_jit():
+    ids, mask = left_pad([[3], [7, 8, 9, 20]])
+    cfg = CFG.replace(eos_token_id=[24], max_length=4 + 9)
+    run = jax.jit(lambda params, ids, mask, cfg: generate(params, ids, None, cfg, attention_mask=mask))
+    out = run(PARAMS, ids, mask, cfg)
+    eager = generate(PARAMS, ids, None, cfg, attention_mask=mask)
+    assert out.sequences.shape == (2, 4 + 9)
+    np.testing.assert_array_equal(out.sequences[:, :10], eager.sequences)
+    np.testing.assert_array_equal(out.lengths, eager.lengths)
+    # A budget per row, and other values, are the same program.
+    run(PARAMS, ids, mask, cfg.replace(max_new_tokens=3))
+    assert run._cache_size() == 1
+    budgets = run(PARAMS, ids, mask, cfg.replace(max_new_tokens=[2, 3]))
+    assert budgets.lengths.tolist() == [2, 3]
+    with pytest.raises(ConfigError, match="set max_length"):
+        run(PARAMS, ids, mask, CFG)
+    closed_over = jax.jit(lambda params: generate(params, ids, None, CFG, attention_mask=mask).sequences)(PARAMS)
+    assert closed_over.shape == (2, 10)
+    with pytest.raises(InputError, match="streamer"):
+        jax.jit(lambda p: generate(p, ids, None, CFG, streamer=Collector()).sequences)(PARAMS)
+
+
+def test_max_length_inside_the_callers_jit():
+    cfg = counting_config(max_length=8, pad_token_id=0)
+    run = jax.jit(lambda params, ids: generate(params, ids, None, cfg, attention_mask=np.ones((1, 2))))
+    assert run(PARAMS, jnp.asarray([[3, 4]])).sequences.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+class Collector:
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values.append(np.asarray(value).tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("new_tokens", [1, 4, 5, 11])
+def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
+    streamer = Collector()
+    cfg = CFG.replace(max_new_tokens=new_tokens, eos_token_id=[12])
+    out = count([[3], [7]], cfg, streamer=streamer)
+    plain = count([[3], [7]], cfg)
+    np.testing.assert_array_equal(out.sequences, plain.sequences)
+    np.testing.assert_array_equal(out.lengths, plain.lengths)
+    assert streamer.values[0] == [[3], [7]]
+    steps = int(max(plain.lengths))
+    assert np.transpose(streamer.values[1:]).tolist() == np.asarray(plain.sequences)[:, 1 : 1 + steps].tolist()
+    assert streamer.ended == 1
+
+
+REFUSED = [
+    ({"num_beams": 2}, NotBuiltYetError, "num_beams=2"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, NotBuiltYetError, "penalty_alpha"),
+    ({"no_repeat_ngram_size": 2}, NotBuiltYetError, "no_repeat_ngram_size=2"),
+    ({"stop_strings": ["x"]}, NotBuiltYetError, "stop_strings"),
+    ({"max_time": 1.0}, NotBuiltYetError, "max_time"),
+    ({"prompt_lookup_num_tokens": 3}, NotBuiltYetError, "prompt_lookup_num_tokens"),
+    ({"guidance_scale": 2.0}, NotBuiltYetError, "guidance_scale"),
+    ({"output_attentions": True}, NotBuiltYetError, "output_attentions"),
+    ({"output_hidden_states": True}, NotBuiltYetError, "output_hidden_states"),
+    ({"dola_layers": "low"}, NotBuiltYetError, "dola_layers"),
+    ({"suppress_tokens": [1]}, NotBuiltYetError, "suppress_tokens"),
+    ({"forced_eos_token_id": 0}, NotBuiltYetError, "forced_eos_token_id=0"),
+    ({"sequence_bias": {(1,): 1.0}}, NotBuiltYetError, "sequence_bias"),
+    ({"use_cache": False}, ConfigError, "use_cache"),
+    ({"cache_implementation": "quantized"}, ConfigError, "cache_implementation"),
+    ({"low_memory": True}, ConfigError, "low_memory"),
+    ({"decoder_start_token_id": 1}, ConfigError, "decoder_start_token_id"),
+    ({"model": None}, ConfigError, "cfg.model"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), REFUSED, ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else None)
+def test_an_option_that_does_not_work_is_refused_by_name(fields, error, message):
+    with pytest.raises(error, match=message):
+        generate(PARAMS, [[1]], None, CFG.replace(**fields))
+
+
+@pytest.mark.parametrize("name", ["typical_p", "epsilon_cutoff", "eta_cutoff"])
+def test_warpers_that_are_not_built_are_refused_when_sampling(name):
+    with pytest.raises(NotBuiltYetError, match=name):
+        generate(PARAMS, [[1]], jax.random.key(0), CFG.replace(do_sample=True, **{name: 0.5}))
+    with pytest.warns(JaxgenWarning, match=name):
+        generate(PARAMS, [[1]], None, CFG.replace(**{name: 0.5}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    "inputs_embeds cache logits_processor stopping_criteria prefix_allowed_tokens_fn negative_prompt_ids "
+    "negative_prompt_attention_mask tokenizer assistant hook".split(),
+)
+def test_keywords_that_are_not_built_are_refused_by_name(name):
+    with pytest.raises(NotBuiltYetError, match=name):
+        generate(PARAMS, [[1]], None, CFG, **{name: object()})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"temperature": 0.5}, TypeError, r"cfg.replace\(temperature="),
+        ({"assistant_model": 1}, TypeError, "assistant="),
+        ({"synced_gpus": True}, TypeError, "synced_gpus"),
+        ({"max_new_token": 1}, ConfigError, "did you mean 'max_new_tokens'"),
+    ],
+)
+def test_other_keywords_are_refused(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        generate(PARAMS, [[1]], None, CFG, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ids": [[1], [1, 2]]}, InputError, "one array"),
+        ({"ids": [1, 2]}, InputError, r"\[B, P\]"),
+        ({"ids": np.zeros((0, 3), int)}, InputError, "at least 1"),
+        ({"ids": np.zeros((1, 0), int)}, InputError, "at least 1"),
+        ({"ids": [[1.0]]}, TypeError, "integers"),
+        ({"ids": [[50]]}, InputError, "token 50.*0 to 49"),
+        ({"ids": [[-1]]}, InputError, "token -1"),
+        ({"ids": None}, NotBuiltYetError, "without ids"),
+        ({"attention_mask": [[1, 1]]}, InputError, "shape of ids"),
+        ({"attention_mask": [[0]]}, InputError, "prompt 0 is empty"),
+        ({"attention_mask": [[2]]}, InputError, "0 for padding"),
+        ({"cfg": {}}, TypeError, "GenerationConfig"),
+        ({"params": [1]}, TypeError, "params must be"),
+        ({"params": {"model": {}}}, InputError, "lm_head.weight is missing"),
+        ({"cfg": CFG.replace(do_sample=True)}, InputError, "key is None"),
+        ({"cfg": CFG.replace(do_sample=True), "key": 3}, TypeError, "jax.random.key"),
+        ({"cfg": CFG.replace(do_sample=True), "key": jax.random.split(jax.random.key(0), 2)}, InputError, "one per prompt"),
+        ({"cfg": CFG.replace(repetition_penalty=[1.5, 1.2])}, InputError, "repetition_penalty has 2 values for 1 prompts"),
+        ({"cfg": CFG.replace(max_new_tokens=[1, 2])}, InputError, "max_new_tokens has 2 values"),
+        ({"cfg": counting_config(max_length=1)}, InputError, "max_length=1"),
+    ],
+)
+def test_bad_input_is_refused_with_a_reason(change, error, message):
+    request = {"params": PARAMS, "ids": [[1]], "key": None, "cfg": CFG, "attention_mask": None} | change
+    with pytest.raises(error, match=message):
+        generate(
+            request["params"], request["ids"], request["key"], request["cfg"], attention_mask=request["attention_mask"]
+        )
+
+
+def test_misshapen_parameters_are_named():
+    params = jax.tree.map(lambda x: x, PARAMS)
+    params["model"]["norm"]["weight"] = jnp.ones(3)
+    with pytest.raises(InputError, match=r"model.norm.weight has shape \[3\], wanted \[64\]"):
+        generate(params, [[1]], None, CFG)
+
+
+def test_the_default_length_is_warned_of():
+    with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length"):
+        assert generated(count([[3]], counting_config()), 0) == list(range(4, 23))
+
+
+def test_options_that_greedy_search_does_not_look_at_are_warned_of():
+    with pytest.warns(JaxgenWarning, match="temperature=0.5, top_p=0.9"):
+        count([[3]], CFG.replace(temperature=0.5, top_p=0.9))
+    with pytest.warns(JaxgenWarning, match="length_penalty=2.0"):
+        count([[3]], CFG.replace(length_penalty=2))

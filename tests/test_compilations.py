@@ -1,0 +1,92 @@
+"""How many programs are compiled, counted by jax's own event for each compilation."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgen import GenerationConfig, generate
+from tests.models import left_pad, model_config, random_params
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILED = []
+jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **kw: name == EVENT and COMPILED.append(name))
+
+MODEL = model_config(num_hidden_layers=1, max_position_embeddings=1024)
+PARAMS = random_params(MODEL)
+
+
+@contextlib.contextmanager
+def compilations():
+    before = len(COMPILED)
+    counted = []
+    yield counted
+    counted.append(len(COMPILED) - before)
+
+
+def test_the_counter_counts():
+    with compilations() as count:
+        jax.jit(lambda x: x * 3.25 + 17)(np.float32(1))
+    assert count[0] >= 1
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sample", "greedy"])
+def test_fifty_requests_are_served_by_at_most_six_programs(do_sample):
+    rng = np.random.default_rng(0)
+    keys = [jax.random.key(seed) for seed in range(50)]
+    with compilations() as count:
+        for number in range(50):
+            prompts = [rng.integers(1, 97, rng.integers(1, 301)).tolist() for _ in range(2)]
+            ids, mask = left_pad(prompts)
+            knobs = {"repetition_penalty": rng.uniform(1.01, 1.5), "min_new_tokens": int(rng.integers(1, 5))}
+            if do_sample:
+                knobs |= {"temperature": rng.uniform(0.2, 0.9), "top_k": int(rng.integers(1, 60))}
+                knobs |= {"top_p": rng.uniform(0.1, 0.99), "min_p": np.float32(rng.uniform(0.01, 0.2))}
+            cfg = GenerationConfig(
+                model=MODEL,
+                do_sample=do_sample,
+                max_new_tokens=int(rng.integers(1, 101)),
+                eos_token_id=rng.integers(1, 97, rng.integers(1, 4)).tolist(),
+                pad_token_id=int(rng.integers(0, 97)),
+                **knobs,
+            )
+            out = generate(PARAMS, ids, keys[number] if do_sample else None, cfg, attention_mask=mask)
+            assert out.sequences.shape[1] == ids.shape[1] + cfg.max_new_tokens
+    assert count[0] <= 6
+
+
+def test_spelling_a_value_otherwise_compiles_nothing():
+    base = GenerationConfig(model=MODEL, do_sample=True, top_k=5, temperature=0.5, max_new_tokens=4, pad_token_id=0)
+    key, ids = jax.random.key(0), [[1, 2, 3]]
+    generate(PARAMS, ids, key, base.replace(temperature=2, eos_token_id=3, output_scores=True))
+    with compilations() as count:
+        for temperature in (0.7, 3, np.float32(0.7), np.float64(0.1), np.int64(2), np.asarray(0.3)):
+            generate(PARAMS, ids, key, base.replace(temperature=temperature, eos_token_id=[3, 4], output_scores=True))
+        generate(PARAMS, np.asarray(ids), key, base.replace(top_k=np.int64(9), eos_token_id=(9,), output_scores=True, max_new_tokens=16))
+        generate(PARAMS, np.asarray(ids), key, base.replace(max_length=9, max_new_tokens=None, eos_token_id=7, output_scores=True, return_dict_in_generate=True))
+    assert count[0] == 0
+
+
+def test_options_of_other_modes_compile_nothing():
+    base = GenerationConfig(model=MODEL, max_new_tokens=3)
+    generate(PARAMS, [[1, 2]], None, base)
+    with compilations() as count:
+        generate(PARAMS, [[1, 2]], jax.random.key(0), base.replace(bos_token_id=1, num_assistant_tokens=7))
+    assert count[0] == 0
+
+
+def test_streaming_compiles_a_fixed_number_of_programs():
+    class Sink:
+        def put(self, value):
+            pass
+
+        def end(self):
+            pass
+
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=30)
+    generate(PARAMS, [[1, 2]], None, cfg, streamer=Sink())
+    with compilations() as count:
+        for new_tokens in (1, 7, 100):
+            generate(PARAMS, [[1, 2, 3, 4]], None, cfg.replace(max_new_tokens=new_tokens), streamer=Sink())
+    assert count[0] == 0

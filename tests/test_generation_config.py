@@ -1,0 +1,169 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import ConfigError, GenerationConfig
+from tests.models import model_config
+
+# Every field of transformers 4.41.1 with its default.
+DEFAULTS_441 = {
+    "max_length": 20, "max_new_tokens": None, "min_length": 0, "min_new_tokens": None, "early_stopping": False,
+    "max_time": None, "stop_strings": None, "do_sample": False, "num_beams": 1, "num_beam_groups": 1,
+    "penalty_alpha": None, "use_cache": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None,
+    "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0, "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "force_words_ids": None, "renormalize_logits": False, "constraints": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "remove_invalid_values": False, "exponential_decay_length_penalty": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_decoder_ids": None, "sequence_bias": None,
+    "guidance_scale": None, "low_memory": None, "watermarking_config": None, "num_return_sequences": 1,
+    "output_attentions": False, "output_hidden_states": False, "output_scores": False, "output_logits": None,
+    "return_dict_in_generate": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    "encoder_no_repeat_ngram_size": 0, "decoder_start_token_id": None, "num_assistant_tokens": 5,
+    "num_assistant_tokens_schedule": "heuristic", "cache_implementation": None, "prompt_lookup_num_tokens": None,
+    "max_matching_ngram_size": None,
+}  # fmt: skip
+
+
+def test_fields_and_defaults_are_those_of_transformers():
+    cfg = GenerationConfig()
+    assert {name: getattr(cfg, name) for name in DEFAULTS_441} == DEFAULTS_441
+
+
+NEUTRAL = {
+    "temperature": [1.0, 1, np.float32(1), None], "top_p": [1.0, 1, None], "top_k": [0, None],
+    "min_p": [None, 0.0, 0], "repetition_penalty": [1.0, 1, None], "min_length": [0, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "values"), NEUTRAL.items(), ids=NEUTRAL)
+def test_a_neutral_value_is_off_and_reads_as_the_default(name, values):
+    structures = set()
+    for value in values:
+        cfg = GenerationConfig(top_k=0).replace(**{name: value})
+        assert not cfg.on(name)
+        assert getattr(cfg, name) == (0 if name == "top_k" else DEFAULTS_441[name])
+        structures.add(jax.tree.structure(cfg))
+    assert len(structures) == 1
+    on = GenerationConfig(top_k=0).replace(**{name: 2 if name in ("top_k", "min_length") else 0.5})
+    assert on.on(name)
+    assert jax.tree.structure(on) not in structures
+
+
+def test_what_is_on_shows_under_jit():
+    cfg = GenerationConfig(temperature=0.5, eos_token_id=[4, 7])
+
+    @jax.jit
+    def inside(cfg):
+        assert cfg.on("temperature")
+        assert not cfg.on("top_p")
+        assert cfg.top_p == 1.0
+        return cfg.temperature * 2, cfg.eos_token_id, cfg.replace(top_p=cfg.temperature)
+
+    doubled, eos, changed = inside(cfg)
+    assert float(doubled) == 1.0
+    assert eos.tolist() == [4, 7, -1, -1]
+    assert float(changed.top_p) == 0.5
+    inside(cfg.replace(temperature=0.9, eos_token_id=3))
+    assert inside._cache_size() == 1
+
+
+def test_values_per_prompt():
+    cfg = GenerationConfig(temperature=[1, 0.5], top_k=jnp.asarray([3, 0]), max_new_tokens=np.asarray([4, 5]))
+    assert cfg.temperature.dtype == np.float32
+    assert cfg.top_k.dtype == np.int32
+    assert cfg.on("temperature")
+    assert cfg == GenerationConfig(temperature=[1, 0.5], top_k=[3, 0], max_new_tokens=[4, 5])
+    assert cfg != GenerationConfig(temperature=[1, 0.6], top_k=[3, 0], max_new_tokens=[4, 5])
+    with pytest.raises(ConfigError, match="temperature has one value per prompt"):
+        cfg.to_hf()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"temprature": 1.0}, ConfigError, "did you mean 'temperature'"),
+        ({"zzz": 1.0}, ConfigError, "unknown option 'zzz'"),
+        ({"temperature": 0.0}, ConfigError, "temperature.*do_sample=False"),
+        ({"temperature": -1}, ConfigError, "temperature"),
+        ({"temperature": [1.0, 0.0]}, ConfigError, "temperature"),
+        ({"temperature": float("nan")}, ConfigError, "temperature"),
+        ({"temperature": "hot"}, TypeError, "temperature"),
+        ({"temperature": True}, TypeError, "temperature"),
+        ({"temperature": [[1.0]]}, ConfigError, "one per prompt"),
+        ({"top_k": -1}, ConfigError, "top_k"),
+        ({"top_k": 2.5}, TypeError, "top_k"),
+        ({"top_p": 1.5}, ConfigError, "top_p"),
+        ({"min_p": -0.1}, ConfigError, "min_p"),
+        ({"repetition_penalty": 0}, ConfigError, "repetition_penalty"),
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens"),
+        ({"min_new_tokens": -1}, ConfigError, "min_new_tokens"),
+        ({"max_length": 0}, ConfigError, "max_length"),
+        ({"max_length": 3.0}, TypeError, "max_length"),
+        ({"do_sample": 1}, TypeError, "do_sample"),
+        ({"eos_token_id": "x"}, TypeError, "eos_token_id"),
+        ({"eos_token_id": -2}, ConfigError, "eos_token_id"),
+        ({"eos_token_id": [1.0]}, TypeError, "eos_token_id"),
+        ({"pad_token_id": -1}, ConfigError, "pad_token_id"),
+        ({"pad_token_id": [0, 1]}, ConfigError, "pad_token_id"),
+        ({"num_return_sequences": 2}, ConfigError, "num_return_sequences=2"),
+        ({"num_return_sequences": 0}, ConfigError, "num_return_sequences"),
+        ({"early_stopping": "sometimes"}, ConfigError, "early_stopping"),
+        ({"num_beams": 2, "num_return_sequences": 3}, ConfigError, "num_beams=2"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, ConfigError, "multiple"),
+        ({"num_beams": 4, "num_beam_groups": 2}, ConfigError, "diversity_penalty"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "do_sample": True}, ConfigError, "do_sample"),
+        ({"num_beams": 2, "force_words_ids": [[1]], "do_sample": True}, ConfigError, "force_words_ids"),
+        ({"no_repeat_ngram_size": -1}, ConfigError, "no_repeat_ngram_size"),
+        ({"model": {}}, TypeError, "ModelConfig"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        GenerationConfig().replace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({}, "greedy_search"),
+        ({"do_sample": True}, "sample"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
+        ({"penalty_alpha": 0.6, "top_k": 1}, "greedy_search"),
+        ({"num_beams": 2}, "beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "beam_sample"),
+        ({"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group_beam_search"),
+        ({"force_words_ids": [[1]]}, "constrained_beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+    ],
+)
+def test_mode(fields, mode):
+    assert GenerationConfig(**fields).mode == mode
+
+
+def test_from_and_to_hf():
+    text = """{"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": true, "eos_token_id": [151645, 151643],
+    "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0"}"""
+    held = json.loads(text)
+    model = model_config()
+    cfg = GenerationConfig.from_hf(held, model=model)
+    assert cfg.model is model
+    assert cfg.eos_token_id == (151645, 151643)
+    del held["transformers_version"]
+    assert cfg.to_hf() == held
+    json.dumps(cfg.to_hf())
+    with pytest.raises(ConfigError, match="no_such_field"):
+        GenerationConfig.from_hf({"no_such_field": 1})
+
+
+def test_is_frozen_and_not_shared():
+    cfg = GenerationConfig()
+    with pytest.raises(AttributeError):
+        cfg.temperature = 2.0
+    biases = {(1, 2): 0.5}
+    cfg = cfg.replace(sequence_bias=biases)
+    biases[(3,)] = 1.0
+    assert dict(cfg.sequence_bias) == {(1, 2): 0.5}
+    assert "sequence_bias" in repr(cfg)
