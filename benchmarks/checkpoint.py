@@ -1,6 +1,6 @@
 """Write a checkpoint of random bfloat16 weights in exactly the shape that a config.json describes.
 
-Speed and memory depend on shapes alone, so such a checkpoint stands for the real one where that is not at hand.
+Speed and memory depend on shapes alone: such a checkpoint stands for the real one where that is not at hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from convert.directory import new_directory
 from convert.hf import copy_tokenizer
-from convert.safetensors import write_file
+from convert.safetensors import CheckpointError, write_file
 from convert.shards import INDEX, SINGLE, Layout, in_order, read_json, write_json
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the directory to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shards", type=int, default=1, help="files to spread the tensors over")
-    parser.add_argument("--tokenizer", type=Path, help="a directory with tokenizer files, if CONFIG has none")
+    parser.add_argument("--tokenizer", type=Path, help="a directory with tokenizer files, before those of CONFIG")
     args = parser.parse_args()
 
     config, problems = read_json(args.config / "config.json")
@@ -42,17 +42,20 @@ def main() -> None:
     std = config.get("initializer_range", 0.02)
     seeds = {name: (args.seed, number) for number, name in enumerate(layout)}
 
-    with new_directory(args.out) as directory:
-        write_json(directory / "config.json", config | {_dtype_key(config): "bfloat16"})
-        if generation is not None:
-            write_json(directory / "generation_config.json", generation)
-        for source in filter(None, (args.tokenizer, args.config)):
-            copy_tokenizer(source, directory)
-        _write(directory, layout, args.shards, lambda name: draw(name, shapes[name], std, seeds[name]))
+    try:
+        with new_directory(args.out) as directory:
+            write_json(directory / "config.json", config | {_dtype_key(config): "bfloat16"})
+            if generation is not None:
+                write_json(directory / "generation_config.json", generation)
+            for source in filter(None, (args.config, args.tokenizer)):
+                copy_tokenizer(source, directory)
+            _write(directory, layout, args.shards, lambda name: draw(name, shapes[name], std, seeds[name]))
+    except CheckpointError as error:
+        parser.error(str(error))
 
 
 def draw(name: str, shape: tuple[int, ...], std: float, seed: tuple[int, int]) -> np.ndarray:
-    """Return a tensor that differs from zero everywhere that matters: norms around one, all else around zero."""
+    """Return random values: norms around one, everything else, biases too, around zero."""
     rng = np.random.default_rng(seed)
     center, std = (1.0, 0.1) if "norm" in name else (0.0, std)
     flat = np.empty(math.prod(shape), ml_dtypes.bfloat16)

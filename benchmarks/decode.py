@@ -2,9 +2,9 @@
 
     python -m benchmarks.decode --model DIR --peer /path/to/python-with-torch --out result.json
 
-One turn of a program times three lengths: one new token (the prefill), a short run and a long one. The difference of
-the last two is decoding alone. With a peer the programs take turns, A B A B, and each turn of the one is set against
-the turn of the other that follows it: whatever slows the machine for a while slows both.
+One turn of a program times three lengths: one new token (the prefill), a short run and a long one. The
+difference of the last two is decoding alone. With a peer the programs take turns, A B A B, and each turn of
+jaxgen is set against the peer's that follows it: what slows the machine for a while slows both.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from jaxgen import GenerationConfig, generate
 
 SAMPLE = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
 PAUSE = 0.5  # seconds between turns, for the threads of the other program to fall asleep
+SETTINGS = ("dtype", "rows", "prompt", "new_tokens", "short", "repeat", "mode")
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -76,7 +77,7 @@ class Jaxgen:
         }
 
     def step_bytes(self) -> int:
-        """Return the bytes of weights that one decode step reads: all but an embedding that is only looked up."""
+        """Return the bytes of weights that a decode step reads: an embedding only looked up does not count."""
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         tied = "lm_head" not in self.params
         return total - (0 if tied else self.params["model"]["embed_tokens"]["weight"].nbytes)
@@ -87,9 +88,7 @@ class Peer:
 
     def __init__(self, python: str, path: Path, dtype: str, mode: str, ids: np.ndarray, compiled: bool):
         script = Path(__file__).with_name("transformers_peer.py")
-        self.process = subprocess.Popen(
-            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         setup = {
             "model": str(path.resolve()),
             "dtype": dtype,
@@ -173,7 +172,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "load_average": load_average,
-        "settings": {name: getattr(args, name) for name in _SETTINGS} | generation_options(args.mode),
+        "settings": {name: getattr(args, name) for name in SETTINGS} | generation_options(args.mode),
         "model": {"name": args.model.resolve().name, "weight_bytes_per_step": step_bytes},
         "jaxgen": ours.facts() | _speeds(turns, first, args, step_bytes),
     }
@@ -184,9 +183,6 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             result["equal_leading_tokens"] = _agreement(ours.measure, peer.measure, args)
         peer.close()
     return result
-
-
-_SETTINGS = ("dtype", "rows", "prompt", "new_tokens", "short", "repeat", "mode")
 
 
 def generation_options(mode: str) -> dict[str, Any]:
@@ -235,7 +231,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _read_files(path: Path) -> None:
-    """Bring the checkpoint into the operating system's cache, so that who loads first does not load slower."""
+    """Bring the files into the operating system's cache, so that who loads first does not load slower."""
     for file in path.glob("*.safetensors"):
         with open(file, "rb", buffering=0) as stream:
             while stream.read(1 << 24):
@@ -294,13 +290,11 @@ def _speeds(
     steps = args.new_tokens - args.short
     decode = [turn["long"] - turn["short"] for turn in turns]
     if min(decode) <= 0:
-        raise SystemExit("the long run took no longer than the short one: raise --new-tokens")
+        raise SystemExit("in a turn the long run took no longer than the short one: raise --new-tokens")
     tokens = [args.rows * steps / seconds for seconds in decode]
     first = statistics.median(turn["first"] for turn in turns)
     return {
-        "turns": [
-            turn | {"decode_tokens_per_second": speed} for turn, speed in zip(turns, tokens, strict=True)
-        ],
+        "turns": [turn | {"decode_tokens_per_second": speed} for turn, speed in zip(turns, tokens, strict=True)],
         "first_call_seconds": first_call,
         "compile_seconds": max(0.0, first_call - statistics.median(turn["long"] for turn in turns)),
         "first_token_seconds": first,
@@ -335,6 +329,21 @@ def _agreement(ours: Measure, theirs: Measure, args: argparse.Namespace) -> list
     return np.cumprod(equal, axis=1).sum(axis=1).tolist()
 
 
+_ROWS = (
+    ("load, s", "load_seconds", 1),
+    ("peak memory after import, MB", "import_peak_bytes", 1e-6),
+    ("peak memory after load, MB", "load_peak_bytes", 1e-6),
+    ("peak memory, MB", "peak_bytes", 1e-6),
+    ("peak memory of the device, MB", "device_peak_bytes", 1e-6),
+    ("first call, s", "first_call_seconds", 1),
+    ("of that compilation, s", "compile_seconds", 1),
+    ("time to first token, ms", "first_token_seconds", 1e3),
+    ("prefill, tokens/s", "prefill_tokens_per_second", 1),
+    ("decode, tokens/s", "decode_tokens_per_second", 1),
+    ("weights read, GB/s", "weights_gigabytes_per_second", 1),
+)
+
+
 def _report(result: dict[str, Any]) -> None:
     settings, machine = result["settings"], result["machine"]
     print(
@@ -356,21 +365,6 @@ def _report(result: dict[str, Any]) -> None:
         print(f"{name}: jaxgen is {ratio['median']:.2f} x as fast ({ratio['min']:.2f} to {ratio['max']:.2f})")
     if "equal_leading_tokens" in result:
         print(f"equal leading tokens per row: {result['equal_leading_tokens']} of {settings['new_tokens']}")
-
-
-_ROWS = (
-    ("load, s", "load_seconds", 1),
-    ("peak memory after import, MB", "import_peak_bytes", 1e-6),
-    ("peak memory after load, MB", "load_peak_bytes", 1e-6),
-    ("peak memory, MB", "peak_bytes", 1e-6),
-    ("peak memory of the device, MB", "device_peak_bytes", 1e-6),
-    ("first call, s", "first_call_seconds", 1),
-    ("of that compilation, s", "compile_seconds", 1),
-    ("time to first token, ms", "first_token_seconds", 1e3),
-    ("prefill, tokens/s", "prefill_tokens_per_second", 1),
-    ("decode, tokens/s", "decode_tokens_per_second", 1),
-    ("weights read, GB/s", "weights_gigabytes_per_second", 1),
-)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """transformers beside jaxgen: generate with the same checkpoint and prompts, one measurement per request.
 
-`decode.py --peer PYTHON` starts it; it needs torch and transformers and nothing of jaxgen. The first line on stdin
-is a JSON object, the set-up; each further line is a number of new tokens. Each line is answered by one JSON object on
-stdout.
+`decode.py --peer PYTHON` starts it; it needs torch and transformers and nothing of jaxgen. The first line on
+stdin is a JSON object, the set-up; each further line is a number of new tokens. Each line is answered by one
+JSON object on stdout.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
     setup = json.loads(sys.stdin.readline())
     device = setup["device"]
@@ -59,9 +60,7 @@ def load(setup: dict):
     model.generation_config = transformers.GenerationConfig(**setup["generation"])
     if setup["compile"]:
         model.generation_config.cache_implementation = "static"
-        if not hasattr(
-            model, "get_compiled_call"
-        ):  # later releases compile a static cache's steps themselves
+        if not hasattr(model, "get_compiled_call"):  # later releases compile a static cache's steps themselves
             model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
     return model
 

@@ -29,9 +29,7 @@ def named(template: Any) -> dict[str, str]:
     for entry in template if isinstance(template, list | tuple) else [template]:
         fields = entry if isinstance(entry, Mapping) else {}
         if not all(isinstance(fields.get(key), str) for key in ("name", "template")):
-            raise ConfigError(
-                "chat_template has to be a string or a list of objects with a name and a template each"
-            )
+            raise ConfigError("chat_template has to be a string or a list of objects with a name and a template each")
         templates[fields["name"]] = fields["template"]
     return templates
 
@@ -77,9 +75,7 @@ def _choose(templates: Mapping[str, str], tools: Any) -> str:
     if name in templates:
         return templates[name]
     others = f" named default (there are: {', '.join(sorted(templates))})" if templates else ""
-    raise InputError(
-        f"this tokenizer has no chat template{others}; use batch on text, or add a chat_template.jinja"
-    )
+    raise InputError(f"this tokenizer has no chat template{others}; use batch on text, or add a chat_template.jinja")
 
 
 def _check_conversation(conversation: Any) -> None:
@@ -107,9 +103,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-        )
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 @functools.lru_cache
@@ -131,6 +125,4 @@ def _strftime_now(form: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

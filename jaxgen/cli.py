@@ -67,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("prompt", metavar="PROMPT", nargs="?", help="put it in quotes")
     result.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint's directory")
-    result.add_argument(
-        "--raw", action="store_true", help="take the prompt as it is, without the chat template"
-    )
+    result.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
     result.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     result.add_argument("--seed", type=_seed, default=0, help="of what is drawn (default: 0)")
     result.add_argument(
@@ -144,9 +142,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
             command.error(f"unknown option {word}" + (f": did you mean {near[0]}?" if near else ""))
     if rest:
-        command.error(
-            f"{rest[0]!r} comes after the prompt {options.prompt!r}: put the whole prompt in quotes"
-        )
+        command.error(f"{rest[0]!r} comes after the prompt {options.prompt!r}: put the whole prompt in quotes")
     if options.model is None:
         command.error("no model: give the directory of a checkpoint, --model DIR")
     if options.prompt is None:
@@ -177,9 +173,7 @@ def _configure(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) 
     assert cfg.model is not None
     held = _held(cfg.model)
     if prompt >= held:
-        raise InputError(
-            f"the prompt has {prompt} tokens and the model holds {held}, answer included: shorten it"
-        )
+        raise InputError(f"the prompt has {prompt} tokens and the model holds {held}, answer included: shorten it")
     if options.max_length is not None:
         if options.max_length <= prompt:
             raise InputError(

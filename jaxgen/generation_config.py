@@ -17,6 +17,7 @@ import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxgen.errors import ConfigError, JaxgenWarning
 from jaxgen.model.config import ModelConfig
@@ -319,7 +320,7 @@ def warn_unused(cfg: GenerationConfig) -> None:
             and not (isinstance(getattr(cfg, name), int | float) and getattr(cfg, name) == default)
         ]
         if unused:
-            warn(f"{', '.join(unused)} given with do_sample=False, which does not look at it: set do_sample=True or leave it out")
+            warn(f"{', '.join(unused)} given with do_sample=False, which does not look at it: set do_sample=True")
     if cfg.on("min_new_tokens") and cfg.on("min_length"):
         warn("min_new_tokens and min_length are both set: min_new_tokens holds, min_length does not")
     if cfg.num_beams == 1:
@@ -330,7 +331,7 @@ def warn_unused(cfg: GenerationConfig) -> None:
             if not isinstance(getattr(cfg, name), int | float | str) or getattr(cfg, name) != default
         ]
         if unused:
-            warn(f"{', '.join(unused)} given with num_beams=1, which does not look at it: set num_beams or leave it out")
+            warn(f"{', '.join(unused)} given with num_beams=1, which does not look at it")
 
 
 def warn(message: str) -> None:
@@ -347,9 +348,9 @@ def _known(fields: Mapping[str, Any]) -> None:
 
 def _number(name: str, value: Any, knob: _Knob) -> Any:
     """Normalise a traced option: a Python number, an array `[B]` of the right dtype, or what means off."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return value
-    if isinstance(value, bool | str | bytes | Mapping) or (isinstance(value, complex)):
+    if isinstance(value, bool | str | bytes | complex | Mapping):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if knob.is_off(value):
         return knob.off

@@ -112,9 +112,7 @@ class TextStreamer:
         """Take the prompt (first call) or new tokens: an id, ids[n] or ids[1, n]."""
         ids = np.asarray(value)
         if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
-            raise InputError(
-                f"a TextStreamer prints one row, got ids of shape {ids.shape}; generate one prompt"
-            )
+            raise InputError(f"a TextStreamer prints one row, got ids of shape {ids.shape}; generate one prompt")
         is_prompt, self._prompt_comes = self._prompt_comes, False
         if not (is_prompt and self.skip_prompt):
             self.on_finalized_text(self._stream.put(ids.reshape(-1)))

@@ -189,9 +189,7 @@ class Tokenizer:
         Pads with pad, else eos, else unk, else id 0: the mask makes the choice irrelevant to the model.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
-            raise TypeError(
-                f"batch takes a list of str, got {type(texts).__name__}; give [text] for one text"
-            )
+            raise TypeError(f"batch takes a list of str, got {type(texts).__name__}; give [text] for one text")
         return self._pad([self.encode(text, max_length=max_length) for text in texts])
 
     def chat(

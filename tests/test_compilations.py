@@ -11,7 +11,9 @@ from tests.models import left_pad, model_config, random_params
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **kw: name == EVENT and COMPILED.append(name))
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, seconds, **kw: name == EVENT and COMPILED.append(name)
+)
 
 MODEL = model_config(num_hidden_layers=1, max_position_embeddings=1024)
 PARAMS = random_params(MODEL)
@@ -63,8 +65,20 @@ def test_spelling_a_value_otherwise_compiles_nothing():
     with compilations() as count:
         for temperature in (0.7, 3, np.float32(0.7), np.float64(0.1), np.int64(2), np.asarray(0.3)):
             generate(PARAMS, ids, key, base.replace(temperature=temperature, eos_token_id=[3, 4], output_scores=True))
-        generate(PARAMS, np.asarray(ids), key, base.replace(top_k=np.int64(9), eos_token_id=(9,), output_scores=True, max_new_tokens=16))
-        generate(PARAMS, np.asarray(ids), key, base.replace(max_length=9, max_new_tokens=None, eos_token_id=7, output_scores=True, return_dict_in_generate=True))
+        generate(
+            PARAMS,
+            np.asarray(ids),
+            key,
+            base.replace(top_k=np.int64(9), eos_token_id=(9,), output_scores=True, max_new_tokens=16),
+        )
+        generate(
+            PARAMS,
+            np.asarray(ids),
+            key,
+            base.replace(
+                max_length=9, max_new_tokens=None, eos_token_id=7, output_scores=True, return_dict_in_generate=True
+            ),
+        )
     assert count[0] == 0
 
 

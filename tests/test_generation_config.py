@@ -77,7 +77,7 @@ def test_values_per_prompt():
     assert cfg.on("temperature")
     assert cfg == GenerationConfig(temperature=[1, 0.5], top_k=[3, 0], max_new_tokens=[4, 5])
     assert cfg != GenerationConfig(temperature=[1, 0.6], top_k=[3, 0], max_new_tokens=[4, 5])
-    with pytest.raises(ConfigError, match="temperature has one value per prompt"):
+    with pytest.raises(ConfigError, match="has one value per prompt"):
         cfg.to_hf()
 
 

@@ -6,7 +6,7 @@ last one not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
 import flax.struct
 import jax
@@ -18,7 +18,7 @@ from jaxgen.decoding.stopping import is_eos
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.logits.pipeline import History, build_transform
 from jaxgen.model.cache import KVCache, spread
-from jaxgen.model.causal_lm import CausalLM
+from jaxgen.model.causal_lm import forward
 
 
 @flax.struct.dataclass
@@ -93,14 +93,16 @@ def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys
     rows = prompts * copies
     with jax.named_scope("prefill"):
         cache = KVCache.create(cfg.model, prompts, prompt.ids.shape[1])
-        out = CausalLM(cfg.model).apply(
-            {"params": params},
+        out = forward(
+            cfg.model,
+            params,
             prompt.ids,
             attention_mask=prompt.mask,
             cache=cache,
             cache_position=0,
             logits_to_keep=prompt.length[:, None] - 1,
         )
+    assert out.cache is not None
     logits = spread(out.logits[:, 0], rows)
     budget = jnp.minimum(spread(budget, rows), capacity)
     record = (capacity, *logits.shape)
@@ -120,7 +122,7 @@ def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys
 
 def advance(params, cfg: GenerationConfig, state: State, until: jax.Array) -> State:
     """Generate until every row is finished, or has had `until int32[]` steps."""
-    model = CausalLM(_model(cfg))
+    model = _model(cfg)
 
     def unfinished(state: State) -> jax.Array:
         return (state.history.step < until) & ~jnp.all(state.done)
@@ -128,10 +130,8 @@ def advance(params, cfg: GenerationConfig, state: State, until: jax.Array) -> St
     def step(state: State) -> State:
         last = state.history.step - 1
         token = lax.dynamic_slice_in_dim(state.tokens, last, 1, axis=1)
-        out = model.apply(
-            {"params": params}, token, cache=state.cache, cache_position=state.cache.offset + last
-        )
-        return _choose(cfg, state.replace(cache=out.cache), out.logits[:, 0])
+        out = forward(model, params, token, cache=state.cache, cache_position=state.cache.offset + last)
+        return _choose(cfg, dataclasses.replace(state, cache=out.cache), out.logits[:, 0])
 
     with jax.named_scope("decode"):
         return lax.while_loop(unfinished, step, state)
@@ -140,7 +140,7 @@ def advance(params, cfg: GenerationConfig, state: State, until: jax.Array) -> St
 def finish(state: State) -> State:
     """Give each row's cache its true length: finished rows went on with padding."""
     length = jnp.clip(state.lengths - 1, 0)
-    return state.replace(cache=state.cache.replace(length=length))
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, length=length))
 
 
 def _choose(cfg: GenerationConfig, state: State, logits: jax.Array) -> State:
@@ -149,11 +149,12 @@ def _choose(cfg: GenerationConfig, state: State, logits: jax.Array) -> State:
     with jax.named_scope("process"):
         scores = build_transform(cfg, rows)(state.history, logits)
     with jax.named_scope("choose"):
-        token = draw(state.keys, step, scores) if cfg.do_sample else greedy(scores)
+        token = greedy(scores) if state.keys is None else draw(state.keys, step, scores)
     token = jnp.where(state.done, _pad(cfg), token)
     lengths = state.lengths + jnp.where(state.done, 0, 1)
     done = state.done | is_eos(token, cfg.eos_token_id) | (lengths >= state.budget)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         tokens=lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], step, axis=1),
         lengths=lengths,
         done=done,

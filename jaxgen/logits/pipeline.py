@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import flax.struct
@@ -42,7 +43,7 @@ class History:
         seen = self.seen
         if seen is not None:
             seen = seen.at[jnp.arange(tokens.shape[0]), tokens].set(True, mode="drop", unique_indices=True)
-        return self.replace(step=self.step + 1, seen=seen)
+        return dataclasses.replace(self, step=self.step + 1, seen=seen)
 
 
 Transform = Callable[[History, jax.Array], jax.Array]

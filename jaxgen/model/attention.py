@@ -31,7 +31,6 @@ def attention(
         A query that may see nothing, which only padding is, gets the mean of everything rather than NaN.
     """
     batch, heads, steps, size = q.shape
-    kv_heads = parts[0][0].shape[1]
     lowest = jnp.finfo(jnp.float32).min
     scores = [
         jnp.where(mask[:, None, None], _product(q, k, "bkqh,bksh->bkqs"), lowest)
@@ -66,9 +65,7 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     single = x.shape[2] == 1 and part.dtype != jnp.float32  # one 16-bit row: see linear.py
     if single:
         x = jnp.concatenate([x, jnp.zeros_like(x)], axis=2)
-    out = jnp.einsum(
-        equation, x, part, precision=precision(part.dtype), preferred_element_type=jnp.float32
-    )
+    out = jnp.einsum(equation, x, part, precision=precision(part.dtype), preferred_element_type=jnp.float32)
     out = out[:, :, :1] if single else out
     out = out.reshape(owners, kv_heads, shared, groups * steps, -1).swapaxes(1, 2)
     return out.reshape(batch, kv_heads, groups, steps, -1)

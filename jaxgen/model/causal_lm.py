@@ -11,14 +11,17 @@ the angles of RoPE, the softmax of attention, the loss.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.attention import attention
@@ -144,7 +147,8 @@ class Attention(nn.Module):
         v = project(cfg.num_key_value_heads, "v_proj")
         last = (k, v)
         if tokens.slots is not None:
-            last = tuple(write(buffer, new, tokens.slots) for buffer, new in zip(parts[-1], last, strict=True))
+            keys, values = parts[-1]
+            last = (write(keys, k, tokens.slots), write(values, v, tokens.slots))
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
             dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
@@ -197,14 +201,14 @@ class Layers(nn.Module):
         layer_of = nn.jit(DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
-            parts = tuple((part.keys[index], part.values[index]) for part in cache.parts) if cache else ((),)
+            parts = tuple((part.keys[index], part.values[index]) for part in (cache.parts if cache else ()))
             x, weights, last = layer_of(self.cfg, window, name=str(index))(x, tokens, parts)
             states.append(x)
             attentions.append(weights)
             written.append(last)
         if cache is not None:
             keys, values = zip(*written, strict=True)
-            cache = cache.replace(keys=keys, values=values)
+            cache = dataclasses.replace(cache, keys=keys, values=values)
         return states, attentions, cache
 
 
@@ -331,7 +335,7 @@ def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array
         return jnp.ones((batch, steps), bool)
     if attention_mask.shape != (batch, steps):
         raise InputError(
-            f"attention_mask must have the shape of the new tokens, {[batch, steps]}, got {list(attention_mask.shape)}; "
+            f"attention_mask must have the new tokens' shape, {[batch, steps]}, got {list(attention_mask.shape)}; "
             "the cache knows its own tokens"
         )
     return attention_mask.astype(bool)
@@ -355,11 +359,11 @@ def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Arr
     # Each dropped token has a slot of its own past the end: a scatter's indices are promised to be unique.
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
-    return cache.replace(length=length), order, slots, (length > cache.slots) | (start < 0)
+    return dataclasses.replace(cache, length=length), order, slots, (length > cache.slots) | (start < 0)
 
 
 def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
-    if isinstance(length, jax.core.Tracer) or isinstance(start, jax.core.Tracer):
+    if isinstance(length, Tracer) or isinstance(start, Tracer):
         return
     if int(jnp.min(start)) < 0:
         raise InputError(f"cache_position lies in the shared prefix: its first own slot is {cache.offset}")
@@ -390,8 +394,16 @@ def _loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return -jnp.sum(jnp.where(counted, picked, 0.0)) / jnp.sum(counted, dtype=jnp.float32)
 
 
+def forward(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> ModelOutput:
+    """Run `CausalLM(cfg)`: the model as one function, which is all that decoding knows of it."""
+    out = CausalLM(cfg).apply({"params": params}, ids, **inputs)
+    assert isinstance(out, ModelOutput)
+    return out
+
+
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter under its Hugging Face name, "model.embed_tokens.weight" and so on."""
-    shapes = jax.eval_shape(lambda: CausalLM(cfg).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
-    return {name: leaf.shape for name, leaf in flax.traverse_util.flatten_dict(shapes, sep=".").items()}
+    variables = jax.eval_shape(lambda: CausalLM(cfg).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))
+    return {name: leaf.shape for name, leaf in flat.items()}

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-
 from jaxgen.errors import ConfigError
 
 MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -292,7 +291,9 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
     if heads % kv_heads:
         problems.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if config.get("head_dim") is None and config["hidden_size"] % heads:
-        problems.append(f"hidden_size {config['hidden_size']} is no multiple of num_attention_heads {heads}: give head_dim")
+        problems.append(
+            f"hidden_size {config['hidden_size']} is no multiple of num_attention_heads {heads}: give head_dim"
+        )
     if config["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act {config['hidden_act']!r} is not one of {', '.join(ACTIVATIONS)}")
     dtype = _dtype(config)
@@ -319,10 +320,9 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         if key in config and config[key] not in allowed:
             problems.append(f"{key}={config[key]!r} is not built")
 
-    used = {field.name for field in dataclasses.fields(ModelConfig)} | set(
-        "rope_theta rope_scaling rope_parameters torch_dtype dtype use_sliding_window sliding_window "
-        "max_window_layers layer_types architectures".split()
-    )
+    used = {field.name for field in dataclasses.fields(ModelConfig)} | {"rope_theta", "rope_scaling"}
+    used |= {"rope_parameters", "torch_dtype", "dtype", "use_sliding_window", "sliding_window", "max_window_layers"}
+    used |= {"layer_types", "architectures"}
     used -= {"rope", "windows", "output_bias"}
     if unknown := sorted(set(config) - used - _IRRELEVANT - set(_MUST_BE)):
         problems.append(f"unknown keys, which may change what the model computes: {', '.join(unknown)}")

@@ -72,7 +72,10 @@ def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
     """Keep short wavelengths, divide long ones by the factor, and blend between."""
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
+    assert rope.factor
+    assert rope.low_freq_factor
+    assert rope.high_freq_factor
+    assert rope.original_max_position_embeddings
     turns = rope.original_max_position_embeddings * plain / np.float32(2 * math.pi)
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
@@ -81,10 +84,12 @@ def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
 
 def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
     """Interpolate the dimensions that turn rarely, extrapolate those that turn often, ramp between."""
-    assert rope.factor is not None and rope.original_max_position_embeddings is not None
+    original = rope.original_max_position_embeddings
+    assert rope.factor is not None
+    assert original is not None
 
     def dimension_of(turns: float) -> float:
-        ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        ratio = original / (turns * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(rope.beta_fast or 32), dimension_of(rope.beta_slow or 1)

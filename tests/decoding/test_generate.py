@@ -135,7 +135,11 @@ def test_padding_can_be_anywhere():
     ids = [[0, 3, 0, 4, 0], [7, 0, 0, 0, 0], [0, 0, 0, 9, 10]]
     mask = [[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]]
     out = generate(PARAMS, ids, None, CFG.replace(max_new_tokens=2), attention_mask=mask)
-    assert np.asarray(out.sequences).tolist() == [[0, 3, 0, 4, 0, 5, 6], [7, 0, 0, 0, 0, 8, 9], [0, 0, 0, 9, 10, 11, 12]]
+    assert np.asarray(out.sequences).tolist() == [
+        [0, 3, 0, 4, 0, 5, 6],
+        [7, 0, 0, 0, 0, 8, 9],
+        [0, 0, 0, 9, 10, 11, 12],
+    ]
 
 
 def test_the_mask_is_inferred_from_the_pad_id():
@@ -149,7 +153,9 @@ def test_the_mask_is_inferred_from_the_pad_id():
     with pytest.warns(JaxgenWarning, match="give attention_mask"):
         attended = generate(params, ids, None, cfg).sequences
     np.testing.assert_array_equal(attended[:, :4], ones[:, :4])
-    inside = jax.jit(functools.partial(generate, attention_mask=None))(params, jnp.asarray(ids), None, cfg.replace(eos_token_id=None, max_length=8))
+    inside = jax.jit(functools.partial(generate, attention_mask=None))(
+        params, jnp.asarray(ids), None, cfg.replace(eos_token_id=None, max_length=8)
+    )
     np.testing.assert_array_equal(inside.sequences, with_mask.sequences)
 
 
@@ -228,7 +234,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "error", "message"), REFUSED, ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else None)
+@pytest.mark.parametrize(
+    ("fields", "error", "message"), REFUSED, ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else None
+)
 def test_an_option_that_does_not_work_is_refused_by_name(fields, error, message):
     with pytest.raises(error, match=message):
         generate(PARAMS, [[1]], None, CFG.replace(**fields))
@@ -285,8 +293,16 @@ def test_other_keywords_are_refused(kwargs, error, message):
         ({"params": {"model": {}}}, InputError, "lm_head.weight is missing"),
         ({"cfg": CFG.replace(do_sample=True)}, InputError, "key is None"),
         ({"cfg": CFG.replace(do_sample=True), "key": 3}, TypeError, "jax.random.key"),
-        ({"cfg": CFG.replace(do_sample=True), "key": jax.random.split(jax.random.key(0), 2)}, InputError, "one per prompt"),
-        ({"cfg": CFG.replace(repetition_penalty=[1.5, 1.2])}, InputError, "repetition_penalty has 2 values for 1 prompts"),
+        (
+            {"cfg": CFG.replace(do_sample=True), "key": jax.random.split(jax.random.key(0), 2)},
+            InputError,
+            "one per prompt",
+        ),
+        (
+            {"cfg": CFG.replace(repetition_penalty=[1.5, 1.2])},
+            InputError,
+            "repetition_penalty has 2 values for 1 prompts",
+        ),
         ({"cfg": CFG.replace(max_new_tokens=[1, 2])}, InputError, "max_new_tokens has 2 values"),
         ({"cfg": counting_config(max_length=1)}, InputError, "max_length=1"),
     ],

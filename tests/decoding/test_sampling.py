@@ -16,7 +16,8 @@ CFG = GenerationConfig(
     eos_token_id=[5, 6], pad_token_id=0,
 )  # fmt: skip
 PROMPTS = [
-    np.random.default_rng(seed).integers(1, 97, length).tolist() for seed, length in enumerate([3, 11, 1, 30, 7, 2, 19, 5])
+    np.random.default_rng(seed).integers(1, 97, length).tolist()
+    for seed, length in enumerate([3, 11, 1, 30, 7, 2, 19, 5])
 ]
 
 
@@ -55,7 +56,10 @@ def test_row_keys_are_those_that_the_contract_names():
             expected = jax.random.fold_in(jax.random.fold_in(key, prompt), copy)
             assert jax.random.key_data(keys[prompt * 3 + copy]).tolist() == jax.random.key_data(expected).tolist()
     given = sequence_keys(jax.random.split(key, 2), 2, 1)
-    assert jax.random.key_data(given[1]).tolist() == jax.random.key_data(jax.random.fold_in(jax.random.split(key, 2)[1], 0)).tolist()
+    assert (
+        jax.random.key_data(given[1]).tolist()
+        == jax.random.key_data(jax.random.fold_in(jax.random.split(key, 2)[1], 0)).tolist()
+    )
 
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sample", "greedy"])

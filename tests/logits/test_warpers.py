@@ -77,7 +77,12 @@ def test_a_knob_per_row():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, VOCAB)), jnp.float32)
     column = jnp.asarray([[0.2], [0.5], [0.9], [1.0]])
     k = jnp.asarray([[1], [3], [0], [VOCAB]])
-    for warp, knob in ((warpers.top_p, column), (warpers.min_p, column), (warpers.temperature, column), (warpers.top_k, k)):
+    for warp, knob in (
+        (warpers.top_p, column),
+        (warpers.min_p, column),
+        (warpers.temperature, column),
+        (warpers.top_k, k),
+    ):
         together = warp(scores, knob)
         for row in range(4):
             np.testing.assert_array_equal(together[row], warp(scores[row : row + 1], knob[row, 0])[0])
@@ -124,6 +129,7 @@ def test_token_set_ignores_entries_that_stand_for_none():
 
 
 # --- The numbers of transformers' own classes, where the folder of real data has them -----------------------------
+
 
 def test_recorded_outputs_of_the_real_classes(data):
     path = data.parent / "spec" / "goldens" / "logits_441.json"
