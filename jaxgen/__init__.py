@@ -6,10 +6,13 @@ from jaxgen.generation_config import GenerationConfig
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import CausalLM, ModelOutput
 from jaxgen.model.config import ModelConfig, RopeConfig
+from jaxgen.streaming import TextStream, TextStreamer
+from jaxgen.tokenizer import Batch, Tokenizer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
     "CausalLM",
     "ConfigError",
     "GenerateOutput",
@@ -22,5 +25,8 @@ __all__ = [
     "ModelOutput",
     "NotBuiltYetError",
     "RopeConfig",
+    "TextStream",
+    "TextStreamer",
+    "Tokenizer",
     "generate",
 ]
