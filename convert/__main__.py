@@ -60,9 +60,7 @@ def convert(options: argparse.Namespace) -> int:
     _check_apart(source, target)
     wanted = float_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
-    layout = {
-        name: (checkpoint.dtype(name, wanted), tensor.shape) for name, tensor in checkpoint.tensors.items()
-    }
+    layout = {name: (checkpoint.dtype(name, wanted), tensor.shape) for name, tensor in checkpoint.tensors.items()}
     count = itertools.count(1)
 
     def read(name: str) -> np.ndarray:
@@ -122,16 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", metavar="SRC", help="a local checkpoint directory")
     parser.add_argument("destination", metavar="DST", nargs="?", help="the directory to make")
-    parser.add_argument(
-        "--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC"
-    )
+    parser.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC")
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint DST")
-    parser.add_argument(
-        "--check", action="store_true", help="then read DST again and compare every tensor with SRC"
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="print the tensors of SRC: name, dtype, shape, bytes"
-    )
+    parser.add_argument("--check", action="store_true", help="then read DST again and compare every tensor with SRC")
+    parser.add_argument("--list", action="store_true", help="print the tensors of SRC: name, dtype, shape, bytes")
     return parser
 
 

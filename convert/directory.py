@@ -95,18 +95,12 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not inside:
         return
     if not overwrite:
-        raise CheckpointError(
-            [f"{target} exists: choose another name, or overwrite=True (--overwrite) to replace it"]
-        )
+        raise CheckpointError([f"{target} exists: choose another name, or overwrite=True (--overwrite) to replace it"])
     if not (target / "config.json").is_file():
-        raise CheckpointError(
-            [f"{target} is no checkpoint (no config.json) and is not replaced: choose another name"]
-        )
+        raise CheckpointError([f"{target} is no checkpoint (no config.json) and is not replaced: choose another name"])
     if folders := sorted(path.name for path in inside if path.is_dir() and not path.is_symlink()):
         found = ", ".join(folders)
-        raise CheckpointError(
-            [f"{target} has folders that replacing would delete ({found}): choose another name"]
-        )
+        raise CheckpointError([f"{target} has folders that replacing would delete ({found}): choose another name"])
 
 
 def _swap(new: Path, target: Path) -> None:

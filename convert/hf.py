@@ -244,9 +244,7 @@ def _parameters(
                 "config.json: set it to false to keep both, or remove the tensor"
             )
     where = {name: tensor.file for name, tensor in tensors.items()}
-    problems += _mismatch(
-        {name: tensor.shape for name, tensor in tensors.items()}, model, path, where, listed
-    )
+    problems += _mismatch({name: tensor.shape for name, tensor in tensors.items()}, model, path, where, listed)
     return tensors, problems
 
 
@@ -272,9 +270,7 @@ def _mismatch(
         if name not in expected:
             problems.append(f"{file}: {name} {list(shape)} is unexpected: the config has no such parameter")
         elif tuple(shape) != tuple(expected[name]):
-            problems.append(
-                f"{file}: {name} has shape {list(shape)}, the config needs {list(expected[name])}"
-            )
+            problems.append(f"{file}: {name} has shape {list(shape)}, the config needs {list(expected[name])}")
     return problems
 
 
@@ -286,9 +282,7 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     def walk(node: Any) -> Iterator[tuple[str, Any]]:
         for key, value in node.items():
             if not isinstance(key, str) or "." in key:
-                problems.append(
-                    f"params: the key {key!r} must be one part of a name, such as 'layers' or '0'"
-                )
+                problems.append(f"params: the key {key!r} must be one part of a name, such as 'layers' or '0'")
             elif isinstance(value, Mapping):
                 yield from ((f"{key}.{name}", leaf) for name, leaf in walk(value))
             else:
@@ -319,8 +313,7 @@ def _to_host(array: Any) -> np.ndarray:
 
 def _same(left: Tensor, right: Tensor) -> bool:
     return (left.dtype, left.shape) == (right.dtype, right.shape) and all(
-        np.array_equal(a.view(np.uint8), b.view(np.uint8))
-        for a, b in zip(left.chunks(), right.chunks(), strict=True)
+        np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(left.chunks(), right.chunks(), strict=True)
     )
 
 

@@ -64,9 +64,7 @@ class Tensor:
                 unread = chunk.view(np.uint8).data
                 while unread:
                     if not (count := stream.readinto(unread)):
-                        raise CheckpointError(
-                            [f"{self.file}: {self.name}: the file was cut while it was read"]
-                        )
+                        raise CheckpointError([f"{self.file}: {self.name}: the file was cut while it was read"])
                     unread = unread[count:]
                 yield chunk
 
@@ -112,9 +110,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
         length = int.from_bytes(stream.read(8), "little")
         start = 8 + length
         if size < 8 or length > _MAX_HEADER or start > size:
-            raise CheckpointError(
-                [f"{file}: truncated or damaged: {size} bytes cannot hold a header of {length}"]
-            )
+            raise CheckpointError([f"{file}: truncated or damaged: {size} bytes cannot hold a header of {length}"])
         text = stream.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
@@ -130,9 +126,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
             problems.append(f"{file}: {name}: damaged header: {fault}")
         else:
             begin, end = entry["data_offsets"]
-            tensors.append(
-                Tensor(file, name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
-            )
+            tensors.append(Tensor(file, name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin))
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     if not problems:
         problems = _misplaced(file, tensors, start, size)
@@ -165,9 +159,7 @@ def write_file(
         for name in order:
             array = read(name)
             if (array.dtype, array.shape) != layout[name]:
-                raise CheckpointError(
-                    [f"{file}: {name}: {array.dtype}{array.shape} where {layout[name]} was declared"]
-                )
+                raise CheckpointError([f"{file}: {name}: {array.dtype}{array.shape} where {layout[name]} was declared"])
             stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -175,9 +167,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(
-            f"twice there: {', '.join(sorted({name for name in names if names.count(name) > 1}))}"
-        )
+        raise ValueError(f"twice there: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
     return result
 
 

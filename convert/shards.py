@@ -74,9 +74,7 @@ def write_tensors(directory: Path, layout: Layout, read: Callable[[str], np.ndar
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Sort names with layer 2 before layer 10."""
-    return sorted(
-        names, key=lambda name: [(int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
-    )
+    return sorted(names, key=lambda name: [(int(part) if part.isdecimal() else 0, part) for part in name.split(".")])
 
 
 def checkpoint_directory(path) -> Path:

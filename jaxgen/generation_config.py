@@ -365,6 +365,8 @@ def _number(name: str, value: Any, knob: _Knob) -> Any:
     if array.ndim > 1 or (array.ndim == 1 and not knob.per_prompt):
         shape = "one number" + (" or one per prompt, [B]" if knob.per_prompt else "")
         raise ConfigError(f"{name} must be {shape}, got shape {list(array.shape)}")
+    if whole and knob.dtype is int and np.any(np.abs(array) > np.iinfo(np.int32).max):
+        raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
     array = array.astype(np.float32 if knob.dtype is float else np.int32)
     if not np.all(knob.holds(array)) or (knob.dtype is float and not np.all(np.isfinite(array))):
         raise ConfigError(f"{name} must be {knob.allowed or 'finite'}, got {value!r}")
@@ -390,8 +392,8 @@ def _eos(value: Any) -> Any:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise TypeError(f"eos_token_id must be a whole number or a list of them, got {value!r}")
-        if token < 0 and not isinstance(value, np.ndarray):
-            raise ConfigError(f"eos_token_id must be >= 0, got {value!r}")
+        if token > np.iinfo(np.int32).max or (token < 0 and not isinstance(value, np.ndarray)):
+            raise ConfigError(f"eos_token_id must be >= 0 and fit into 32 bits, got {value!r}")
     ids = [int(token) for token in ids if token >= 0]
     if np.ndim(value) == 0:
         return ids[0]

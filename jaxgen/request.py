@@ -163,9 +163,7 @@ def check_knobs(cfg: GenerationConfig, prompts: int) -> None:
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length", "min_new_tokens"):
         value = getattr(cfg, name)
         if np.ndim(value) == 1 and value.shape[0] != prompts:
-            raise InputError(
-                f"{name} has {value.shape[0]} values for {prompts} prompts: give one per prompt or one"
-            )
+            raise InputError(f"{name} has {value.shape[0]} values for {prompts} prompts: give one per prompt or one")
 
 
 def check_key(key, cfg: GenerationConfig, prompts: int):

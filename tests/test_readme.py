@@ -56,7 +56,9 @@ def test_commands(workplace):
 
 
 def test_links_lead_somewhere():
-    headings = {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)}
+    headings = {
+        re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)
+    }
     for target in re.findall(r"\]\(([^)]+)\)", README):
         if target.startswith("#"):
             assert target[1:] in headings

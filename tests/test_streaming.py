@@ -67,9 +67,7 @@ def test_qwen_valid_text_never_shows_half_a_character(qwen, text):
 
 
 @settings(max_examples=1000, deadline=None)
-@given(
-    st.lists(st.sampled_from([" ", " ", "'", ".", "n", "n't", "'m", "'s", "'ve", "'re", "x"]), max_size=16)
-)
+@given(st.lists(st.sampled_from([" ", " ", "'", ".", "n", "n't", "'m", "'s", "'ve", "'re", "x"]), max_size=16))
 def test_clean_up_in_pieces(parts):
     text = "".join(parts)
     out = pieces(BYTE_LEVEL, BYTE_LEVEL.encode(text), clean_up_tokenization_spaces=True)
@@ -154,9 +152,7 @@ class TestTextStreamer:
 
     def test_decode_options(self):
         file = io.StringIO()
-        streamer = TextStreamer(
-            BYTE_LEVEL, file=file, skip_special_tokens=False, clean_up_tokenization_spaces=True
-        )
+        streamer = TextStreamer(BYTE_LEVEL, file=file, skip_special_tokens=False, clean_up_tokenization_spaces=True)
         streamer.put(np.array(BYTE_LEVEL.encode("a .<|im_end|>")))
         streamer.end()
         assert file.getvalue() == "a.<|im_end|>\n"

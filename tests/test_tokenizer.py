@@ -276,9 +276,7 @@ class TestChat:
             tok.chat(USER, documents=["d"])  # type: ignore[list-item]
 
     def test_named_templates(self):
-        tok = byte_level(
-            chat_template=[{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
-        )
+        tok = byte_level(chat_template=[{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}])
         assert tok.chat_template == "d"
         assert (tok.render_chat(USER), tok.render_chat(USER, tools=[{}])) == ("d", "t")
         only = byte_level(chat_template=[{"name": "rag", "template": "r"}])

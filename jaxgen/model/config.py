@@ -87,6 +87,9 @@ class RopeConfig:
             ConfigError: a type that is not built, or a parameter that is missing, unknown or not a number.
         """
         old, new = config.get("rope_scaling"), config.get("rope_parameters")
+        for name, value in (("rope_scaling", old), ("rope_parameters", new)):
+            if value is not None and not isinstance(value, Mapping):
+                raise ConfigError(f"{name} must be a dict or null, got {value!r}")
         if old is not None and new is not None and old != new:
             raise ConfigError("config has both rope_scaling and rope_parameters, and they differ: keep one")
         source = "rope_parameters" if new is not None else "rope_scaling"
@@ -284,6 +287,14 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
             problems.append(f"{key} must be of type {wanted.__name__}, got {value!r}")
         elif wanted is int and value is not None and value < 1:
             problems.append(f"{key} must be at least 1, got {value}")
+    for key in ("head_dim", "sliding_window", "max_window_layers"):
+        value, least = config.get(key), 0 if key == "max_window_layers" else 1
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            problems.append(f"{key} must be a whole number >= {least}, got {value!r}")
+    for key in ("initializer_range", "attention_dropout"):
+        value = config.get(key, 0.0)
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            problems.append(f"{key} must be between 0 and 1, got {value!r}")
     if problems:
         return problems
 

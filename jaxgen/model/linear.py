@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import pathlib
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+# Up to so many rows a product is bound by reading the weights.
+_FEW_ROWS = 16
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -15,20 +21,46 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     """
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
-    if count == 1 and jax.default_backend() == "cpu" and weight.dtype != jnp.float32:
+    on_cpu = jax.default_backend() == "cpu"
+    if count == 1 and on_cpu and weight.dtype != jnp.float32:
         # XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop keeps that copy of
         # them all; from two rows on it reads them as they are.
         rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
-    out = lax.dot_general(
+    if on_cpu and count <= _FEW_ROWS and weight.dtype == jnp.bfloat16 and _cpu_multiplies_tiles():
+        out = _weight_first(rows, weight)
+    else:
+        out = _product(rows, weight)
+    out = out[:count]
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None, :]
+    return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply `rows [R, D]` with `weight [F, D]`: float32[R, F]."""
+    return lax.dot_general(
         rows,
         weight,
         (((1,), (1,)), ((), ())),
         precision=precision(weight.dtype),
         preferred_element_type=jnp.float32,
-    )[:count]
-    if bias is not None:
-        out = out + bias.astype(jnp.float32)[None, :]
-    return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    )
+
+
+def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Do the same with the weight as left operand: XLA's CPU product packs the right one anew at each call.
+
+    With AMX, whose kernels take a fifth of the time that packing does, this reads few rows' weights faster; without
+    it the kernel is what takes the time, and it is slower. The barrier keeps XLA from swapping the operands back.
+    """
+    return lax.optimization_barrier(_product(weight, rows)).T
+
+
+@functools.cache
+def _cpu_multiplies_tiles() -> bool:
+    """Whether this CPU has AMX for bfloat16."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
 
 
 def embed(ids: jax.Array, table: jax.Array) -> jax.Array:

@@ -51,9 +51,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj.weight": (width, queries),
     }
     if config["model_type"] == "qwen2":
-        layer |= {f"self_attn.{name}_proj.bias": (keys,) for name in "kv"} | {
-            "self_attn.q_proj.bias": (queries,)
-        }
+        layer |= {f"self_attn.{name}_proj.bias": (keys,) for name in "kv"} | {"self_attn.q_proj.bias": (queries,)}
     result = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
     for number in range(config["num_hidden_layers"]):
         result |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
@@ -67,9 +65,7 @@ def weights(config: dict, dtype: str = "float32") -> dict[str, np.ndarray]:
     return {name: draw.normal(size=shape).astype(jnp.dtype(dtype)) for name, shape in shapes(config).items()}
 
 
-def write(
-    path: Path, config: dict | None, tensors: dict, generation: dict | None = None, shards: int = 1
-) -> Path:
+def write(path: Path, config: dict | None, tensors: dict, generation: dict | None = None, shards: int = 1) -> Path:
     """Write a checkpoint as transformers does, with the safetensors library."""
     path.mkdir()
     if config is not None:

@@ -35,9 +35,7 @@ convert.shards.MAX_SHARD = 25_000
 
 def save(target: Path, version: int) -> None:
     with new_directory(target, overwrite=True) as directory:
-        write_checkpoint(
-            directory, {"version": version}, None, LAYOUT, lambda name: np.full((50, 50), version, FLOAT)
-        )
+        write_checkpoint(directory, {"version": version}, None, LAYOUT, lambda name: np.full((50, 50), version, FLOAT))
 
 
 def version(target: Path) -> int | None:

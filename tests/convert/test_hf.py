@@ -226,15 +226,11 @@ def test_the_index(sharded):
     save_file(read(third) | {moved: tensors[moved]}, third)
     assert problems(sharded) == [f"{third}: {moved} is also in {second.name}"]
     save_file(kept, second)
-    assert problems(sharded) == [
-        f"{second}: {moved} is absent, though {INDEX} puts it there: it is in {third.name}"
-    ]
+    assert problems(sharded) == [f"{second}: {moved} is absent, though {INDEX} puts it there: it is in {third.name}"]
     assert first.exists()
 
 
-@pytest.mark.parametrize(
-    "weight_map", [None, [], {EMBEDDING: 1}, {EMBEDDING: "../x.safetensors"}, {EMBEDDING: ""}]
-)
+@pytest.mark.parametrize("weight_map", [None, [], {EMBEDDING: 1}, {EMBEDDING: "../x.safetensors"}, {EMBEDDING: ""}])
 def test_an_index_that_names_no_files(sharded, weight_map):
     edit(sharded / INDEX, weight_map=weight_map)
     (problem,) = problems(sharded)
@@ -275,9 +271,9 @@ def test_a_round_trip_keeps_every_byte(tmp_path, config, dtype):
         assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
     written = json.loads((tmp_path / "b" / "config.json").read_text())
     assert written["torch_dtype"] == dtype
-    assert {
-        key: value for key, value in config.items() if key not in ("torch_dtype", "eos_token_id")
-    }.items() <= (written | {"bos_token_id": 1}).items()
+    assert {key: value for key, value in config.items() if key not in ("torch_dtype", "eos_token_id")}.items() <= (
+        written | {"bos_token_id": 1}
+    ).items()
     assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == GENERATION
 
 

@@ -19,16 +19,12 @@ layouts = st.dictionaries(
     st.tuples(st.sampled_from(FLOATS), st.lists(st.integers(0, 5), max_size=4).map(tuple)),
     max_size=8,
 )
-same_folder = settings(
-    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
+same_folder = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 def draw(layout) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    return {
-        name: np.asarray(random.normal(size=shape)).astype(dtype) for name, (dtype, shape) in layout.items()
-    }
+    return {name: np.asarray(random.normal(size=shape)).astype(dtype) for name, (dtype, shape) in layout.items()}
 
 
 def raw(header: dict, data: bytes) -> bytes:
@@ -82,9 +78,7 @@ def test_we_read_what_the_library_writes(tmp_path, layout):
 def test_a_cast_is_numpys(file, monkeypatch, source, target):
     monkeypatch.setattr("convert.safetensors._CHUNK", 1000)
     bits = (
-        np.arange(1 << 16, dtype=np.uint16)
-        if source.itemsize == 2
-        else np.arange(0, 1 << 32, 65537, dtype=np.uint32)
+        np.arange(1 << 16, dtype=np.uint16) if source.itemsize == 2 else np.arange(0, 1 << 32, 65537, dtype=np.uint32)
     )
     values = bits.view(source)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -101,9 +95,7 @@ def test_a_value_that_becomes_infinite_is_an_error(file):
     save_file({"x": np.array([1, 65504, 65520, -1e30, np.inf], np.float32)}, file)
     tensor = read_header(file)["x"]
     assert tensor.read(np.dtype(jnp.bfloat16))[0] == 1
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors: x: 2 or more values are too large for float16"
-    ):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: x: 2 or more values are too large for float16"):
         tensor.read(np.dtype(np.float16))
 
 
@@ -227,10 +219,7 @@ def test_damaged_entries(file, header, data, expected):
 
 def test_overlap_and_truncation_are_reported_together(file):
     entry = {"dtype": "F16", "shape": [2]}
-    header = {
-        name: entry | {"data_offsets": span}
-        for name, span in {"a": [0, 4], "b": [2, 6], "c": [6, 10]}.items()
-    }
+    header = {name: entry | {"data_offsets": span} for name, span in {"a": [0, 4], "b": [2, 6], "c": [6, 10]}.items()}
     file.write_bytes(raw(header, b"12345678"))
     overlap, truncated = problems(file)
     assert "b: damaged header: overlaps the tensor before it" in overlap

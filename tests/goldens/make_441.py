@@ -138,9 +138,7 @@ def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.ra
     return ids
 
 
-def greedy_goldens(
-    oracles: dict[str, Oracle], rng: np.random.Generator
-) -> tuple[list[dict], dict[str, np.ndarray]]:
+def greedy_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
     """Return 40 groups of 5 rows with one set of options each, and the steps of the shorter first rows."""
     groups, steps = [], {}
     for g in range(40):

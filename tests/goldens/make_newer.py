@@ -43,8 +43,7 @@ CHECKPOINTS = {
             **SMALL,
             max_position_embeddings=128,
             head_dim=16,
-            rope_parameters=YARN
-            | {"mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 4.0, "truncate": False},
+            rope_parameters=YARN | {"mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 4.0, "truncate": False},
         ),
     ),
     "qwen2-yarn": Checkpoint(
