@@ -174,14 +174,18 @@ def _generate_eager(params, ids, attention_mask, key, cfg: GenerationConfig, str
 
 
 def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig) -> GenerateOutput:
-    ids = jnp.asarray(ids)
+    # What is concrete is checked as it is eagerly.
+    ids = ids if isinstance(ids, Tracer) else jnp.asarray(host_ids(ids, cfg))
     check_ids_shape(ids)
     ids = ids.astype(jnp.int32)
     if attention_mask is None:
         mask = inferred_mask(ids, cfg)
-    else:
-        mask = jnp.asarray(attention_mask).astype(bool)
+    elif isinstance(attention_mask, Tracer):
+        mask = attention_mask.astype(bool)
         check_mask_shape(mask, ids)
+    else:
+        mask = jnp.asarray(host_mask(attention_mask, ids, cfg))
+    warn_unused(cfg)
     check_knobs(cfg, ids.shape[0])
     key = check_key(key, cfg, ids.shape[0])
     capacity, budget = traced_budgets(cfg, ids.shape[1], mask)

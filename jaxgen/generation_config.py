@@ -192,6 +192,8 @@ class GenerationConfig:
             object.__setattr__(self, name, _number(name, getattr(self, name), knob))
         for name in _STATIC:
             object.__setattr__(self, name, _frozen(getattr(self, name)))
+        if self.max_length is None:
+            object.__setattr__(self, "max_length", GenerationConfig.max_length)
         object.__setattr__(self, "eos_token_id", _eos(self.eos_token_id))
         if self.model is not None and not isinstance(self.model, ModelConfig):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
@@ -226,6 +228,8 @@ class GenerationConfig:
         fields = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0:
+                value = value.item()
             if isinstance(value, np.ndarray | jax.Array):
                 raise ConfigError(f"{field.name} has one value per prompt; generation_config.json holds a single one")
             if field.name != "model" and value != field.default:
@@ -297,6 +301,10 @@ class GenerationConfig:
 
 _NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
 _STATIC = tuple(name for name in _NAMES if name not in (*_KNOBS, "eos_token_id", "model"))
+_BOOLEANS = (
+    "do_sample use_cache renormalize_logits remove_invalid_values output_attentions output_hidden_states output_scores "
+    "output_logits return_dict_in_generate"
+).split()
 WARPERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
 WARPERS |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
@@ -309,34 +317,35 @@ def eos_list(eos_token_id: Any) -> list[int]:
 
 
 def warn_unused(cfg: GenerationConfig) -> None:
-    """Warn of options that the decode mode does not look at, as `GenerationConfig.validate` does."""
-    unused = []
+    """Warn of options that the decode mode does not look at, as `GenerationConfig.validate` does.
+
+    Of a traced value it is not known whether it is the default.
+    """
     if not cfg.do_sample:
-        unused += [
-            f"{name}={getattr(cfg, name)}"
-            for name, default in WARPERS.items()
-            if not (name == "top_k" and cfg.on("penalty_alpha"))
-            and cfg.on(name)
-            and not (isinstance(getattr(cfg, name), int | float) and getattr(cfg, name) == default)
-        ]
-        if unused:
-            warn(f"{', '.join(unused)} given with do_sample=False, which does not look at it: set do_sample=True")
+        looked_at = {"top_k"} if cfg.on("penalty_alpha") else set()
+        _warn_of_others({name: WARPERS[name] for name in WARPERS if name not in looked_at}, cfg, "do_sample=False")
     if cfg.on("min_new_tokens") and cfg.on("min_length"):
         warn("min_new_tokens and min_length are both set: min_new_tokens holds, min_length does not")
     if cfg.num_beams == 1:
-        beam_only = {"early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0, "length_penalty": 1.0}
-        unused = [
-            f"{name}={getattr(cfg, name)}"
-            for name, default in beam_only.items()
-            if not isinstance(getattr(cfg, name), int | float | str) or getattr(cfg, name) != default
-        ]
-        if unused:
-            warn(f"{', '.join(unused)} given with num_beams=1, which does not look at it")
+        beams = {"early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0, "length_penalty": 1.0}
+        _warn_of_others(beams, cfg, "num_beams=1")
 
 
-def warn(message: str) -> None:
-    """Emit jaxgen's category of warning, shown at the caller of `generate`."""
-    warnings.warn(message, JaxgenWarning, stacklevel=4)
+def _warn_of_others(defaults: dict[str, Any], cfg: GenerationConfig, mode: str) -> None:
+    given = {name: getattr(cfg, name) for name in defaults if not isinstance(getattr(cfg, name), Tracer)}
+    unused = [
+        f"{name}={value}"
+        for name, value in given.items()
+        if value is not None
+        and (isinstance(value, np.ndarray | jax.Array) or (value != defaults[name] and (name, value) != ("top_k", 0)))
+    ]
+    if unused:
+        warn(f"{', '.join(unused)} given with {mode}, which does not look at it", level=6)
+
+
+def warn(message: str, level: int = 5) -> None:
+    """Emit jaxgen's category of warning; `level` counts the frames up to the caller of `generate`."""
+    warnings.warn(message, JaxgenWarning, stacklevel=level)
 
 
 def _known(fields: Mapping[str, Any]) -> None:
@@ -349,7 +358,7 @@ def _known(fields: Mapping[str, Any]) -> None:
 def _number(name: str, value: Any, knob: _Knob) -> Any:
     """Normalise a traced option: a Python number, an array `[B]` of the right dtype, or what means off."""
     if isinstance(value, Tracer):
-        return value
+        return _traced_number(name, value, knob)
     if isinstance(value, bool | str | bytes | complex | Mapping):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if knob.is_off(value):
@@ -376,6 +385,16 @@ def _number(name: str, value: Any, knob: _Knob) -> Any:
     return knob.off if knob.is_off(number) else knob.dtype(number)
 
 
+def _traced_number(name: str, value: Tracer, knob: _Knob) -> Any:
+    """Give a traced value the dtype that it has as an argument; its value cannot be checked."""
+    whole = jnp.issubdtype(value.dtype, jnp.integer)
+    if not whole and (knob.dtype is int or not jnp.issubdtype(value.dtype, jnp.floating)):
+        raise TypeError(f"{name} must be {'a whole number' if knob.dtype is int else 'a number'}, got {value.dtype}")
+    if value.ndim > 1 or (value.ndim == 1 and not knob.per_prompt):
+        raise ConfigError(f"{name} must be one number or one per prompt, [B], got shape {list(value.shape)}")
+    return jnp.asarray(value, jnp.float32 if knob.dtype is float else jnp.int32)
+
+
 def _leaf(value: Any, knob: _Knob) -> Any:
     if knob.is_off(value):
         return None
@@ -385,9 +404,13 @@ def _leaf(value: Any, knob: _Knob) -> Any:
 
 
 def _eos(value: Any) -> Any:
-    """Normalise eos ids: None, one int, or a tuple of them; a table made by `tree_flatten` stays one."""
-    if value is None or isinstance(value, jax.Array):
+    """Normalise eos ids: None, one int, or a tuple of them. In an array, -1 stands for none."""
+    if value is None or isinstance(value, Tracer):
         return value
+    if isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if np.ndim(value) > 1:
+        raise ConfigError(f"eos_token_id must be one id or a list of them, got {value!r}")
     ids = [value] if np.ndim(value) == 0 else list(value)
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
@@ -402,7 +425,7 @@ def _eos(value: Any) -> Any:
 
 def _eos_table(value: Any) -> Any:
     """int32[E] with E rounded up and -1 for no id, so that another number of ids is the same program."""
-    if value is None or isinstance(value, jax.Array) or not isinstance(value, int | tuple):
+    if not isinstance(value, int | tuple):
         return value
     ids = [value] if isinstance(value, int) else list(value)
     size = -(-len(ids) // _EOS_BUCKET) * _EOS_BUCKET
@@ -411,6 +434,8 @@ def _eos_table(value: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     """Make a static option hashable: tuples for lists, a FrozenDict for a dict."""
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return value.item()
     if isinstance(value, list | tuple):
         return tuple(_frozen(item) for item in value)
     if isinstance(value, Mapping):
@@ -428,20 +453,25 @@ def _thawed(value: Any) -> Any:
 
 def _check(cfg: GenerationConfig) -> None:
     """Refuse what `GenerationConfig.validate` of transformers refuses, and static values of the wrong type."""
-    for name in ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "output_scores"):
-        if not isinstance(getattr(cfg, name), bool):
-            raise TypeError(f"{name} must be True or False, got {getattr(cfg, name)!r}")
+    for name in _BOOLEANS:
+        value = getattr(cfg, name)
+        if not isinstance(value, bool) and not (value is None and name in ("output_logits", "use_cache")):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
     for name, least in {"max_length": 1, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}.items():
         value = getattr(cfg, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
         if value < least:
             raise ConfigError(f"{name} must be >= {least}, got {value}")
+    for name in ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id"):
+        value = getattr(cfg, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
     for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
         value = getattr(cfg, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(f"{name} must be a whole number >= 0, got {value!r}")
-    if cfg.early_stopping not in (True, False, "never"):
+    if not (isinstance(cfg.early_stopping, bool) or cfg.early_stopping == "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', got {cfg.early_stopping!r}")
     if cfg.num_beams > 1:
         _check_beams(cfg)

@@ -78,6 +78,8 @@ def check_params(params, cfg: GenerationConfig) -> None:
     assert cfg.model is not None
     if not isinstance(params, dict):
         raise TypeError(f"params must be the dict of parameters, got {type(params).__name__}")
+    if set(params) == {"params"}:
+        raise InputError('params must be the tree itself, without the outer {"params": ...}')
     given: dict[str, Any] = dict(flax.traverse_util.flatten_dict(params, sep="."))
     wanted = param_shapes(cfg.model)
     problems = [f"{name} is missing" for name in wanted if name not in given]
@@ -86,6 +88,11 @@ def check_params(params, cfg: GenerationConfig) -> None:
         f"{name} has shape {list(given[name].shape)}, wanted {list(shape)}"
         for name, shape in wanted.items()
         if name in given and given[name].shape != shape
+    ]
+    problems += [
+        f"{name} has dtype {given[name].dtype}, wanted a float"
+        for name in wanted
+        if name in given and not jnp.issubdtype(given[name].dtype, jnp.floating)
     ]
     if problems:
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
@@ -106,6 +113,8 @@ def check_ids_shape(ids) -> None:
 def host_ids(ids, cfg: GenerationConfig) -> np.ndarray:
     """Return the prompts as int32[B, P], checked against the vocabulary."""
     assert cfg.model is not None
+    if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
+        raise TypeError("ids is a whole Batch: give batch.ids, and attention_mask=batch.attention_mask")
     if ids is None:
         raise NotBuiltYetError("not built yet: generation without ids")
     try:
@@ -125,7 +134,7 @@ def check_mask_shape(mask, ids) -> None:
         raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
 
 
-def host_mask(attention_mask, ids: np.ndarray, cfg: GenerationConfig) -> np.ndarray:
+def host_mask(attention_mask, ids, cfg: GenerationConfig) -> np.ndarray:
     """Return the attention mask as bool[B, P]; every row has a token."""
     if attention_mask is None:
         mask = np.asarray(inferred_mask(ids, cfg, np))
@@ -208,7 +217,7 @@ def traced_budgets(cfg: GenerationConfig, width: int, mask) -> tuple[int, jax.Ar
     if np.ndim(budget) == 1 and budget.shape != (prompts,):
         raise InputError(f"max_new_tokens has {budget.shape[0]} values for {prompts} prompts")
     if isinstance(budget, Tracer):
-        if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= width:
+        if cfg.max_length <= width:
             raise ConfigError(
                 "max_new_tokens is traced under jit, where the room for tokens must be static: set max_length to the "
                 f"most that prompt and answer may have, more than the {width} columns of ids; "

@@ -103,6 +103,13 @@ def test_values_per_prompt():
         ({"max_length": 0}, ConfigError, "max_length"),
         ({"max_length": 3.0}, TypeError, "max_length"),
         ({"do_sample": 1}, TypeError, "do_sample"),
+        ({"output_logits": "no"}, TypeError, "output_logits"),
+        ({"bos_token_id": "x"}, TypeError, "bos_token_id"),
+        ({"early_stopping": 1}, ConfigError, "early_stopping"),
+        ({"top_k": 2**31}, ConfigError, "top_k must fit"),
+        ({"eos_token_id": 2**31}, ConfigError, "eos_token_id"),
+        ({"eos_token_id": jnp.asarray([1.0])}, TypeError, "eos_token_id"),
+        ({"eos_token_id": [[1]]}, ConfigError, "eos_token_id"),
         ({"eos_token_id": "x"}, TypeError, "eos_token_id"),
         ({"eos_token_id": -2}, ConfigError, "eos_token_id"),
         ({"eos_token_id": [1.0]}, TypeError, "eos_token_id"),
@@ -156,6 +163,25 @@ def test_from_and_to_hf():
     json.dumps(cfg.to_hf())
     with pytest.raises(ConfigError, match="no_such_field"):
         GenerationConfig.from_hf({"no_such_field": 1})
+
+
+def test_numpy_and_jax_scalars_are_fine():
+    cfg = GenerationConfig(do_sample=np.bool_(True), num_return_sequences=np.int64(2), max_length=np.int32(9))
+    assert cfg == GenerationConfig(do_sample=True, num_return_sequences=2, max_length=9)
+    assert GenerationConfig(eos_token_id=jnp.asarray([3, 4])).to_hf() == {"eos_token_id": [3, 4]}
+    through = jax.jit(lambda cfg: cfg)(GenerationConfig(max_new_tokens=5, temperature=0.5))
+    assert through.to_hf() == {"max_new_tokens": 5, "temperature": 0.5}
+
+
+def test_traced_values_get_their_dtype_and_shape_checked():
+    def on(name, value):
+        return jax.jit(lambda value: getattr(GenerationConfig(**{name: value}), name))(value)
+
+    assert on("temperature", np.int32(2)).dtype == jnp.float32
+    with pytest.raises(TypeError, match="top_k"):
+        on("top_k", np.float32(2))
+    with pytest.raises(ConfigError, match="temperature"):
+        on("temperature", np.ones((2, 2), np.float32))
 
 
 def test_is_frozen_and_not_shared():

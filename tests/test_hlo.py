@@ -48,19 +48,20 @@ def parse(program: str) -> dict[str, list[str]]:
     return computations
 
 
-def reachable(computations, name, found):
+def branches_of(lines) -> list[str]:
+    return [name for line in lines for group in BRANCHES.findall(line) for name in re.findall(r"[\w.\-]+", group)]
+
+
+def reachable(computations, name, found, into_branches):
     if name not in found:
         found.add(name)
         for line in computations.get(name, []):
-            called = CALLED.findall(line) + [
-                b for group in BRANCHES.findall(line) for b in re.findall(r"[\w.\-]+", group)
-            ]
-            for inner in called:
-                reachable(computations, inner, found)
+            for inner in CALLED.findall(line) + (branches_of([line]) if into_branches else []):
+                reachable(computations, inner, found, into_branches)
     return found
 
 
-def decode_loop(computations) -> list[str]:
+def decode_loop(computations, into_branches: bool) -> list[str]:
     """The lines of the loop over tokens, of what it calls too: it is the one whose state holds the generated cache."""
     loops = [
         (line, re.search(r"body=%?([\w.\-]+)", line)[1])
@@ -69,11 +70,12 @@ def decode_loop(computations) -> list[str]:
         if re.search(r"\bwhile\(", line) and re.search(rf"\[\d+,2,{NEW},32\]", line)
     ]
     assert len({body for _, body in loops}) == 1
-    return [line for name in reachable(computations, loops[0][1], set()) for line in computations.get(name, [])]
+    names = reachable(computations, loops[0][1], set(), into_branches)
+    return [line for name in names for line in computations.get(name, [])]
 
 
 def big_operations(lines, sizes) -> list[str]:
-    moved = {"copy", "convert", "transpose", "copy-start", "bitcast-convert", "concatenate", "pad", "slice", "reverse"}
+    moved = {"copy", "convert", "transpose", "bitcast-convert", "concatenate", "pad", "slice", "reverse"}
     found = []
     for line in lines:
         match = INSTRUCTION.match(line)
@@ -89,14 +91,17 @@ def big_operations(lines, sizes) -> list[str]:
 def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
     compiled, params = compile_loop(copies, dtype, do_sample)
     computations = parse(compiled.as_text())
-    lines = decode_loop(computations)
     caches = {ROWS * 2 * PROMPT * 32, ROWS * copies * 2 * NEW * 32}
-    assert big_operations(lines, caches) == []
+    assert big_operations(decode_loop(computations, into_branches=True), caches) == []
 
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
-    moved = big_operations(lines, weights)
-    # The embedding look-up converts inside a branch, where it is fused with the gather: only rows are converted.
-    assert all("4000,192" in line and "convert" in line for line in moved)
+    assert big_operations(decode_loop(computations, into_branches=False), weights) == []
+    # The embedding look-up of 16-bit floats is in a branch; there the conversion must be fused with the gather.
+    for name in branches_of(decode_loop(computations, into_branches=False)):
+        for line in computations[name]:
+            match = INSTRUCTION.match(line)
+            if match and match["op"] not in ("parameter", "get-tuple-element"):
+                assert math.prod(int(d) for d in match["dims"].split(",") if d) not in weights, line
     # Nothing of a weight's size is made outside of the loop either: it would be a second copy of the weight.
     entry = next(lines for name, lines in computations.items() if name.startswith("main"))
     wanted = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
@@ -114,7 +119,8 @@ def test_memory_beside_the_weights_is_the_cache_and_little_more(dtype):
     memory = compiled.memory_analysis()
     assert memory.argument_size_in_bytes < weights + 100_000
     prefill = 4 * ROWS * PROMPT * (6 * PROMPT + 4 * 352)  # scores and activations in float32
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * cache + 4 * prefill
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * cache + 1.5 * prefill
+    assert 2 * cache + 1.5 * prefill < weights + 2 * cache + prefill  # a copy of the weights would be seen
 
 
 def test_no_weight_is_a_constant_of_the_program():

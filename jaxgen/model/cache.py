@@ -58,6 +58,8 @@ class KVCache:
 
     def fork(self, copies: int, slots: int) -> KVCache:
         """Return an empty cache of `slots` slots for `copies` rows per row, that stands on this one."""
+        if copies < 1 or slots < 1:
+            raise InputError(f"a fork needs at least one copy and one slot, got copies={copies}, slots={slots}")
         shape = (self.rows * copies, *self.keys[0].shape[1:2], slots, self.keys[0].shape[-1])
         return KVCache(
             keys=tuple(jnp.zeros(shape, key.dtype) for key in self.keys),

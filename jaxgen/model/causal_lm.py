@@ -21,6 +21,7 @@ import flax.struct
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxgen.errors import InputError
@@ -292,8 +293,9 @@ class CausalLM(nn.Module):
         else:
             cache, order, slots, overflow = _place(cache, cache_position, mask)
             orders = [spread(part.token_order(), batch) for part in cache.parts]
+            _check_cache(cache, self.cfg)
 
-        positions = order if position_ids is None else jnp.broadcast_to(position_ids, (batch, steps))
+        positions = order if position_ids is None else _positions(position_ids, batch, steps)
         cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, x.dtype)
         windows = set(self.cfg.windows)
         masks = {window or 0: tuple(visible(order, keys, window) for keys in orders) for window in windows}
@@ -319,7 +321,8 @@ class CausalLM(nn.Module):
         if (ids is None) == (inputs_embeds is None):
             raise InputError("give exactly one of ids and inputs_embeds")
         if ids is not None:
-            if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+            ids = jnp.asarray(ids)
+            if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
                 raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
             return self.model.embed_tokens(ids)
         assert inputs_embeds is not None
@@ -330,9 +333,21 @@ class CausalLM(nn.Module):
         return inputs_embeds.astype(self.cfg.dtype)
 
 
+def _positions(position_ids: jax.Array, batch: int, steps: int) -> jax.Array:
+    position_ids = jnp.asarray(position_ids)
+    whole = jnp.issubdtype(position_ids.dtype, jnp.integer)
+    if not whole or position_ids.shape not in ((batch, steps), (1, steps)):
+        raise InputError(
+            f"position_ids must be integers of the ids' shape, {[batch, steps]}, "
+            f"got {position_ids.dtype}{list(position_ids.shape)}"
+        )
+    return jnp.broadcast_to(position_ids.astype(jnp.int32), (batch, steps))
+
+
 def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:
     if attention_mask is None:
         return jnp.ones((batch, steps), bool)
+    attention_mask = jnp.asarray(attention_mask)
     if attention_mask.shape != (batch, steps):
         raise InputError(
             f"attention_mask must have the new tokens' shape, {[batch, steps]}, got {list(attention_mask.shape)}; "
@@ -350,8 +365,7 @@ def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Arr
     batch, steps = mask.shape
     if cache.rows != batch:
         raise InputError(f"the cache has {cache.rows} rows, the input has {batch}")
-    start = cache.length if cache_position is None else jnp.asarray(cache_position, jnp.int32) - cache.offset
-    start = jnp.broadcast_to(start, (batch,))
+    start = cache.length if cache_position is None else _first_slot(cache_position, batch) - cache.offset
     slots = row_order(mask, start)
     length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)
     _check_fits(cache, start, length)
@@ -359,14 +373,40 @@ def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Arr
     # Each dropped token has a slot of its own past the end: a scatter's indices are promised to be unique.
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
-    return dataclasses.replace(cache, length=length), order, slots, (length > cache.slots) | (start < 0)
+    misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
+    return dataclasses.replace(cache, length=length), order, slots, misplaced
+
+
+def _check_cache(cache: KVCache, cfg: ModelConfig) -> None:
+    layers, (_, heads, _, size) = len(cache.keys), cache.keys[0].shape
+    if (layers, heads, size) != (cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim):
+        raise InputError(
+            f"the cache is of another model: it has {layers} layers, {heads} heads and head size {size}; this one "
+            f"{cfg.num_hidden_layers}, {cfg.num_key_value_heads} and {cfg.head_dim}"
+        )
+
+
+def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:
+    position = jnp.asarray(cache_position)
+    if not jnp.issubdtype(position.dtype, jnp.integer) or position.shape not in ((), (batch,)):
+        raise InputError(
+            f"cache_position must be the slot of the first new token, one integer or one per row, [{batch}], "
+            f"got {position.dtype}{list(position.shape)}"
+        )
+    return jnp.broadcast_to(position.astype(jnp.int32), (batch,))
 
 
 def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
     if isinstance(length, Tracer) or isinstance(start, Tracer):
         return
     if int(jnp.min(start)) < 0:
-        raise InputError(f"cache_position lies in the shared prefix: its first own slot is {cache.offset}")
+        raise InputError(
+            f"cache_position must be at least {cache.offset}, the cache's first slot outside of its prefix"
+        )
+    if bool(jnp.any(start > cache.length)):
+        raise InputError(
+            f"cache_position leaves a gap: the rows are filled up to {(cache.length + cache.offset).tolist()}"
+        )
     if int(jnp.max(length)) > cache.slots:
         raise InputError(
             f"the cache is full: it has {cache.slots} slots and the new tokens end at {int(jnp.max(length))}; "
@@ -376,21 +416,26 @@ def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
 
 def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
     """Select the positions of `x [B, T, D]` whose logits are wanted."""
-    if isinstance(logits_to_keep, int):
-        if logits_to_keep < 0:
-            raise InputError(f"logits_to_keep must be 0 (all), n or int32[B, n], got {logits_to_keep}")
-        return x[:, -logits_to_keep:]
+    if isinstance(logits_to_keep, int | np.integer) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0:
+        return x[:, -int(logits_to_keep) :]
+    if not isinstance(logits_to_keep, jax.Array | np.ndarray) or logits_to_keep.ndim != 2:
+        raise InputError(f"logits_to_keep must be 0 (all), n or int32[B, n], got {logits_to_keep!r}")
     return jnp.take_along_axis(x, logits_to_keep[:, :, None], axis=1)
 
 
 def _loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next token where its label is not -100: NaN where no label is, as in torch."""
+    """Mean cross-entropy of the next token where its label is not -100; NaN where no label is, as in torch.
+
+    A label that is neither -100 nor a token makes the loss NaN.
+    """
+    labels = jnp.asarray(labels)
     if labels.shape != logits.shape[:2]:
         raise InputError(f"labels must have the shape of the ids, {list(logits.shape[:2])}, got {list(labels.shape)}")
     targets = labels[:, 1:]
     counted = targets != -100
     log_probs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
-    picked = jnp.take_along_axis(log_probs, jnp.where(counted, targets, 0)[..., None], axis=-1)[..., 0]
+    tokens = jnp.where(counted, jnp.where(targets < 0, logits.shape[-1], targets), 0)  # a negative index would wrap
+    picked = jnp.take_along_axis(log_probs, tokens[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
     return -jnp.sum(jnp.where(counted, picked, 0.0)) / jnp.sum(counted, dtype=jnp.float32)
 
 

@@ -13,6 +13,15 @@ ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
+_ROPE_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"}
+    | {"mscale", "mscale_all_dim"},
+}
+
 # Without these there is no way to know what the checkpoint computes; transformers would fill in a guess.
 _REQUIRED = (
     "vocab_size",
@@ -98,7 +107,8 @@ class RopeConfig:
             raise ConfigError(f"{source} has one entry per layer type; only one RoPE for all layers is built")
 
         rope_type = given.pop("rope_type", None) or given.pop("type", None) or ("default" if not given or new else None)
-        given.pop("type", None)
+        if given.pop("type", rope_type) != rope_type:
+            raise ConfigError(f"{source}: type and rope_type differ: keep rope_type")
         if rope_type not in ROPE_TYPES:
             raise ConfigError(f"{source}: rope_type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
         theta = given.pop("rope_theta", None)
@@ -119,12 +129,17 @@ class RopeConfig:
         for name in needed.get(rope_type, ("factor",)):
             if given.get(name) is None:
                 raise ConfigError(f"{source}: rope_type {rope_type!r} needs {name}")
-        fields = {field.name for field in dataclasses.fields(cls)} - {"type", "theta"}
-        if unknown := sorted(set(given) - fields):
+        if rope_type == "default":
+            # transformers keeps the original length beside a default RoPE; nothing looks at it
+            given.pop("original_max_position_embeddings", None)
+        if unknown := sorted(set(given) - _ROPE_FIELDS[rope_type]):
             raise ConfigError(f"{source}: unknown for rope_type {rope_type!r}: {', '.join(unknown)}")
         for name, value in [("rope_theta", theta), *given.items()]:
-            if value is not None and not isinstance(value, (int, float)):
-                raise ConfigError(f"{source}: {name} must be a number, got {value!r}")
+            if name == "truncate" and isinstance(value, bool | None):
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < float("inf")):
+                raise ConfigError(f"{source}: {name} must be a number > 0, got {value!r}")
         return cls(type=rope_type, theta=float(theta), **given)
 
     def to_hf(self) -> dict[str, Any] | None:
@@ -291,6 +306,18 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         value, least = config.get(key), 0 if key == "max_window_layers" else 1
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             problems.append(f"{key} must be a whole number >= {least}, got {value!r}")
+    if config.get("head_dim") is not None and not problems and config["head_dim"] % 2:
+        problems.append(f"head_dim must be even for RoPE, got {config['head_dim']}")
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if not isinstance(config.get(key), bool | None):
+            problems.append(f"{key} must be true or false, got {config[key]!r}")
+    if not config.get("rms_norm_eps", 1.0) > 0:
+        problems.append(f"rms_norm_eps must be > 0, got {config['rms_norm_eps']}")
+    types = config.get("layer_types")
+    if types is not None and (not isinstance(types, list | tuple) or len(types) != config.get("num_hidden_layers")):
+        problems.append(f"layer_types must name each of the {config.get('num_hidden_layers')} layers, got {types!r}")
+    if None not in (config.get("dtype"), config.get("torch_dtype")) and config["dtype"] != config["torch_dtype"]:
+        problems.append(f"dtype {config['dtype']!r} and torch_dtype {config['torch_dtype']!r} differ: keep one")
     for key in ("initializer_range", "attention_dropout"):
         value = config.get(key, 0.0)
         if not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -318,8 +345,6 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         types = config.get("layer_types")
         needed = ["sliding_window"] if types is not None else ["sliding_window", "max_window_layers"]
         problems += [f"use_sliding_window is true and {key} is missing" for key in needed if config.get(key) is None]
-        if types is not None and len(types) != config["num_hidden_layers"]:
-            problems.append(f"layer_types names {len(types)} layers of {config['num_hidden_layers']}")
     for kind in set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
         problems.append(f"layer_types: {kind!r} is not built")
     if "sliding_attention" in (config.get("layer_types") or ()) and not config.get("use_sliding_window"):

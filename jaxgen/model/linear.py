@@ -66,6 +66,8 @@ def _cpu_multiplies_tiles() -> bool:
 def embed(ids: jax.Array, table: jax.Array) -> jax.Array:
     """Return the rows `ids int32[B, T]` of `table [V, D]`; an id outside the table gives NaN."""
 
+    ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap
+
     def look_up() -> jax.Array:
         return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
 
@@ -73,7 +75,9 @@ def embed(ids: jax.Array, table: jax.Array) -> jax.Array:
         return look_up()
     # XLA's CPU compiler converts a 16-bit table to float32 to gather from it and, in a loop, keeps that copy of it
     # all. It does not take the conversion out of a branch, where only the rows that are read are converted.
-    return lax.cond(jnp.any(ids >= 0), look_up, lambda: jnp.full((*ids.shape, table.shape[1]), jnp.nan, table.dtype))
+    return lax.cond(
+        jnp.any(ids < table.shape[0]), look_up, lambda: jnp.full((*ids.shape, table.shape[1]), jnp.nan, table.dtype)
+    )
 
 
 def precision(dtype) -> lax.Precision | None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import (
+    Batch,
     ConfigError,
     GenerationConfig,
     InputError,
@@ -174,7 +175,7 @@ def test_inside_the_callers_jit():
     budgets = run(PARAMS, ids, mask, cfg.replace(max_new_tokens=[2, 3]))
     assert budgets.lengths.tolist() == [2, 3]
     with pytest.raises(ConfigError, match="set max_length"):
-        run(PARAMS, ids, mask, CFG)
+        run(PARAMS, np.zeros((2, 20), np.int32), np.ones((2, 20)), CFG)
     closed_over = jax.jit(lambda params: generate(params, ids, None, CFG, attention_mask=mask).sequences)(PARAMS)
     assert closed_over.shape == (2, 10)
     with pytest.raises(InputError, match="streamer"):
@@ -323,12 +324,34 @@ def test_misshapen_parameters_are_named():
 
 
 def test_the_default_length_is_warned_of():
-    with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length"):
-        assert generated(count([[3]], counting_config()), 0) == list(range(4, 23))
+    with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length") as caught:
+        out = generate(PARAMS, [[3]], None, counting_config())
+    assert generated(out, 0) == list(range(4, 23))
+    assert caught[0].filename == __file__
+
+
+def test_concrete_input_is_checked_under_jit_too():
+    def traced(ids, mask=None, **fields):
+        return jax.jit(lambda p: generate(p, ids, None, CFG.replace(**fields), attention_mask=mask).sequences)(PARAMS)
+
+    with pytest.raises(InputError, match="token 50"):
+        traced([[50]])
+    with pytest.raises(InputError, match="prompt 0 is empty"):
+        traced([[1, 2]], [[0, 0]])
+    with pytest.warns(JaxgenWarning, match="temperature=0.5"):
+        traced([[1]], temperature=0.5)
+
+
+def test_a_whole_batch_in_place_of_its_ids_is_refused():
+    with pytest.raises(TypeError, match=r"batch\.ids"):
+        generate(PARAMS, Batch(np.ones((1, 2), int), np.ones((1, 2), int)), None, CFG)
+    with pytest.raises(InputError, match="without the outer"):
+        generate({"params": PARAMS}, [[1]], None, CFG)
 
 
 def test_options_that_greedy_search_does_not_look_at_are_warned_of():
-    with pytest.warns(JaxgenWarning, match="temperature=0.5, top_p=0.9"):
-        count([[3]], CFG.replace(temperature=0.5, top_p=0.9))
+    with pytest.warns(JaxgenWarning, match="temperature=0.5, top_p=0.9") as caught:
+        generate(PARAMS, [[3]], None, CFG.replace(temperature=0.5, top_p=0.9))
+    assert caught[0].filename == __file__
     with pytest.warns(JaxgenWarning, match="length_penalty=2.0"):
         count([[3]], CFG.replace(length_penalty=2))

@@ -113,7 +113,7 @@ def test_a_write_past_the_end_is_an_error_or_nan_and_changes_nothing():
     with pytest.raises(InputError, match="8 slots"):
         eager(tokens(2, 3), cache=cache)
     with pytest.raises(InputError, match="8 slots"):
-        eager(tokens(2, 1), cache=cache, cache_position=8)
+        eager(tokens(2, 3), cache=cache, cache_position=6)
     start = jnp.asarray([6, 5])
     ids = jnp.asarray(tokens(2, 3), jnp.int32)
     out = run(ids, cache=cache, cache_position=start)
@@ -126,7 +126,7 @@ def test_a_write_past_the_end_is_an_error_or_nan_and_changes_nothing():
 
 def test_a_position_in_the_shared_prefix_is_refused():
     prompt = run(tokens(1, 4), cache=KVCache.create(CFG, 1, 4)).cache
-    with pytest.raises(InputError, match="first own slot is 4"):
+    with pytest.raises(InputError, match="at least 4"):
         eager(tokens(2, 1), cache=prompt.fork(2, 3), cache_position=3)
 
 
@@ -232,6 +232,7 @@ def test_an_id_outside_the_vocabulary_makes_its_row_nan(dtype):
     cfg = model_config(torch_dtype=dtype)
     logits = run([[1, 200], [1, 2], [1, -1]], cfg, random_params(cfg)).logits
     assert bool(jnp.all(jnp.isnan(logits[0, 1])))
+    assert bool(jnp.all(jnp.isnan(logits[2, 1])))
     assert bool(jnp.all(jnp.isfinite(logits[1])))
 
 
@@ -261,12 +262,39 @@ def test_half_precision_is_close_to_float32(dtype):
         ({"ids": jnp.zeros((1, 2), jnp.int32), "attention_mask": jnp.ones((1, 5))}, "attention_mask"),
         ({"ids": jnp.zeros((1, 2), jnp.int32), "cache_position": 0}, "without a cache"),
         ({"ids": jnp.zeros((1, 2), jnp.int32), "logits_to_keep": -1}, "logits_to_keep"),
+        ({"ids": jnp.zeros((1, 2), jnp.int32), "logits_to_keep": True}, "logits_to_keep"),
+        ({"ids": jnp.zeros((1, 2), jnp.int32), "logits_to_keep": jnp.zeros(1, jnp.int32)}, "logits_to_keep"),
+        ({"ids": jnp.zeros((1, 0), jnp.int32)}, r"\[B, T\]"),
+        ({"ids": [[1, 2]], "position_ids": jnp.zeros((1, 3), jnp.int32)}, "position_ids"),
+        ({"ids": [[1, 2]], "position_ids": jnp.zeros((1, 2))}, "position_ids"),
+        ({"ids": [[1, 2]], "cache": KVCache.create(CFG, 1, 4), "cache_position": 0.5}, "cache_position"),
+        ({"ids": [[1, 2]], "cache": KVCache.create(CFG, 1, 4), "cache_position": jnp.arange(2)}, "cache_position"),
         ({"ids": jnp.zeros((1, 2), jnp.int32), "labels": jnp.zeros((1, 3), jnp.int32)}, "labels"),
     ],
 )
 def test_what_cannot_fit_is_refused(kwargs, message):
     with pytest.raises(InputError, match=message):
         CausalLM(CFG).apply({"params": PARAMS}, **kwargs)
+
+
+def test_a_gap_in_the_cache_is_an_error_or_nan():
+    cache = KVCache.create(CFG, 2, 8)
+    with pytest.raises(InputError, match="gap"):
+        eager(tokens(2, 3), cache=cache, cache_position=4)
+    out = run(tokens(2, 3), cache=cache, cache_position=jnp.asarray([4, 0]))
+    assert bool(jnp.all(jnp.isnan(out.logits[0])))
+    assert bool(jnp.all(jnp.isfinite(out.logits[1])))
+
+
+def test_a_cache_of_another_model_is_refused():
+    for other in (model_config(num_hidden_layers=3), model_config(num_key_value_heads=4), model_config(head_dim=16)):
+        with pytest.raises(InputError, match="another model"):
+            run(tokens(2, 1), cache=KVCache.create(other, 2, 8))
+
+
+def test_labels_outside_the_vocabulary_make_the_loss_nan():
+    for label in (-1, CFG.vocab_size):
+        assert bool(jnp.isnan(run(tokens(1, 4), labels=jnp.asarray([[1, 2, label, 3]])).loss))
 
 
 def test_a_cache_of_other_rows_is_refused():
