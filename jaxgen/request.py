@@ -11,8 +11,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
-from jaxgen.generation_config import WARPERS, GenerationConfig, eos_list, warn
+from jaxgen.generation_config import WARPERS, GenerationConfig, warn
 from jaxgen.model.causal_lm import param_shapes
+from jaxgen.options import eos_list
 
 # Options that work, or that say nothing where the mode is greedy search or sampling.
 _BUILT = frozenset(
