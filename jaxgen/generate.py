@@ -37,6 +37,7 @@ from jaxgen.request import (
     refuse_options,
     refuse_unbuilt,
     traced_budgets,
+    warn_unfeasible,
 )
 
 _STREAM_CHUNK = 4  # tokens per call of the compiled loop when streaming
@@ -162,7 +163,9 @@ def _generate_eager(params, ids, attention_mask, key, cfg: GenerationConfig, str
     mask = host_mask(attention_mask, ids, cfg)
     check_knobs(cfg, ids.shape[0])
     warn_unused(cfg)
-    budget = budgets(cfg, mask.sum(axis=-1, dtype=np.int32))
+    lengths = mask.sum(axis=-1, dtype=np.int32)
+    budget = budgets(cfg, lengths)
+    warn_unfeasible(cfg, lengths, budget)
     new_tokens = int(budget.max())
     cfg = normal_form(cfg)
     key = check_key(key, cfg, ids.shape[0])

@@ -206,6 +206,16 @@ def budgets(cfg: GenerationConfig, lengths: np.ndarray) -> np.ndarray:
     return (cfg.max_length - lengths).astype(np.int32)
 
 
+def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
+    """Warn where a row must not end before its budget is spent: `_validate_generated_length`."""
+    if cfg.on("min_new_tokens"):
+        name, least = "min_new_tokens", np.asarray(cfg.min_new_tokens)
+    else:
+        name, least = "min_length", np.asarray(cfg.min_length) - lengths
+    if np.any(least > budget):
+        warn(f"{name}={getattr(cfg, name)} is more than there is room for: the budget of new tokens is {budget.max()}")
+
+
 def traced_budgets(cfg: GenerationConfig, width: int, mask) -> tuple[int, jax.Array]:
     """Return the capacity for new tokens, which must be static, and the budget per prompt under the caller's jit."""
     prompts = mask.shape[0]

@@ -330,6 +330,14 @@ def test_the_default_length_is_warned_of():
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize("fields", [{"min_new_tokens": 7}, {"min_length": 8}, {"min_new_tokens": [7]}])
+def test_a_minimum_beyond_the_budget_is_warned_of(fields):
+    with pytest.warns(JaxgenWarning, match=f"{next(iter(fields))}=.*budget of new tokens is 6") as caught:
+        out = generate(PARAMS, [[3]], None, CFG.replace(eos_token_id=5, **fields))
+    assert int(out.lengths[0]) == 6
+    assert caught[0].filename == __file__
+
+
 def test_concrete_input_is_checked_under_jit_too():
     def traced(ids, mask=None, **fields):
         return jax.jit(lambda p: generate(p, ids, None, CFG.replace(**fields), attention_mask=mask).sequences)(PARAMS)

@@ -110,7 +110,7 @@ def test_a_knob_per_prompt_gives_each_row_what_it_gets_alone():
         "min_p": [0.0, 0.1, 0.02],
         "repetition_penalty": [1.0, 1.3, 0.9],
         "min_new_tokens": [0, 4, 12],
-        "max_new_tokens": [3, 12, 8],
+        "max_new_tokens": [3, 12, 12],
     }
     ids, mask = left_pad(PROMPTS[:3])
     together = generate(PARAMS, ids, key, CFG.replace(**knobs, num_return_sequences=2), attention_mask=mask)
