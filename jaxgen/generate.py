@@ -197,9 +197,13 @@ def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig) ->
     return _output(state, ids, capacity)
 
 
-def _run_traced(params, cfg, ids, mask, budget, key, capacity: int) -> loop.State:
+def _begin(params, cfg, ids, mask, budget, key, capacity: int) -> loop.State:
     keys = None if key is None else sequence_keys(key, ids.shape[0], cfg.num_return_sequences)
-    state = loop.start(params, cfg, loop.Prompt.align(ids, mask), budget, keys, capacity)
+    return loop.start(params, cfg, loop.Prompt.align(ids, mask), budget, keys, capacity)
+
+
+def _run_traced(params, cfg, ids, mask, budget, key, capacity: int) -> loop.State:
+    state = _begin(params, cfg, ids, mask, budget, key, capacity)
     return loop.finish(loop.advance(params, cfg, state, jnp.int32(capacity)))
 
 
@@ -208,8 +212,7 @@ _run = jax.jit(_run_traced, static_argnums=6)
 
 @functools.partial(jax.jit, static_argnums=6)
 def _start(params, cfg, ids, mask, budget, key, capacity: int):
-    keys = None if key is None else sequence_keys(key, ids.shape[0], cfg.num_return_sequences)
-    state = loop.start(params, cfg, loop.Prompt.align(ids, mask), budget, keys, capacity)
+    state = _begin(params, cfg, ids, mask, budget, key, capacity)
     return state, _progress(state)
 
 
