@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from jaxgen.tokenizer import Batch, Tokenizer
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 DEFAULT_NEW_TOKENS = 256
 SHOWN_PROBLEMS = 3
+PROBLEM_WIDTH = 240  # a cut file would name all tensors that it lost
 
 # Fields of GenerationConfig, which the command spells with hyphens. Of LIMITS, one of each line can be given.
 LIMITS = (
@@ -229,7 +231,10 @@ def _seed(text: str) -> int:
 
 
 def _shortened(error: CheckpointError) -> str:
-    shown, rest = error.problems[:SHOWN_PROBLEMS], error.problems[SHOWN_PROBLEMS:]
+    shown = [
+        textwrap.shorten(problem, PROBLEM_WIDTH, placeholder=" ...") for problem in error.problems[:SHOWN_PROBLEMS]
+    ]
+    rest = error.problems[SHOWN_PROBLEMS:]
     return "; ".join(shown) + (f"; and {len(rest)} more" if rest else "")
 
 
