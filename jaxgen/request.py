@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.core
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def refuse_options(options: dict[str, Any]) -> None:
 def check_params(params, cfg: GenerationConfig) -> None:
     """Raise where the parameters are not those of `cfg.model`, naming what is missing, unexpected or misshapen."""
     assert cfg.model is not None
-    if not isinstance(params, dict):
+    if not isinstance(params, dict | flax.core.FrozenDict):
         raise TypeError(f"params must be the dict of parameters, got {type(params).__name__}")
     if set(params) == {"params"}:
         raise InputError('params must be the tree itself, without the outer {"params": ...}')

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -355,6 +356,11 @@ def test_a_whole_batch_in_place_of_its_ids_is_refused():
         generate(PARAMS, Batch(np.ones((1, 2), int), np.ones((1, 2), int)), None, CFG)
     with pytest.raises(InputError, match="without the outer"):
         generate({"params": PARAMS}, [[1]], None, CFG)
+
+
+def test_frozen_parameters_are_as_good():
+    frozen = generate(flax.core.freeze(PARAMS), [[3]], None, CFG)
+    assert (frozen.sequences == generate(PARAMS, [[3]], None, CFG).sequences).all()
 
 
 def test_options_that_greedy_search_does_not_look_at_are_warned_of():
