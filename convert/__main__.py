@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from convert.directory import new_directory
+from convert.heads import pool_checkpoint
 from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint, write_checkpoint
 from convert.safetensors import DTYPES, CheckpointError, Tensor
 from convert.shards import find_tensors, in_order
@@ -30,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.list and (options.destination or options.dtype or options.overwrite or options.check):
+    given = (options.destination, options.dtype, options.kv_heads)
+    if options.list and (any(value is not None for value in given) or options.overwrite or options.check):
         parser.error("--list takes a source and nothing else")
     if not options.list and options.destination is None:
         parser.error("the destination is missing")
@@ -60,6 +62,8 @@ def convert(options: argparse.Namespace) -> int:
     _check_apart(source, target)
     wanted = float_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
+    if options.kv_heads is not None:
+        checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
     layout = {name: (checkpoint.dtype(name, wanted), tensor.shape) for name, tensor in checkpoint.tensors.items()}
     count = itertools.count(1)
 
@@ -116,13 +120,16 @@ def list_tensors(path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m convert",
-        description="Convert a Hugging Face checkpoint to another dtype or layout, or list its tensors.",
+        description="Convert a Hugging Face checkpoint to another dtype, layout or head count, or list its tensors.",
     )
     parser.add_argument("source", metavar="SRC", help="a local checkpoint directory")
     parser.add_argument("destination", metavar="DST", nargs="?", help="the directory to make")
     parser.add_argument("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC")
+    parser.add_argument(
+        "--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint DST")
-    parser.add_argument("--check", action="store_true", help="then read DST again and compare every tensor with SRC")
+    parser.add_argument("--check", action="store_true", help="then read DST again and compare every tensor")
     parser.add_argument("--list", action="store_true", help="print the tensors of SRC: name, dtype, shape, bytes")
     return parser
 

@@ -100,7 +100,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
         for parent in parents:
             node = node.setdefault(parent, {})
         node[leaf] = arrays[name]
-    model = dataclasses.replace(_model(checkpoint.cfg), dtype=checkpoint.dtype(_EMBEDDING, wanted).name)
+    model = dataclasses.replace(model_config(checkpoint.cfg), dtype=checkpoint.dtype(_EMBEDDING, wanted).name)
     return params, checkpoint.cfg.replace(model=model)
 
 
@@ -114,9 +114,24 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     Raises:
         CheckpointError: all that is wrong with the parameters, or `path` is in use.
     """
-    if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a GenerationConfig, got {type(cfg).__name__}")
-    model = _model(cfg)
+    model = model_config(cfg)
+    arrays = check_params(params, model)
+    generation = cfg.to_hf()
+    config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
+    config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
+    layout = {name: (arrays[name].dtype, arrays[name].shape) for name in in_order(arrays)}
+    target = Path(path)
+    with new_directory(target, overwrite=overwrite) as directory:
+        copy_tokenizer(target, directory)
+        write_checkpoint(directory, config, generation, layout, lambda name: _to_host(arrays[name]))
+
+
+def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the arrays of nested parameters by dotted name, "model.norm.weight" and so on.
+
+    Raises:
+        CheckpointError: all that is wrong with them.
+    """
     arrays, problems = _flatten(params)
     problems += _mismatch({name: array.shape for name, array in arrays.items()}, model, "params")
     problems += [
@@ -126,14 +141,21 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     ]
     if problems:
         raise CheckpointError(problems)
-    generation = cfg.to_hf()
-    config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
-    config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
-    layout = {name: (arrays[name].dtype, arrays[name].shape) for name in in_order(arrays)}
-    target = Path(path)
-    with new_directory(target, overwrite=overwrite) as directory:
-        copy_tokenizer(target, directory)
-        write_checkpoint(directory, config, generation, layout, lambda name: _to_host(arrays[name]))
+    return arrays
+
+
+def model_config(cfg: GenerationConfig) -> ModelConfig:
+    """Return the model's config.
+
+    Raises:
+        ConfigError: there is none.
+        TypeError: `cfg` is something else.
+    """
+    if not isinstance(cfg, GenerationConfig):
+        raise TypeError(f"cfg must be a GenerationConfig, got {type(cfg).__name__}")
+    if cfg.model is None:
+        raise ConfigError("cfg.model is None: give the ModelConfig, cfg.replace(model=...)")
+    return cfg.model
 
 
 def open_checkpoint(path) -> Checkpoint:
@@ -315,12 +337,6 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return (left.dtype, left.shape) == (right.dtype, right.shape) and all(
         np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(left.chunks(), right.chunks(), strict=True)
     )
-
-
-def _model(cfg: GenerationConfig) -> ModelConfig:
-    if cfg.model is None:
-        raise ConfigError("cfg.model is None: give the ModelConfig, cfg.replace(model=...)")
-    return cfg.model
 
 
 def _allowed() -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,12 @@ class Tensor:
         Raises:
             CheckpointError: a finite value lies outside the range of `dtype`.
         """
+        return self.cast(self.chunks(), dtype)
+
+    def cast(self, chunks: Iterable[np.ndarray], dtype: np.dtype) -> Iterator[np.ndarray]:
+        """Yield `chunks` as `dtype`, each in the place of the one before; errors as in `cast_chunks`."""
         buffer = np.empty(min(math.prod(self.shape), _CHUNK), dtype)
-        for chunk in self.chunks():
+        for chunk in chunks:
             cast = buffer[: chunk.size]
             with np.errstate(over="ignore", invalid="ignore"):  # NaNs are cast as they are
                 cast[:] = chunk
@@ -97,6 +101,12 @@ class Tensor:
             flat[done : done + chunk.size] = chunk
             done += chunk.size
         return flat.reshape(self.shape)
+
+
+def split(flat: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the elements of a flat array as `Tensor.chunks` does."""
+    for start in range(0, flat.size, _CHUNK):
+        yield flat[start : start + _CHUNK]
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

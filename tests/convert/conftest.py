@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 from checkpoints import GENERATION, LLAMA, QWEN2, weights, write
 
+from convert.__main__ import main
+
 
 @pytest.fixture
 def qwen2(tmp_path) -> Path:
@@ -12,3 +14,17 @@ def qwen2(tmp_path) -> Path:
 @pytest.fixture
 def sharded(tmp_path) -> Path:
     return write(tmp_path / "sharded", LLAMA, weights(LLAMA, "bfloat16"), shards=3)
+
+
+@pytest.fixture
+def call(capsys):
+    """Run the command: its exit status, stdout and stderr."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:
+            status = exit_.code
+        return status, *capsys.readouterr()
+
+    return call

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import QWEN2, weights
 
-from convert.__main__ import compare, main
+from convert.__main__ import compare
 from convert.hf import TOKENIZER_FILES, load_hf, open_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,18 +26,6 @@ def start(*arguments, **options) -> subprocess.Popen:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         **options,
     )
-
-
-@pytest.fixture
-def call(capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        try:
-            status = main([str(argument) for argument in arguments])
-        except SystemExit as exit_:
-            status = exit_.code
-        return status, *capsys.readouterr()
-
-    return call
 
 
 def test_as_a_process(qwen2, tmp_path):
