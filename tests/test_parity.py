@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +66,31 @@ def test_logits_of_a_left_padded_batch(folder):
     out = CausalLM(cfg.model).apply({"params": params}, jnp.asarray(ids), attention_mask=jnp.asarray(mask))
     real = mask == 1
     np.testing.assert_allclose(np.asarray(out.logits)[real], expected[real], rtol=0, atol=1e-4 * largest)
+
+
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])
+def test_gradients_of_the_loss(name):
+    params, cfg = load(GOLDENS / "441" / "checkpoints" / name)
+    golden = logits_of(GOLDENS / "441" / "checkpoints" / name)
+    ids, mask, labels = (jnp.asarray(golden[key]) for key in ("ids", "attention_mask", "labels"))
+    labels = jnp.where(jnp.cumsum(mask, axis=-1) == 1, -100, labels)  # as in the goldens' script
+
+    def loss(params):
+        return CausalLM(cfg.model).apply({"params": params}, ids, attention_mask=mask, labels=labels).loss
+
+    gradient = jax.grad(loss)(params)
+    found = flax.traverse_util.flatten_dict(gradient, sep=".")
+    wanted = {key.removeprefix("gradient:"): value for key, value in golden.items() if key.startswith("gradient:")}
+    assert found.keys() == wanted.keys()
+    # torch's Embedding does not train the row of the config's pad id on being looked up; here it is like any other.
+    config = json.loads((GOLDENS / "441" / "checkpoints" / name / "config.json").read_text())
+    if config.get("pad_token_id") is not None:
+        for gradients in (found, wanted):
+            table = np.array(gradients["model.embed_tokens.weight"])
+            table[config["pad_token_id"]] = 0
+            gradients["model.embed_tokens.weight"] = table
+    for key, expected in wanted.items():
+        np.testing.assert_allclose(found[key], expected, rtol=0, atol=1e-4 * np.abs(expected).max(), err_msg=key)
 
 
 @pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-gqa-biases-tied"])

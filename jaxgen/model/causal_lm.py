@@ -29,7 +29,8 @@ from jaxgen.model.attention import attention
 from jaxgen.model.cache import KVCache, spread, write
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.linear import embed, linear
-from jaxgen.model.masks import key_order, row_order, visible
+from jaxgen.model.loss import mean_loss
+from jaxgen.model.masks import first_of_segment, key_order, row_order, visible
 from jaxgen.model.rope import rope_angles, rotate
 
 _ACTIVATIONS: dict[str, Callable] = {
@@ -195,11 +196,12 @@ class Layers(nn.Module):
     """The stack. One layer is traced and the others reuse its program; each keeps its own parameters."""
 
     cfg: ModelConfig
+    remat: bool
 
     @nn.compact
     def __call__(self, x: jax.Array, tokens: _Tokens, cache: KVCache | None):
         """Return the input of each layer and the last one's output, the attention weights and the cache."""
-        layer_of = nn.jit(DecoderLayer)
+        layer_of = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
             parts = tuple((part.keys[index], part.values[index]) for part in (cache.parts if cache else ()))
@@ -217,11 +219,12 @@ class Model(nn.Module):
     """Embeddings, layers and final norm: `Qwen2Model`."""
 
     cfg: ModelConfig
+    remat: bool
 
     def setup(self):
         """Declare the parts under Hugging Face's names."""
         self.embed_tokens = Embedding(self.cfg)
-        self.layers = Layers(self.cfg)
+        self.layers = Layers(self.cfg, self.remat)
         self.norm = RMSNorm(self.cfg.rms_norm_eps, self.cfg.dtype)
 
     def __call__(self, x: jax.Array, tokens: _Tokens, cache: KVCache | None):
@@ -237,13 +240,18 @@ class CausalLM(nn.Module):
     >>> out = CausalLM(cfg).apply({"params": params}, ids)      # doctest: +SKIP
     >>> out.logits.shape                                        # doctest: +SKIP
     (B, T, V)
+
+    Attributes:
+        cfg: the model's shape.
+        remat: whether gradients compute each layer's inside anew rather than keep it (`jax.checkpoint`).
     """
 
     cfg: ModelConfig
+    remat: bool = False
 
     def setup(self):
         """Declare the parts under Hugging Face's names; a tied model has no `lm_head`."""
-        self.model = Model(self.cfg)
+        self.model = Model(self.cfg, self.remat)
         if not self.cfg.tie_word_embeddings:
             self.lm_head = Linear(self.cfg.vocab_size, False, self.cfg)
 
@@ -254,6 +262,7 @@ class CausalLM(nn.Module):
         inputs_embeds: jax.Array | None = None,
         attention_mask: jax.Array | None = None,
         position_ids: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
         cache_position: jax.Array | int | None = None,
         labels: jax.Array | None = None,
@@ -270,6 +279,8 @@ class CausalLM(nn.Module):
                 Padding is neither seen nor stored. (Unlike transformers', it never covers tokens of the cache.)
             position_ids: int32[B, T] for RoPE; by default a token's order in its row, padding not counted.
                 Who sees whom is decided by that order whatever the positions are.
+            segment_ids: int32[B, T], for training on rows packed with several texts: neighbours with the same number
+                are one text, which sees only itself and whose positions begin at 0. Not with a cache.
             cache: holds the tokens before these, and takes these; None for a pass on its own.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the
                 first free one. Tokens from there on are forgotten.
@@ -285,20 +296,28 @@ class CausalLM(nn.Module):
         x = self._embed(ids, inputs_embeds)
         batch, steps, _ = x.shape
         mask = _mask(attention_mask, batch, steps)
+        first = None
         if cache is None:
             if cache_position is not None:
                 raise InputError("cache_position was given without a cache: give both or neither")
             order = row_order(mask, jnp.zeros(batch, jnp.int32))
             slots, overflow, orders = None, None, [key_order(order, mask)]
+            if segment_ids is not None:
+                first = first_of_segment(order, _whole("segment_ids", segment_ids, batch, steps))
         else:
+            if segment_ids is not None:
+                raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
             cache, order, slots, overflow = _place(cache, cache_position, mask)
             orders = [spread(part.token_order(), batch) for part in cache.parts]
             _check_cache(cache, self.cfg)
 
-        positions = order if position_ids is None else _positions(position_ids, batch, steps)
+        if position_ids is not None:
+            positions = _whole("position_ids", position_ids, batch, steps)
+        else:
+            positions = order if first is None else order - first
         cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, x.dtype)
         windows = set(self.cfg.windows)
-        masks = {window or 0: tuple(visible(order, keys, window) for keys in orders) for window in windows}
+        masks = {window or 0: tuple(visible(order, keys, window, first) for keys in orders) for window in windows}
         states, attentions, cache = self.model(x, _Tokens(cos, sin, slots, masks), cache)
 
         kept = _keep(states[-1], logits_to_keep)
@@ -311,7 +330,7 @@ class CausalLM(nn.Module):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
         return ModelOutput(
             logits=logits,
-            loss=None if labels is None else _loss(logits, labels),
+            loss=None if labels is None else mean_loss(logits, labels),
             cache=cache,
             hidden_states=tuple(states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
@@ -333,15 +352,13 @@ class CausalLM(nn.Module):
         return inputs_embeds.astype(self.cfg.dtype)
 
 
-def _positions(position_ids: jax.Array, batch: int, steps: int) -> jax.Array:
-    position_ids = jnp.asarray(position_ids)
-    whole = jnp.issubdtype(position_ids.dtype, jnp.integer)
-    if not whole or position_ids.shape not in ((batch, steps), (1, steps)):
+def _whole(name: str, values: jax.Array, batch: int, steps: int) -> jax.Array:
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((batch, steps), (1, steps)):
         raise InputError(
-            f"position_ids must be integers of the ids' shape, {[batch, steps]}, "
-            f"got {position_ids.dtype}{list(position_ids.shape)}"
+            f"{name} must be integers of the ids' shape, {[batch, steps]}, got {values.dtype}{list(values.shape)}"
         )
-    return jnp.broadcast_to(position_ids.astype(jnp.int32), (batch, steps))
+    return jnp.broadcast_to(values.astype(jnp.int32), (batch, steps))
 
 
 def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:
@@ -423,25 +440,11 @@ def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, logits_to_keep[:, :, None], axis=1)
 
 
-def _loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next token where its label is not -100; NaN where no label is, as in torch.
-
-    A label that is neither -100 nor a token makes the loss NaN.
-    """
-    labels = jnp.asarray(labels)
-    if labels.shape != logits.shape[:2]:
-        raise InputError(f"labels must have the shape of the ids, {list(logits.shape[:2])}, got {list(labels.shape)}")
-    targets = labels[:, 1:]
-    counted = targets != -100
-    log_probs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
-    tokens = jnp.where(counted, jnp.where(targets < 0, logits.shape[-1], targets), 0)  # a negative index would wrap
-    picked = jnp.take_along_axis(log_probs, tokens[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
-    return -jnp.sum(jnp.where(counted, picked, 0.0)) / jnp.sum(counted, dtype=jnp.float32)
-
-
-def forward(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> ModelOutput:
-    """Run `CausalLM(cfg)`: the model as one function, which is all that decoding knows of it."""
-    out = CausalLM(cfg).apply({"params": params}, ids, **inputs)
+def forward(
+    cfg: ModelConfig, params, ids: jax.Array | None, *, remat: bool = False, rngs=None, **inputs
+) -> ModelOutput:
+    """Run `CausalLM(cfg)`: the model as one function, which is all that decoding and training know of it."""
+    out = CausalLM(cfg, remat).apply({"params": params}, ids, rngs=rngs, **inputs)
     assert isinstance(out, ModelOutput)
     return out
 

@@ -18,11 +18,20 @@ def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, order, EMPTY)
 
 
-def visible(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
+def first_of_segment(order: jax.Array, segments: jax.Array) -> jax.Array:
+    """int32[B, T]: the order of the first token of each token's segment, for `segments int32[B, T]`."""
+    begins = jnp.diff(segments, axis=-1, prepend=segments[:, :1]) != 0
+    return jax.lax.cummax(jnp.where(begins, order, 0), axis=1)
+
+
+def visible(queries: jax.Array, keys: jax.Array, window: int | None, first: jax.Array | None = None) -> jax.Array:
     """bool[B, T, S]: may the query of order `queries [B, T]` see the key of order `keys [B, S]`?
 
-    A query sees itself and what came before it, at most `window` tokens in all.
+    A query sees itself and what came before it, at most `window` tokens in all, and none before `first [B, T]`.
     """
-    distance = queries[:, :, None] - keys[:, None, :]
-    seen = keys[:, None, :] <= queries[:, :, None]
-    return seen if window is None else seen & (distance < window)
+    keys = keys[:, None, :]
+    queries = queries[:, :, None]
+    seen = keys <= queries
+    if window is not None:
+        seen &= queries - keys < window
+    return seen if first is None else seen & (keys >= first[:, :, None])

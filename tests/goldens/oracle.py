@@ -72,15 +72,26 @@ class Oracle:
         for module, inv_freq in self._rope:
             module.register_buffer("inv_freq", inv_freq.clone(), persistent=False)
 
-    def forward(self, ids: np.ndarray, mask: np.ndarray | None = None, **options):
+    def forward(self, ids: np.ndarray, mask: np.ndarray | None = None, *, gradients: bool = False, **options):
         """Call the model on ids [B, T]; positions count the real tokens, as in generate."""
         self.reset()
         mask = np.ones_like(ids) if mask is None else mask
         positions = np.where(mask == 1, np.cumsum(mask, axis=-1) - 1, 1)
         arrays = {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | options
         inputs = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in arrays.items()}
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             return self.model(**inputs, use_cache=False, return_dict=True)
+
+    def gradients(self, ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the gradient of the loss by the parameter's name.
+
+        A row's first token is no target: left padding would predict it, and torch's gradient through what padding
+        attends to, which is everything, is that of a mask added to the scores rather than put in their place.
+        """
+        labels = np.where(np.cumsum(mask, axis=-1) == 1, -100, labels)
+        self.model.zero_grad()
+        self.forward(ids, mask, gradients=True, labels=labels).loss.backward()
+        return {name: parameter.grad.numpy() for name, parameter in self.model.named_parameters()}
 
     def greedy(self, ids: list[int], options: dict) -> tuple[list[int], np.ndarray, np.ndarray]:
         """Generate from one row alone; return its sequence, processed scores and raw logits [steps, V]."""
@@ -126,6 +137,8 @@ def forward_goldens(
     arrays |= {"ids": ids.astype(np.int32), "attention_mask": mask.astype(np.int32)}
     arrays["logits"] = out.logits.numpy() * real[:, :, None]
     if full:
+        gradients = oracle.gradients(ids, mask, options["labels"])
+        arrays |= {f"gradient:{name}": value for name, value in gradients.items()}
         arrays |= {"labels": options["labels"].astype(np.int32), "loss": out.loss.numpy()}
         arrays["hidden_states"] = torch.stack(out.hidden_states).numpy() * real[None, :, :, None]
         arrays["attentions"] = torch.stack(out.attentions).numpy() * real[None, :, None, :, None]

@@ -1,0 +1,47 @@
+"""Low-rank updates of weights (LoRA, arXiv 2106.09685): W + scale * B A, with A `[r, in]` and B `[out, r]`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxgen.errors import ConfigError
+
+# The projections of every layer; embeddings and head stay as they are.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
+    """Return updates for the named projections of all layers: A random, B zero, so that nothing changes yet.
+
+    They have the tree of `params`, with `{"a": float32[r, in], "b": float32[out, r]}` in place of the weights.
+    """
+    if rank < 1:
+        raise ConfigError(f"the rank must be at least 1, got {rank}")
+    if unknown := sorted(set(targets) - set(TARGETS)):
+        raise ConfigError(f"there are no projections {', '.join(unknown)}: choose from {', '.join(TARGETS)}")
+
+    def updates(node, key):
+        chosen = {}
+        for index, (name, child) in enumerate(node.items()):
+            if not isinstance(child, dict):
+                continue
+            own = jax.random.fold_in(key, index)
+            if name in targets:
+                out, width = child["weight"].shape
+                a = jax.random.normal(own, (rank, width), jnp.float32) / width**0.5
+                chosen[name] = {"a": a, "b": jnp.zeros((out, rank), jnp.float32)}
+            elif deeper := updates(child, own):
+                chosen[name] = deeper
+        return chosen
+
+    return updates(params, key)
+
+
+def merge(params, updates, scale: float):
+    """Return `params` with the updates added to their weights, in the weights' dtype."""
+    if set(updates) == {"a", "b"}:
+        weight = params["weight"]
+        change = jnp.matmul(updates["b"], updates["a"], precision=jax.lax.Precision.HIGHEST) * scale
+        return {**params, "weight": (weight.astype(jnp.float32) + change).astype(weight.dtype)}
+    return {name: merge(child, updates[name], scale) if name in updates else child for name, child in params.items()}
