@@ -24,6 +24,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.request import (
     budgets,
     capacity_for,
+    check_cache,
     check_ids_shape,
     check_key,
     check_knobs,
@@ -68,7 +69,7 @@ class GenerateOutput:
         logits: float32[N, B*R, V], what the model gave, with `output_logits`.
         attentions: None as yet.
         hidden_states: None as yet.
-        cache: keys and values of all tokens but the last chosen one of each row.
+        cache: keys and values of all tokens but the last chosen one of each row; to go on from.
         prompt_width: P, static.
     """
 
@@ -116,8 +117,10 @@ def generate(
         cfg: what to do; `cfg.model` says for which model. Options are set with `cfg.replace`.
         attention_mask: `[B, P]`, 0 where ids is padding, on whichever side. Left out, it follows from the pad id as
             in transformers: pad tokens are padding unless the pad id is an eos id too.
+        cache: the `cache` of an earlier output with as many rows, to go on from: `ids` are then the new tokens only,
+            and the result is that of a run from the beginning. It is not changed.
         streamer: its `put` gets the prompts and then each step's tokens, `end` is called at last.
-        inputs_embeds, cache, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, negative_prompt_ids,
+        inputs_embeds, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, negative_prompt_ids,
             negative_prompt_attention_mask, tokenizer, assistant, hook: not built yet.
         **options: refused; a typo or an option of the config.
 
@@ -132,7 +135,6 @@ def generate(
     refuse_options(options)
     unbuilt = {
         "inputs_embeds": inputs_embeds,
-        "cache": cache,
         "logits_processor": logits_processor,
         "stopping_criteria": stopping_criteria,
         "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
@@ -151,19 +153,24 @@ def generate(
         raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
     check_params(params, cfg)
 
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, attention_mask, key, cfg))):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, attention_mask, key, cfg, cache))):
         if streamer is not None:
             raise InputError("streamer needs the host and cannot be used under jit: call generate outside of it")
-        return _generate_traced(params, ids, attention_mask, key, cfg)
-    return _generate_eager(params, ids, attention_mask, key, cfg, streamer)
+        return _generate_traced(params, ids, attention_mask, key, cfg, cache)
+    return _generate_eager(params, ids, attention_mask, key, cfg, cache, streamer)
 
 
-def _generate_eager(params, ids, attention_mask, key, cfg: GenerationConfig, streamer) -> GenerateOutput:
+def _generate_eager(params, ids, attention_mask, key, cfg: GenerationConfig, cache, streamer) -> GenerateOutput:
     ids = host_ids(ids, cfg)
     mask = host_mask(attention_mask, ids, cfg)
     check_knobs(cfg, ids.shape[0])
+    check_cache(cache, cfg, ids.shape[0])
     warn_unused(cfg)
     lengths = mask.sum(axis=-1, dtype=np.int32)
+    slots = 0
+    if cache is not None:
+        lengths += np.asarray(_total_known(cache))
+        slots = prompt_bucket(int(lengths.max()))
     budget = budgets(cfg, lengths)
     warn_unfeasible(cfg, lengths, budget)
     new_tokens = int(budget.max())
@@ -171,12 +178,13 @@ def _generate_eager(params, ids, attention_mask, key, cfg: GenerationConfig, str
     key = check_key(key, cfg, ids.shape[0])
     capacity = capacity_for(new_tokens, recorded=cfg.output_scores or bool(cfg.output_logits))
     padding = ((0, 0), (prompt_bucket(ids.shape[1]) - ids.shape[1], 0))
-    request = (params, cfg, np.pad(ids, padding), np.pad(mask, padding), budget, key)
-    state = _run(*request, capacity) if streamer is None else _stream(request, capacity, ids, streamer)
+    request = (params, cfg, np.pad(ids, padding), np.pad(mask, padding), budget, key, cache)
+    sizes = (capacity, slots)
+    state = _run(*request, *sizes) if streamer is None else _stream(request, sizes, ids, streamer)
     return _output(state, ids, new_tokens)
 
 
-def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig) -> GenerateOutput:
+def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig, cache) -> GenerateOutput:
     # What is concrete is checked as it is eagerly.
     ids = ids if isinstance(ids, Tracer) else jnp.asarray(host_ids(ids, cfg))
     check_ids_shape(ids)
@@ -190,29 +198,36 @@ def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig) ->
         mask = jnp.asarray(host_mask(attention_mask, ids, cfg))
     warn_unused(cfg)
     check_knobs(cfg, ids.shape[0])
+    check_cache(cache, cfg, ids.shape[0])
     key = check_key(key, cfg, ids.shape[0])
-    capacity, budget = traced_budgets(cfg, ids.shape[1], mask)
+    slots = 0 if cache is None else cache.offset + cache.slots + ids.shape[1]
+    capacity, budget = traced_budgets(cfg, slots or ids.shape[1], mask, cache)
     cfg = jax.tree.map(jnp.asarray, cfg)  # what is concrete in the config, as if it had been an argument
-    state = _run_traced(params, cfg, ids, mask, budget, key, capacity)
+    state = _run_traced(params, cfg, ids, mask, budget, key, cache, capacity, slots)
     return _output(state, ids, capacity)
 
 
-def _begin(params, cfg, ids, mask, budget, key, capacity: int) -> loop.State:
+def _begin(params, cfg, ids, mask, budget, key, cache: KVCache | None, capacity: int, slots: int) -> loop.State:
     keys = None if key is None else sequence_keys(key, ids.shape[0], cfg.num_return_sequences)
-    return loop.start(params, cfg, loop.Prompt.align(ids, mask), budget, keys, capacity)
+    if cache is None:
+        prompt = loop.Prompt.align(ids, mask)
+    else:
+        cache = cache.merge(slots)
+        prompt = loop.Prompt.after(cache, ids, mask)
+    return loop.start(params, cfg, prompt, cache, budget, keys, capacity)
 
 
-def _run_traced(params, cfg, ids, mask, budget, key, capacity: int) -> loop.State:
-    state = _begin(params, cfg, ids, mask, budget, key, capacity)
+def _run_traced(params, cfg, ids, mask, budget, key, cache, capacity: int, slots: int) -> loop.State:
+    state = _begin(params, cfg, ids, mask, budget, key, cache, capacity, slots)
     return loop.finish(loop.advance(params, cfg, state, jnp.int32(capacity)))
 
 
-_run = jax.jit(_run_traced, static_argnums=6)
+_run = jax.jit(_run_traced, static_argnums=(7, 8))
 
 
-@functools.partial(jax.jit, static_argnums=6)
-def _start(params, cfg, ids, mask, budget, key, capacity: int):
-    state = _begin(params, cfg, ids, mask, budget, key, capacity)
+@functools.partial(jax.jit, static_argnums=(7, 8))
+def _start(params, cfg, ids, mask, budget, key, cache, capacity: int, slots: int):
+    state = _begin(params, cfg, ids, mask, budget, key, cache, capacity, slots)
     return state, _progress(state)
 
 
@@ -224,16 +239,18 @@ def _advance(params, cfg, state: loop.State):
 
 _finish = jax.jit(loop.finish, donate_argnums=0)
 
+_total_known = jax.jit(lambda cache: cache.total_known)
+
 
 def _progress(state: loop.State):
     return state.tokens, state.history.step, jnp.all(state.done)
 
 
-def _stream(request, capacity: int, ids: np.ndarray, streamer: Streamer) -> loop.State:
+def _stream(request, sizes: tuple[int, int], ids: np.ndarray, streamer: Streamer) -> loop.State:
     """Run the loop in chunks, each dispatched before the tokens of the one before are read."""
     params, cfg = request[:2]
     streamer.put(ids)
-    state, progress = _start(*request, capacity)
+    state, progress = _start(*request, *sizes)
     shown, finished = 0, False
     while not finished:
         state, following = _advance(params, cfg, state)

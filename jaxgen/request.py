@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
 from jaxgen.generation_config import WARPERS, GenerationConfig, warn
+from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.options import eos_list
 
@@ -169,6 +170,21 @@ def inferred_mask(ids, cfg: GenerationConfig, xp=jnp):
     return mask | xp.any(eos == cfg.pad_token_id)
 
 
+def check_cache(cache, cfg: GenerationConfig, prompts: int) -> None:
+    """Raise for a cache that these prompts cannot go on from."""
+    if cache is None:
+        return
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be the cache of an earlier output, a jaxgen.KVCache, got {type(cache).__name__}")
+    if cache.rows != prompts:
+        raise InputError(f"the cache has {cache.rows} rows and there are {prompts} prompts: give one for each row")
+    if cfg.on("repetition_penalty") and any(part.tokens is None for part in cache.parts):
+        raise InputError(
+            "repetition_penalty looks at all tokens, and this cache does not know those that it holds: go on from the "
+            "cache of a generate() output, or leave the option out"
+        )
+
+
 def check_knobs(cfg: GenerationConfig, prompts: int) -> None:
     """Raise where an option has one value per prompt for another number of prompts."""
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length", "min_new_tokens"):
@@ -217,13 +233,21 @@ def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarr
         warn(f"{name}={getattr(cfg, name)} is more than there is room for: the budget of new tokens is {budget.max()}")
 
 
-def traced_budgets(cfg: GenerationConfig, width: int, mask) -> tuple[int, jax.Array]:
-    """Return the capacity for new tokens, which must be static, and the budget per prompt under the caller's jit."""
+def traced_budgets(cfg: GenerationConfig, width: int, mask, cache: KVCache | None) -> tuple[int, jax.Array]:
+    """Return the capacity for new tokens, which must be static, and the budget per prompt under the caller's jit.
+
+    `width`: the most tokens that a prompt can have, what its cache holds included.
+    """
     prompts = mask.shape[0]
     lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+    if cache is not None:
+        lengths += cache.total_known
     if not cfg.on("max_new_tokens"):
         if width >= cfg.max_length:
-            raise InputError(f"ids has {width} columns and max_length={cfg.max_length} counts them: raise it")
+            raise InputError(
+                f"max_length={cfg.max_length} counts what comes before the answer, for which there is room for {width} "
+                "tokens: raise it"
+            )
         return cfg.max_length - width, jnp.minimum(cfg.max_length - lengths, cfg.max_length - width)
     budget: Any = cfg.max_new_tokens
     if np.ndim(budget) == 1 and budget.shape != (prompts,):
@@ -232,7 +256,7 @@ def traced_budgets(cfg: GenerationConfig, width: int, mask) -> tuple[int, jax.Ar
         if cfg.max_length <= width:
             raise ConfigError(
                 "max_new_tokens is traced under jit, where the room for tokens must be static: set max_length to the "
-                f"most that prompt and answer may have, more than the {width} columns of ids; "
+                f"most that prompt and answer may have, more than the room for {width} tokens before the answer; "
                 f"it is {cfg.max_length}"
             )
         capacity = cfg.max_length - width

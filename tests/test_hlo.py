@@ -34,7 +34,7 @@ def compile_loop(copies: int, dtype: str, do_sample: bool):
     params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
-    lowered = _run.lower(params, normal_form(cfg), ids, ids == 0, budget, key, NEW)
+    lowered = _run.lower(params, normal_form(cfg), ids, ids == 0, budget, key, None, NEW, 0)
     return lowered.compile(), params
 
 

@@ -42,6 +42,15 @@ class Prompt:
         aligned = jnp.zeros_like(ids).at[rows, order].set(ids, mode="drop")
         return cls(aligned, jnp.arange(ids.shape[1])[None, :] < length[:, None])
 
+    @classmethod
+    def after(cls, cache: KVCache, ids: jax.Array, mask: jax.Array) -> Prompt:
+        """Put the token that a cache knows and does not hold, where it does, in front of `ids int32[B, P]`."""
+        if cache.tokens is None or cache.known is None:
+            return cls.align(ids, mask)
+        pending = jnp.take_along_axis(cache.tokens, cache.length[:, None], axis=1, mode="clip")
+        is_pending = (cache.known > cache.length)[:, None]
+        return cls.align(jnp.concatenate([pending, ids], axis=1), jnp.concatenate([is_pending, mask], axis=1))
+
     @property
     def length(self) -> jax.Array:
         """int32[B], tokens per row."""
@@ -75,7 +84,9 @@ class State:
     logits: jax.Array | None
 
 
-def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys, capacity: int) -> State:
+def start(
+    params, cfg: GenerationConfig, prompt: Prompt, cache: KVCache | None, budget: jax.Array, keys, capacity: int
+) -> State:
     """Prefill the prompts and choose the first token of each row.
 
     The prompt runs through the model once, however many sequences it returns: they share its part of the cache.
@@ -83,7 +94,8 @@ def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys
     Args:
         params: the model's parameters.
         cfg: what to do; its `num_return_sequences` is R.
-        prompt: B prompts.
+        prompt: B prompts, or what follows the tokens of `cache`.
+        cache: what came before, in one part with room for the prompt; None where it is the beginning.
         budget: int32[B], the most tokens to generate per prompt.
         keys: key[B * R] or None.
         capacity: N, room for generated tokens.
@@ -91,18 +103,23 @@ def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys
     assert cfg.model is not None
     prompts, copies = prompt.ids.shape[0], cfg.num_return_sequences
     rows = prompts * copies
-    with jax.named_scope("prefill"):
+    if cache is None:
         cache = KVCache.create(cfg.model, prompts, prompt.ids.shape[1])
+        tokens = prompt.ids
+    else:
+        tokens = _followed_by(cache, prompt)
+    with jax.named_scope("prefill"):
         out = forward(
             cfg.model,
             params,
             prompt.ids,
             attention_mask=prompt.mask,
             cache=cache,
-            cache_position=0,
             logits_to_keep=prompt.length[:, None] - 1,
         )
     assert out.cache is not None
+    cache = dataclasses.replace(out.cache, tokens=tokens, known=out.cache.length)
+    held = jnp.arange(tokens.shape[1])[None, :] < cache.length[:, None]
     logits = spread(out.logits[:, 0], rows)
     budget = jnp.minimum(spread(budget, rows), capacity)
     record = (capacity, *logits.shape)
@@ -112,8 +129,8 @@ def start(params, cfg: GenerationConfig, prompt: Prompt, budget: jax.Array, keys
         done=budget <= 0,
         budget=budget,
         keys=keys,
-        history=History.of_prompt(cfg, spread(prompt.ids, rows), spread(prompt.mask, rows)),
-        cache=out.cache.fork(copies, capacity),
+        history=History.of_prompt(cfg, spread(tokens, rows), spread(held, rows)),
+        cache=cache.fork(copies, capacity),
         scores=jnp.zeros(record, jnp.float32) if cfg.output_scores else None,
         logits=jnp.zeros(record, jnp.float32) if cfg.output_logits else None,
     )
@@ -138,9 +155,19 @@ def advance(params, cfg: GenerationConfig, state: State, until: jax.Array) -> St
 
 
 def finish(state: State) -> State:
-    """Give each row's cache its true length: finished rows went on with padding."""
+    """Give each row's cache its true length, as finished rows went on with padding, and its tokens."""
     length = jnp.clip(state.lengths - 1, 0)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, length=length))
+    cache = dataclasses.replace(state.cache, length=length, tokens=state.tokens, known=state.lengths)
+    return dataclasses.replace(state, cache=cache)
+
+
+def _followed_by(cache: KVCache, prompt: Prompt) -> jax.Array:
+    """int32[B, S]: the tokens of the cache's slots with the prompt's behind them; zeros where nobody knows them."""
+    row = jnp.arange(prompt.ids.shape[0])[:, None]
+    slot = cache.length[:, None] + jnp.arange(prompt.ids.shape[1], dtype=jnp.int32)[None, :]
+    slot = jnp.where(prompt.mask, slot, cache.slots)
+    tokens = jnp.zeros((cache.rows, cache.slots), jnp.int32) if cache.tokens is None else cache.tokens
+    return tokens.at[row, slot].set(prompt.ids, mode="drop")
 
 
 def _choose(cfg: GenerationConfig, state: State, logits: jax.Array) -> State:

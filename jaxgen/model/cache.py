@@ -11,6 +11,8 @@ only what the rows do not share is copied when rows are reordered. Slots are num
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -31,12 +33,18 @@ class KVCache:
         values: likewise.
         length: int32[B], how many slots of this part each row fills, from slot 0 on.
         prefix: the cache that this one stands on, or None.
+        tokens: int32[B, S], the ids in this part's slots, where they are known: `generate` keeps them, so that it can
+            go on with its own cache. The model drops them when it writes.
+        known: int32[B], how many of `tokens` there are: `length`, or one more where the last token that was chosen
+            has not been through the model.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
     prefix: KVCache | None = None
+    tokens: jax.Array | None = None
+    known: jax.Array | None = None
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
@@ -100,10 +108,58 @@ class KVCache:
         """int32[B], how many tokens each row has, the prefix's included."""
         return self.prefix_length + self.length
 
+    @property
+    def total_known(self) -> jax.Array:
+        """int32[B], how many tokens each row has, with one that was chosen and is not in the cache yet."""
+        return self.prefix_length + (self.length if self.known is None else self.known)
+
+    def merge(self, slots: int) -> KVCache:
+        """Return a copy in one part of `slots` slots, which must be enough for `total_known`."""
+        first, *rest = self.parts
+        merged = KVCache(
+            keys=tuple(_resize(spread(key, self.rows), slots) for key in first.keys),
+            values=tuple(_resize(spread(value, self.rows), slots) for value in first.values),
+            length=self.total_length,
+            tokens=None if first.tokens is None else _resize(spread(first.tokens, self.rows), slots, axis=1),
+            known=self.total_known,
+        )
+        for part in rest:
+            merged = _append(merged, part)
+        return merged
+
     def token_order(self) -> jax.Array:
         """int32[B, S]: which of its row's tokens, counted from 0, a slot of this part holds; `EMPTY` for none."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         return jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
+
+
+def _resize(x: jax.Array, slots: int, axis: int = 2) -> jax.Array:
+    """Cut `x` along its slots, or fill it up with zeros."""
+    x = jax.lax.slice_in_dim(x, 0, min(slots, x.shape[axis]), axis=axis)
+    widths = [(0, slots - x.shape[axis]) if index == axis else (0, 0) for index in range(x.ndim)]
+    return jnp.pad(x, widths)
+
+
+def _append(merged: KVCache, part: KVCache) -> KVCache:
+    """Put what `part` holds behind what it stands on."""
+    rows, slots = merged.rows, merged.slots
+    column = jnp.arange(part.slots, dtype=jnp.int32)[None, :]
+    start = spread(part.prefix_length, rows)[:, None]
+
+    def places(count: jax.Array) -> jax.Array:
+        return jnp.where(column < spread(count, rows)[:, None], start + column, slots + column)
+
+    filled = places(part.length)
+    tokens = None
+    if merged.tokens is not None and part.tokens is not None and part.known is not None:
+        row = jnp.arange(rows)[:, None]
+        tokens = merged.tokens.at[row, places(part.known)].set(spread(part.tokens, rows), mode="drop")
+    return dataclasses.replace(
+        merged,
+        keys=tuple(write(a, spread(b, rows), filled) for a, b in zip(merged.keys, part.keys, strict=True)),
+        values=tuple(write(a, spread(b, rows), filled) for a, b in zip(merged.values, part.values, strict=True)),
+        tokens=tokens,
+    )
 
 
 def spread(x: jax.Array, rows: int) -> jax.Array:

@@ -391,7 +391,7 @@ def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Arr
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
     misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
-    return dataclasses.replace(cache, length=length), order, slots, misplaced
+    return dataclasses.replace(cache, length=length, tokens=None, known=None), order, slots, misplaced
 
 
 def _check_cache(cache: KVCache, cfg: ModelConfig) -> None:
