@@ -46,8 +46,8 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
     for index, message in enumerate(conversation):
         if message.get("role") != "assistant":
             continue
-        question = tokenizer.render_chat(conversation[:index], add_generation_prompt=True) if index else done
-        answered = tokenizer.render_chat(conversation[: index + 1])
+        question = tokenizer.render_chat(conversation[:index]) if index else done
+        answered = tokenizer.render_chat(conversation[: index + 1], add_generation_prompt=False)
         if not question.startswith(done) or not answered.startswith(question):
             raise InputError(
                 "the chat template changes the beginning of a conversation when more follows, so its answers "

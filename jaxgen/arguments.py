@@ -1,0 +1,58 @@
+"""Command lines: what argparse would end the process for is an `InputError` here."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jaxgen.errors import InputError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises, knows no abbreviations and offers the nearest option for a typo."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of ending the process."""
+        raise InputError(f"{message}; see {self.prog} --help")
+
+    def read(self, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options and the words that are left over, none of which looks like an option."""
+        options, rest = self.parse_known_args(arguments)
+        for word in rest:
+            if word.startswith("-") and word != "-":
+                known = [name for action in self._actions for name in action.option_strings]
+                near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+                self.error(f"unknown option {word}" + (f": did you mean {near[0]}?" if near else ""))
+        return options, rest
+
+
+def whole(text: str) -> int:
+    """Read a whole number of 32 bits."""
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
+    if abs(value) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: stay below 2**31")
+    return value
+
+
+def count(text: str) -> int:
+    """Read a whole number that is at least 1."""
+    value = whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def seed(text: str) -> int:
+    """Read a whole number that is at least 0."""
+    value = whole(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
+    return value
