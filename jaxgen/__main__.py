@@ -1,4 +1,4 @@
-"""`python -m jaxgen`: the command in a process of its own."""
+"""`jaxgen` and `python -m jaxgen`: the command in a process of its own."""
 
 import io
 import os
@@ -32,10 +32,15 @@ def _exit_on_interrupt() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
+    """Run the command and end the process with its status."""
     _exit_on_interrupt()
-    from jaxgen.cli import main
+    from jaxgen import cli
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the text
-    sys.exit(main())
+    sys.exit(cli.main())
+
+
+if __name__ == "__main__":
+    main()

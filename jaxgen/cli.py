@@ -1,31 +1,36 @@
-"""The command: `python -m jaxgen --model DIR "PROMPT"`."""
+"""The command: `jaxgen "PROMPT"`, `jaxgen --chat`, `jaxgen --input FILE`, `jaxgen train ...`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import os
 import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 import numpy as np
 
 from convert import CheckpointError, load_hf
 from convert.hf import open_checkpoint
+from jaxgen import arguments
+from jaxgen.batch_run import read_requests, write_answers
+from jaxgen.chat import Chat, converse
 from jaxgen.errors import InputError, JaxgenError, JaxgenWarning
 from jaxgen.generate import generate
 from jaxgen.generation_config import GenerationConfig
+from jaxgen.hub import local_directory
+from jaxgen.memory import check_memory
 from jaxgen.model.config import DTYPES, ModelConfig
+from jaxgen.stats import Stats
 from jaxgen.streaming import TextStreamer
 from jaxgen.tokenizer import Batch, Tokenizer
 
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+DEMO = Path(__file__).with_name("demo")
 DEFAULT_NEW_TOKENS = 256
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a cut file would name all tensors that it lost
@@ -53,66 +58,71 @@ FLOATS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see {self.prog} --help")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; it raises InputError where argparse would exit."""
-    result = _Parser(
-        prog="python -m jaxgen",
-        usage='python -m jaxgen --model DIR [options] "PROMPT"',
-        description="Continue a prompt with a Qwen2 or Llama checkpoint. Text goes to stdout as it comes.",
+def parser() -> arguments.Parser:
+    """Return the parser of the command line."""
+    result = arguments.Parser(
+        prog="jaxgen",
+        usage='jaxgen [options] "PROMPT"\n       jaxgen [options] --chat\n       jaxgen [options] --input FILE\n'
+        "       jaxgen train --help",
+        description="Continue a prompt with a Qwen2 or Llama checkpoint; without --model with the small one that comes "
+        "with jaxgen. Text goes to stdout as it comes, everything else to stderr.",
         epilog="Where an option of generation is left out, the checkpoint's generation_config.json holds.",
-        allow_abbrev=False,
     )
-    result.add_argument("prompt", metavar="PROMPT", nargs="?", help="put it in quotes")
-    result.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint's directory")
-    result.add_argument("--raw", action="store_true", help="take the prompt as it is, without the chat template")
-    result.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    result.add_argument("--seed", type=_seed, default=0, help="of what is drawn (default: 0)")
-    result.add_argument(
-        "--do-sample",
-        action=argparse.BooleanOptionalAction,
-        help="draw tokens, or take the likeliest",
-    )
+    add = result.add_argument
+    add("prompt", metavar="PROMPT", nargs="?", help="put it in quotes")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("--chat", action="store_true", help="hold a conversation; /help tells what can be said besides")
+    add("--input", metavar="FILE", help="one prompt per line, or JSONL with prompt or messages; - is stdin")
+    add("--output", metavar="FILE", help="where the answers to --input go, as JSONL (default: stdout)")
+    add("--batch-size", type=arguments.count, default=8, metavar="N", help="prompts of --input at once (default: 8)")
+    add("--system", metavar="TEXT", help="a system message before each conversation")
+    add("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
+    add("--seed", type=arguments.seed, default=0, help="of what is drawn (default: 0)")
+    add("--stats", action="store_true", help="say at the end how long loading, compiling and generating took")
+    add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens, or take the likeliest")
     for limits in LIMITS:
         group = result.add_mutually_exclusive_group()
         for name, text in limits.items():
-            group.add_argument(_option(name), type=_whole, metavar="N", help=text)
+            group.add_argument(_option(name), type=arguments.whole, metavar="N", help=text)
     for name, text in WHOLE_NUMBERS.items():
-        result.add_argument(_option(name), type=_whole, metavar="N", help=text)
+        add(_option(name), type=arguments.whole, metavar="N", help=text)
     for name, text in FLOATS.items():
-        result.add_argument(_option(name), type=float, metavar="X", help=text)
+        add(_option(name), type=float, metavar="X", help=text)
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
     0: done; 1: the machine failed, for lack of memory for example; 2: bad input; 130: Ctrl-C; 141: nobody
     reads the text any more. What is wrong is said in one line on stderr, and so is each warning.
     """
+    words = sys.argv[1:] if words is None else words
     with warnings.catch_warnings():
         warnings.simplefilter("always", JaxgenWarning)
         warnings.showwarning = _show_warning
         try:
-            _run(_parse(arguments))
+            if words[:1] == ["train"]:
+                from jaxgen import finetune  # optax takes a second to import
+
+                finetune.main(words[1:])
+            else:
+                _run(_parse(words))
             print(end="", flush=True)
             return 0
         except JaxgenError as error:
-            _say("error", _shortened(error) if isinstance(error, CheckpointError) else error)
+            say("error", _shortened(error) if isinstance(error, CheckpointError) else error)
             return BAD_INPUT
         except BrokenPipeError:
             _discard_stdout()
             return BROKEN_PIPE
         except OSError as error:
-            _say("error", error)
+            say("error", error)
             _discard_stdout()
             return BAD_INPUT
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            _say("error", str(error) or "out of memory")
+            say("error", str(error) or "out of memory")
             return FAILED
         except KeyboardInterrupt:
             return INTERRUPTED
@@ -120,50 +130,84 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     # Everything is checked before the weights are read, which can take long.
-    cfg = open_checkpoint(options.model).cfg
-    tokenizer = Tokenizer.from_pretrained(options.model)
-    batch = _encode(tokenizer, options)
-    cfg = _configure(cfg, options, batch.ids.shape[1])
-    params, loaded = load_hf(options.model, dtype=options.dtype)
+    stats = Stats()
+    directory = local_directory(options.model) if options.model is not None else DEMO
+    cfg = _with_options(open_checkpoint(directory).cfg, options)
+    tokenizer = Tokenizer.from_pretrained(directory)
+    requests = read_requests(options.input, options.system, tokenizer, options.raw) if options.input else None
+    batch = _encode(tokenizer, options) if requests is None and not options.chat else None
+    chat = Chat(tokenizer, _held(cfg), options.system) if options.chat else None
+    if batch is not None:
+        cfg = limit(cfg, options, batch.ids.shape[1])
+    rows, width = (1, 1) if batch is None else batch.ids.shape
+    if requests is not None:
+        rows, width = min(options.batch_size, len(requests)), max(len(request.ids) for request in requests)
+        cfg = limit(cfg, options, width)
+    if chat is not None:
+        cfg = limit(cfg, options, 0)
+    check_memory(directory, cfg, rows, width, dtype=options.dtype)
+    with stats.loading():
+        params, loaded = load_hf(directory, dtype=options.dtype)
     cfg = cfg.replace(model=loaded.model)
+
     key = jax.random.key(options.seed) if cfg.do_sample else None
+    if chat is not None:
+        converse(chat, params, cfg, key, stats)
+    elif requests is not None:
+        write_answers(requests, params, cfg, key, tokenizer, options.batch_size, options.output, stats)
+    elif batch is not None:
+        _answer(batch, params, cfg, key, tokenizer, stats)
+    if options.stats:
+        for line in stats.lines():
+            say("stats", line)
+
+
+def _answer(batch: Batch, params, cfg: GenerationConfig, key, tokenizer: Tokenizer, stats: Stats) -> None:
     if cfg.num_return_sequences == 1:
-        streamer = TextStreamer(tokenizer, skip_prompt=True)
+        streamer = stats.watch(TextStreamer(tokenizer, skip_prompt=True))
         generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, streamer=streamer)
-    else:
+        return
+    with stats.generating() as generated:
         out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask)
-        print("\n\n".join(tokenizer.decode_batch(out)))
+        generated(out.lengths)
+    print("\n\n".join(tokenizer.decode_batch(out)))
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     command = parser()
-    options, rest = command.parse_known_args(arguments)
-    for word in rest:
-        if word.startswith("-"):
-            known = [name for action in command._actions for name in action.option_strings]
-            near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-            command.error(f"unknown option {word}" + (f": did you mean {near[0]}?" if near else ""))
+    options, rest = command.read(words)
     if rest:
         command.error(f"{rest[0]!r} comes after the prompt {options.prompt!r}: put the whole prompt in quotes")
-    if options.model is None:
-        command.error("no model: give the directory of a checkpoint, --model DIR")
-    if options.prompt is None:
-        command.error("no prompt: write it at the end, in quotes")
-    if not Path(options.model).is_dir():
-        command.error(f"--model {options.model} is no directory: give that of a Hugging Face checkpoint")
+    ways = {"a prompt": options.prompt is not None, "--chat": options.chat, "--input": options.input is not None}
+    chosen = [name for name, given in ways.items() if given]
+    if not chosen:
+        command.error("no prompt: write it at the end, in quotes, or use --chat or --input")
+    if len(chosen) > 1:
+        command.error(f"{' and '.join(chosen)} exclude each other: choose one")
+    if options.output is not None and options.input is None:
+        command.error("--output is for the answers to --input: give that too, or redirect stdout")
+    if options.chat and (options.num_return_sequences or 1) > 1:
+        command.error("--chat has one answer: leave out --num-return-sequences")
+    if options.chat and (options.max_length is not None or options.min_length is not None):
+        command.error("--max-length and --min-length count the prompt, which grows in a --chat: use --max-new-tokens")
+    if options.raw and (options.chat or options.system is not None):
+        command.error("--raw means no chat template, which --chat and --system need: choose one")
     return options
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace) -> Batch:
     if tokenizer.chat_template is not None and not options.raw:
-        return tokenizer.chat([[{"role": "user", "content": options.prompt}]])
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        return tokenizer.chat([[*system, {"role": "user", "content": options.prompt}]])
+    if options.system is not None:
+        raise InputError("--system needs a chat template, which this tokenizer lacks: put the text into the prompt")
     if not options.prompt and not tokenizer.encode(""):
         raise InputError("the prompt is empty and this tokenizer puts no BOS token in front: write a prompt")
     return tokenizer.batch([options.prompt])
 
 
-def _configure(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> GenerationConfig:
-    """Put the options into the checkpoint's config and settle how many tokens follow the prompt's."""
+def _with_options(cfg: GenerationConfig, options: argparse.Namespace) -> GenerationConfig:
+    """Put the options into the checkpoint's config."""
     names = (*WHOLE_NUMBERS, *FLOATS, "do_sample", "max_new_tokens", "min_new_tokens", "min_length")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     # What the command says about a limit wins over what the checkpoint says about the other form of it.
@@ -171,9 +215,12 @@ def _configure(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) 
         given["min_new_tokens"] = None
     elif "min_new_tokens" in given:
         given["min_length"] = 0
-    cfg = cfg.replace(**given)
-    assert cfg.model is not None
-    held = _held(cfg.model)
+    return cfg.replace(**given)
+
+
+def limit(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> GenerationConfig:
+    """Settle how many tokens may follow the longest prompt, of `prompt` tokens."""
+    held = _held(cfg)
     if prompt >= held:
         raise InputError(f"the prompt has {prompt} tokens and the model holds {held}, answer included: shorten it")
     if options.max_length is not None:
@@ -195,10 +242,11 @@ def _configure(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) 
     return cfg.replace(max_new_tokens=new_tokens)
 
 
-def _held(model: ModelConfig) -> int:
+def _held(cfg: GenerationConfig) -> int:
     """Return how many tokens the model's positions are made for; a scaled RoPE stretches them."""
-    original = model.rope.original_max_position_embeddings or model.max_position_embeddings
-    return max(model.max_position_embeddings, int(original * (model.rope.factor or 1)))
+    assert isinstance(cfg.model, ModelConfig)
+    original = cfg.model.rope.original_max_position_embeddings or cfg.model.max_position_embeddings
+    return max(cfg.model.max_position_embeddings, int(original * (cfg.model.rope.factor or 1)))
 
 
 def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:
@@ -213,23 +261,6 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _whole(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
-    if abs(value) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: stay below 2**31")
-    return value
-
-
-def _seed(text: str) -> int:
-    seed = _whole(text)
-    if seed < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return seed
-
-
 def _shortened(error: CheckpointError) -> str:
     shown = [
         textwrap.shorten(problem, PROBLEM_WIDTH, placeholder=" ...") for problem in error.problems[:SHOWN_PROBLEMS]
@@ -238,12 +269,13 @@ def _shortened(error: CheckpointError) -> str:
     return "; ".join(shown) + (f"; and {len(rest)} more" if rest else "")
 
 
-def _say(kind: str, text: object) -> None:
+def say(kind: str, text: object) -> None:
+    """Print one line on stderr."""
     print(f"jaxgen: {kind}:", *(line.strip() for line in str(text).splitlines()), file=sys.stderr)
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-    _say("warning", message)
+    say("warning", message)
 
 
 def _discard_stdout() -> None:

@@ -76,7 +76,7 @@ def main() -> None:
     params = train(params, batches, model=model, cfg=cfg, directory=work, run=run, report=_say)
 
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    generation |= {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9}
+    generation |= {"max_new_tokens": WIDTH // 2, "do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9}
     save(params, GenerationConfig.from_hf(generation, model=model), work, options.out)
     card(options.out, options.steps)
 

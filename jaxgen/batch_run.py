@@ -1,0 +1,154 @@
+"""Many prompts from a file, answered in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.errors import InputError
+from jaxgen.generate import GenerateOutput, generate
+from jaxgen.generation_config import GenerationConfig
+from jaxgen.options import eos_list
+from jaxgen.stats import Stats
+from jaxgen.tokenizer import Tokenizer
+
+
+class Request(NamedTuple):
+    """One line of the input: what it asked, as it is given back, and its ids."""
+
+    asked: dict[str, Any]
+    ids: list[int]
+
+
+def read_requests(source: str, system: str | None, tokenizer: Tokenizer, raw: bool) -> list[Request]:
+    """Read a file, or stdin where `source` is "-".
+
+    Its lines are prompts; or, where the first one is a JSON object, JSON objects with `prompt` or `messages`. Empty
+    lines are left out.
+
+    Raises:
+        InputError: a line that is none of these, by its number, or no line at all.
+    """
+    text = sys.stdin.read() if source == "-" else _read(Path(source))
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise InputError(f"--input {source} has no prompt: write one per line")
+    as_json = _is_object(lines[0][1])
+    requests = []
+    for number, line in lines:
+        try:
+            asked = _entry(line) if as_json else {"prompt": line}
+            requests.append(Request(asked, _ids(asked, system, tokenizer, raw)))
+        except (ValueError, TypeError) as error:
+            raise InputError(f"--input {source}, line {number}: {error}") from error
+    return requests
+
+
+def write_answers(
+    requests: list[Request],
+    params,
+    cfg: GenerationConfig,
+    key: jax.Array | None,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    target: str | None,
+    stats: Stats,
+) -> None:
+    """Answer the requests and write a JSON line for each answer, in the order of the input, as they are ready.
+
+    What a request gets depends on its place in the input and not on the size of the batches.
+
+    Raises:
+        InputError: the file exists.
+    """
+    with _opened(target) as stream:
+        for start in range(0, len(requests), batch_size):
+            part = requests[start : start + batch_size]
+            width = max(len(request.ids) for request in part)
+            ids = np.zeros((len(part), width), np.int32)
+            mask = np.zeros((len(part), width), np.int32)
+            for row, request in enumerate(part):
+                ids[row, width - len(request.ids) :] = request.ids
+                mask[row, width - len(request.ids) :] = 1
+            keys = None if key is None else _keys(key, start, len(part))
+            with stats.generating() as generated:
+                out = generate(params, ids, keys, cfg, attention_mask=mask)
+                generated(out.lengths)
+            for line in _answers(part, out, cfg, tokenizer):
+                print(json.dumps(line, ensure_ascii=False), file=stream, flush=True)
+
+
+def _answers(part: list[Request], out: GenerateOutput, cfg: GenerationConfig, tokenizer: Tokenizer) -> Iterator[dict]:
+    sequences, lengths = np.asarray(out.sequences), np.asarray(out.lengths)
+    ends = eos_list(cfg.eos_token_id)
+    copies = cfg.num_return_sequences
+    for row, text in enumerate(tokenizer.decode_batch(out)):
+        last = sequences[row, out.prompt_width + lengths[row] - 1]
+        sequence = {"sequence": row % copies} if copies > 1 else {}
+        finish = "eos" if int(last) in ends else "length"
+        yield part[row // copies].asked | sequence | {"text": text, "tokens": int(lengths[row]), "finish": finish}
+
+
+def _keys(key: jax.Array, start: int, count: int) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(start, start + count))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--input {path} is not UTF-8 text: {error}") from error
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _entry(line: str) -> dict[str, Any]:
+    entry = json.loads(line)
+    if not isinstance(entry, Mapping) or ("prompt" in entry) == ("messages" in entry):
+        raise InputError('each line must be an object with "prompt" or "messages", as the first one is an object')
+    if not isinstance(entry.get("prompt", ""), str):
+        raise InputError(f'"prompt" must be a string, got {json.dumps(entry["prompt"])[:80]}')
+    return dict(entry)
+
+
+def _ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:
+    template = tokenizer.chat_template is not None and not raw
+    if not template:
+        if "messages" in asked or system is not None:
+            raise InputError("messages and --system need a chat template: give prompts without --raw, or another model")
+        return _checked(tokenizer.encode(asked["prompt"]))
+    messages = asked.get("messages") or [{"role": "user", "content": asked["prompt"]}]
+    if system is not None and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+
+def _checked(ids: list[int]) -> list[int]:
+    if not ids:
+        raise InputError("the prompt has no token")
+    return ids
+
+
+@contextlib.contextmanager
+def _opened(target: str | None) -> Iterator[TextIO]:
+    if target is None:
+        yield sys.stdout
+        return
+    try:
+        with open(target, "x", encoding="utf-8") as stream:
+            yield stream
+    except FileExistsError as error:
+        raise InputError(f"--output {target} exists: choose another name, or remove it") from error

@@ -1,0 +1,95 @@
+"""How long a run of the command spent on what."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from jaxgen.generate import Streamer
+
+_COMPILING = ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
+_COMPILING += ("/jax/core/compile/backend_compile_duration",)
+
+
+class Stats:
+    """Clocks for loading, compiling, the first token and the others.
+
+    Attributes:
+        load: seconds from the files to arrays on the device.
+        compile: seconds of tracing and compiling, whenever.
+        first: seconds from each request to its first token, compiling included.
+        rest: seconds from each first token to the last.
+        tokens: how many were generated after a first one, in all rows.
+    """
+
+    def __init__(self):
+        self.load = self.compile = self.rest = 0.0
+        self.first: list[float] = []
+        self.tokens = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event in _COMPILING:
+            self.compile += duration_secs
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Time what is inside as loading."""
+        start = time.perf_counter()
+        yield
+        self.load = time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[Callable[[jax.Array], None]]:
+        """Time what is inside as generating; what is yielded takes the number of tokens per row."""
+        start, compiled = time.perf_counter(), self.compile
+
+        def generated(lengths: jax.Array) -> None:
+            self.tokens += int(np.sum(np.asarray(lengths)))
+
+        yield generated
+        self.rest += time.perf_counter() - start - (self.compile - compiled)
+
+    def watch(self, streamer: Streamer) -> Streamer:
+        """Return a streamer that passes everything on and keeps the time."""
+        return _Watched(streamer, self)
+
+    def lines(self) -> list[str]:
+        """Return what is to be said."""
+        lines = [f"load {self.load:.2f} s, compile {self.compile:.2f} s"]
+        if self.first:
+            lines.append(
+                f"time to first token {', '.join(f'{seconds:.2f} s' for seconds in self.first)}, compiling included"
+            )
+        speed = f", {self.tokens / self.rest:.1f} tokens/s" if self.tokens and self.rest > 0 else ""
+        lines.append(f"{self.tokens + len(self.first)} tokens{speed}")
+        return lines
+
+
+class _Watched:
+    def __init__(self, streamer: Streamer, stats: Stats):
+        self.streamer, self.stats = streamer, stats
+        self.puts = 0
+        self.start = self.last = 0.0
+
+    def put(self, value: np.ndarray) -> None:
+        """Pass on the prompt or a token."""
+        now = time.perf_counter()
+        if self.puts == 0:
+            self.start = now
+        elif self.puts == 1:
+            self.stats.first.append(now - self.start)
+        else:
+            self.stats.rest += now - self.last
+            self.stats.tokens += 1
+        self.last, self.puts = now, self.puts + 1
+        self.streamer.put(value)
+
+    def end(self) -> None:
+        """Pass it on; the next `put` brings a prompt again."""
+        self.puts = 0
+        self.streamer.end()
