@@ -26,39 +26,44 @@ class Example(NamedTuple):
 
 def text_example(tokenizer: Tokenizer, text: str) -> Example:
     """Return a plain text, all of which is learnt, with the eos token at its end."""
-    ids = tokenizer.encode(text)
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, tokenizer.eos_token_id]
+    ids = _ended(tokenizer, tokenizer.encode(text))
     return Example(ids, ids)
 
 
 def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
     """Return a conversation of which only the assistant's answers are learnt, with the token that ends each.
 
-    Each answer is encoded apart from what precedes it, as it is when it is generated.
+    The ids are those of the whole conversation, except that no token reaches from a question into its answer or the
+    other way round: when an answer is generated, its question's tokens are fixed. What follows the last answer is
+    left out.
 
     Raises:
-        InputError: no answer, or a template that renders the same beginning differently when more follows.
+        InputError: no answer, or one at the very beginning; a template that renders the same beginning differently
+            when more follows.
+        TypeError: no list of messages.
     """
+    if not isinstance(conversation, Sequence) or not all(isinstance(message, Mapping) for message in conversation):
+        raise TypeError('a conversation is a list of messages, {"role": "...", "content": "..."}')
     ids: list[int] = []
     labels: list[int] = []
-    done = ""
+    done = last = ""
     for index, message in enumerate(conversation):
         if message.get("role") != "assistant":
             continue
-        question = tokenizer.render_chat(conversation[:index]) if index else done
+        if index == 0:
+            raise InputError("the conversation begins with an answer: put what it answers before it")
+        question = tokenizer.render_chat(conversation[:index])
         answered = tokenizer.render_chat(conversation[: index + 1], add_generation_prompt=False)
         if not question.startswith(done) or not answered.startswith(question):
             raise InputError(
                 "the chat template changes the beginning of a conversation when more follows, so its answers "
                 'cannot be told apart: train on "text" instead'
             )
-        answer = answered[len(question) :].rstrip()
-        before = tokenizer.encode(question[len(done) :], add_special_tokens=False)
-        learnt = tokenizer.encode(answer, add_special_tokens=False)
+        asked, answer = question[len(done) :], answered[len(question) :].rstrip()
+        before, learnt = _after(tokenizer, last, asked), _after(tokenizer, asked, answer)
         ids += before + learnt
         labels += [IGNORED] * len(before) + learnt
-        done = question + answer
+        done, last = question + answer, answer
     if not any(label != IGNORED for label in labels):
         raise InputError("the conversation has no answer: at least one message needs the role assistant")
     return Example(ids, labels)
@@ -74,17 +79,31 @@ def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
         InputError: a line that is none of these, by its number.
     """
     examples = []
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                examples.append(_example(tokenizer, json.loads(line)))
+                example = _example(tokenizer, _parsed(line.rstrip()))
+                if len(example.ids) < 2:
+                    raise InputError("less than two tokens, so nothing is to be predicted")
+                examples.append(example)
             except (ValueError, TypeError) as error:
                 raise InputError(f"{file}, line {number}: {error}") from error
     if not examples:
         raise InputError(f"{file} has no line to train on")
     return examples
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"no JSON: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise InputError("the JSON is nested too deeply") from error
 
 
 def _example(tokenizer: Tokenizer, entry: Any) -> Example:
@@ -106,16 +125,31 @@ def _completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Example:
         question, answer = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
         return chat_example(tokenizer, [question, answer])
     before = tokenizer.encode(prompt)
-    learnt = tokenizer.encode(completion, add_special_tokens=False)
-    learnt += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    learnt = _ended(tokenizer, _after(tokenizer, prompt, completion))
     return Example(before + learnt, [IGNORED] * len(before) + learnt)
 
 
+def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+
+def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Return the ids of `text` as they are after `before`, or alone where a token would reach across."""
+    first = tokenizer.encode(before, add_special_tokens=False)
+    both = tokenizer.encode(before + text, add_special_tokens=False)
+    if both[: len(first)] == first:
+        return both[len(first) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Put examples into rows of `width` tokens, several in a row where they fit, each in the first row with room.
+    """Put examples into rows of `width` tokens, each in the first of the last 64 rows that has room for it.
 
     Returns the rows, numpy arrays, and the number of examples that were longer than a row and lost their end.
     """
+    if width < 2:
+        raise InputError(f"a row must have at least 2 tokens, one to predict the other from, got {width}")
     rows: list[list[Example]] = []
     room: list[int] = []
     cut = first_open = 0
@@ -129,8 +163,7 @@ def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
             room.append(width)
         rows[row].append(example)
         room[row] -= size
-        # Only the last rows are looked through, so that a long list stays linear.
-        first_open = max(first_open, len(rows) - 64)
+        first_open = max(first_open, len(rows) - 64)  # so that a long list stays linear
     return _rows(rows, width), cut
 
 
@@ -156,6 +189,8 @@ def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBat
     the next epoch's come in.
     """
     count = data.ids.shape[0]
+    if count == 0 or rows < 1:
+        raise InputError(f"there must be at least one row to train on and one per batch, got {count} and {rows}")
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray:

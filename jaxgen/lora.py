@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
 from jaxgen.errors import ConfigError
+from jaxgen.model.linear import LowRank
 
 # The projections of every layer; embeddings and head stay as they are.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -24,7 +27,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
     def updates(node, key):
         chosen = {}
         for index, (name, child) in enumerate(node.items()):
-            if not isinstance(child, dict):
+            if not isinstance(child, Mapping):
                 continue
             own = jax.random.fold_in(key, index)
             if name in targets:
@@ -36,6 +39,13 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
         return chosen
 
     return updates(params, key)
+
+
+def attach(params, updates, scale: float):
+    """Return `params` with the updates beside their weights, for the forward pass, which then adds no matrices."""
+    if set(updates) == {"a", "b"}:
+        return {**params, "weight": LowRank(params["weight"], updates["a"], updates["b"] * scale)}
+    return {name: attach(child, updates[name], scale) if name in updates else child for name, child in params.items()}
 
 
 def merge(params, updates, scale: float):

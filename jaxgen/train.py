@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.lora import merge
+from jaxgen.lora import attach
 from jaxgen.model.causal_lm import forward
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.loss import next_token_loss
@@ -187,7 +187,7 @@ def train_step(
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
 
     def loss(trained, part: TrainBatch, key):
-        params = trained if frozen is None else merge(frozen, trained, cfg.lora_scale)
+        params = trained if frozen is None else attach(frozen, trained, cfg.lora_scale)
         params = jax.tree.map(lambda leaf: leaf.astype(cfg.dtype), params)
         rngs = {"dropout": key} if model.attention_dropout > 0 else None
         return batch_loss(params, part, model, remat=cfg.remat, rngs=rngs)
@@ -251,11 +251,14 @@ def train(
 
     Raises:
         InputError: `directory` holds the state of a run with other settings.
+        ConfigError: training diverges: the loss is no number any more.
     """
-    state = TrainState.create(params, cfg)
-    settings = f"{model} {cfg} {run}"
-    if directory is not None:
-        state = read_state(directory, state, settings) or state
+    begin = functools.partial(TrainState.create, params, cfg)
+    settings = _settings(model, cfg, run)
+    state = None if directory is None else read_state(directory, jax.eval_shape(begin), settings)
+    if state is None:
+        state = begin()
+    del params, begin  # the state has copies; where the caller keeps none, the memory is free
     step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
@@ -267,6 +270,38 @@ def train(
         if directory is not None and (done % save_every == 0 or done == cfg.steps):
             write_state(directory, state, settings)
     return state.params
+
+
+def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
+    """Tell whether `train` with these arguments would go on from a state in `directory`.
+
+    Raises:
+        InputError: there is a state of a run with other settings, or a damaged one.
+    """
+    return read_state(directory, {}, _settings(model, cfg, run)) is not None
+
+
+def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
+    return f"{model} {cfg} {run}"
+
+
+def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
+    """Return the mean cross-entropy per label of all of `data`, computed in `dtype`, `rows` rows at a time."""
+    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # empty rows to fill the last ones up, so that one program does
+    ids, segments = np.pad(data.ids, lacking), np.pad(data.segments, lacking)
+    labels = np.pad(data.labels, lacking, constant_values=-100)
+    total = count = 0.0
+    for start in range(0, len(ids), rows):
+        part = slice(start, start + rows)
+        sums = _sums(params, TrainBatch(ids[part], labels[part], segments[part]), model, dtype)
+        total, count = total + float(sums[0]), count + float(sums[1])
+    return total / count
+
+
+@functools.partial(jax.jit, static_argnames=("model", "dtype"))
+def _sums(params, batch: TrainBatch, model: ModelConfig, dtype: str):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return batch_loss(params, batch, dataclasses.replace(model, dtype=dtype))
 
 
 class _Meter:
@@ -283,10 +318,15 @@ class _Meter:
     def say(self, step: int, metrics: Metrics) -> None:
         losses = np.array([float(m.loss) for m in self.waiting])
         tokens = np.array([float(m.tokens) for m in self.waiting])
+        loss = np.sum(losses * tokens) / max(1.0, np.sum(tokens))
+        if not np.isfinite(loss):
+            raise ConfigError(
+                f"training diverged: the loss is {loss} at step {step}; lower the learning rate or warm up for longer"
+            )
         seconds = time.perf_counter() - self.since
         left = (self.steps - step) * seconds / len(self.waiting)
         self.report(
-            f"step {step}/{self.steps}  loss {np.sum(losses * tokens) / max(1.0, np.sum(tokens)):.4f}  "
+            f"step {step}/{self.steps}  loss {loss:.4f}  "
             f"gradient {float(metrics.gradient_norm):.2f}  rate {float(metrics.learning_rate):.2e}  "
             f"{np.sum(tokens) / seconds:,.0f} tokens/s  {left / 60:.0f} min left"
         )

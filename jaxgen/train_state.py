@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,16 +18,20 @@ import numpy as np
 from jaxgen.errors import InputError
 
 _FILE = "state.npz"
+_PARTIAL = f"{_FILE}.partial"
 State = TypeVar("State")
 
 
 def write_state(directory: Path, state, settings: str) -> None:
     """Write a tree of float32 and int32 arrays; `settings` says what run it belongs to."""
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f"{_FILE}.partial"
+    partial = directory / _PARTIAL
     with open(partial, "wb") as stream:
-        arrays: dict[str, Any] = {"settings": _digest(settings), **_by_name(state)}
-        np.savez(stream, **arrays)
+        with zipfile.ZipFile(stream, "w") as archive:
+            _write_array(archive, "settings", _digest(settings))
+            for name, leaf in _by_name(state).items():
+                # A copy: a jax array that was itself looked at from numpy cannot be overwritten by the next step.
+                _write_array(archive, name, np.asarray(jnp.array(leaf)))
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(directory / _FILE)
@@ -40,22 +47,56 @@ def read_state(directory: Path, like: State, settings: str) -> State | None:
     if not file.is_file():
         return None
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            stored = {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            if arrays["settings"].tobytes() == _digest(settings).tobytes():
+                leaves = [jnp.array(arrays[name]) for name in _by_name(like)]
+                return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
         raise InputError(f"{file} is damaged: {error}; remove {directory} to begin anew") from error
-    if stored.pop("settings").tobytes() != _digest(settings).tobytes():
-        raise InputError(
-            f"{directory} holds the state of a run with other settings or data: "
-            "give those again to go on with it, or remove it to begin anew"
-        )
-    leaves = [jnp.asarray(stored[name]) for name in _by_name(like)]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    raise InputError(
+        f"{directory} holds the state of a run with other settings or data: "
+        "give those again to go on with it, or remove it to begin anew"
+    )
 
 
-def _by_name(tree) -> dict[str, np.ndarray]:
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in paths}
+def remove_state(directory: Path) -> None:
+    """Remove what `write_state` wrote; the directory goes too unless something else is in it."""
+    for name in (_FILE, _PARTIAL):
+        (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keep other processes from training in `directory`, which is made, and removed again if it stays empty.
+
+    Raises:
+        InputError: another process trains there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"another process trains in {directory}: wait for it, or write elsewhere") from error
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+    finally:
+        os.close(lock)
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+        np.lib.format.write_array(entry, array, allow_pickle=False)
+
+
+def _by_name(tree) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _digest(settings: str) -> np.ndarray:

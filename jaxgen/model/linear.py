@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,12 +14,29 @@ from jax import lax
 _FEW_ROWS = 16
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+@flax.struct.dataclass
+class LowRank:
+    """A weight `[F, D]` with an update that is kept apart: what is meant is `weight + b a`.
+
+    Attributes:
+        weight: `[F, D]`.
+        a: `[r, D]`.
+        b: `[F, r]`.
+    """
+
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+
+def linear(x: jax.Array, weight: jax.Array | LowRank, bias: jax.Array | None = None) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch keeps it.
 
     Products are accumulated in float32. float32 operands are never rounded to a shorter format on the way, as in
     torch, whatever `jax_default_matmul_precision` says.
     """
+    if isinstance(weight, LowRank):
+        return linear(x, weight.weight, bias) + linear(linear(x, weight.a), weight.b)
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     on_cpu = jax.default_backend() == "cpu"
@@ -38,11 +56,39 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply `rows [R, D]` with `weight [F, D]`: float32[R, F]."""
+    return _contract(rows, weight, 1, 1) if weight.dtype == jnp.float32 else _narrow_product(rows, weight)
+
+
+@jax.custom_vjp
+def _narrow_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Do so for 16-bit operands, with gradients that are 16-bit products too, as in torch.
+
+    jax's own gradient has a float32 factor, because the result is float32, and converts the other one to it.
+    """
+    return _contract(rows, weight, 1, 1)
+
+
+def _keep_operands(rows: jax.Array, weight: jax.Array):
+    return _narrow_product(rows, weight), (rows, weight)
+
+
+def _narrow_gradients(operands: tuple[jax.Array, jax.Array], change: jax.Array):
+    rows, weight = operands
+    change = change.astype(weight.dtype)
+    to_rows, to_weight = _contract(change, weight, 1, 0), _contract(change, rows, 0, 0)
+    return to_rows.astype(rows.dtype), to_weight.astype(weight.dtype)
+
+
+_narrow_product.defvjp(_keep_operands, _narrow_gradients)
+
+
+def _contract(left: jax.Array, right: jax.Array, of_left: int, of_right: int) -> jax.Array:
+    """Sum over one axis of each matrix: float32."""
     return lax.dot_general(
-        rows,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=precision(weight.dtype),
+        left,
+        right,
+        (((of_left,), (of_right,)), ((), ())),
+        precision=precision(right.dtype),
         preferred_element_type=jnp.float32,
     )
 
