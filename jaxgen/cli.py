@@ -24,7 +24,7 @@ from jaxgen.generate import generate
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.hub import local_directory
 from jaxgen.memory import check_memory
-from jaxgen.model.config import DTYPES, ModelConfig
+from jaxgen.model.config import DTYPES
 from jaxgen.stats import Stats
 from jaxgen.streaming import TextStreamer
 from jaxgen.tokenizer import Batch, Tokenizer
@@ -133,10 +133,11 @@ def _run(options: argparse.Namespace) -> None:
     stats = Stats()
     directory = local_directory(options.model) if options.model is not None else DEMO
     cfg = _with_options(open_checkpoint(directory).cfg, options)
+    assert cfg.model is not None
     tokenizer = Tokenizer.from_pretrained(directory)
     requests = read_requests(options.input, options.system, tokenizer, options.raw) if options.input else None
     batch = _encode(tokenizer, options) if requests is None and not options.chat else None
-    chat = Chat(tokenizer, _held(cfg), options.system) if options.chat else None
+    chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
     if batch is not None:
         cfg = limit(cfg, options, batch.ids.shape[1])
     rows, width = (1, 1) if batch is None else batch.ids.shape
@@ -220,7 +221,8 @@ def _with_options(cfg: GenerationConfig, options: argparse.Namespace) -> Generat
 
 def limit(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> GenerationConfig:
     """Settle how many tokens may follow the longest prompt, of `prompt` tokens."""
-    held = _held(cfg)
+    assert cfg.model is not None
+    held = cfg.model.context_length
     if prompt >= held:
         raise InputError(f"the prompt has {prompt} tokens and the model holds {held}, answer included: shorten it")
     if options.max_length is not None:
@@ -240,13 +242,6 @@ def limit(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> Ge
             f"--max-new-tokens can be {held - prompt} at most"
         )
     return cfg.replace(max_new_tokens=new_tokens)
-
-
-def _held(cfg: GenerationConfig) -> int:
-    """Return how many tokens the model's positions are made for; a scaled RoPE stretches them."""
-    assert isinstance(cfg.model, ModelConfig)
-    original = cfg.model.rope.original_max_position_embeddings or cfg.model.max_position_embeddings
-    return max(cfg.model.max_position_embeddings, int(original * (cfg.model.rope.factor or 1)))
 
 
 def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:

@@ -176,8 +176,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
 
 
 def _width(wanted: int | None, model: ModelConfig) -> int:
-    original = model.rope.original_max_position_embeddings or model.max_position_embeddings
-    held = max(model.max_position_embeddings, int(original * (model.rope.factor or 1)))
+    held = model.context_length
     if wanted is not None and wanted > held:
         raise InputError(f"--width {wanted} is more than the {held} tokens that the model holds: lower it")
     return min(WIDTH, held) if wanted is None else wanted

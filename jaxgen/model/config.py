@@ -181,6 +181,12 @@ class ModelConfig:
     attention_dropout: float = 0.0
     dtype: str = "float32"
 
+    @property
+    def context_length(self) -> int:
+        """How many tokens the positions are made for; a scaled RoPE stretches them."""
+        original = self.rope.original_max_position_embeddings or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * (self.rope.factor or 1)))
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json of `model_type` qwen2 or llama.

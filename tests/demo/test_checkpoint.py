@@ -1,0 +1,70 @@
+"""The checkpoint in the package does what its card says."""
+
+import itertools
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from convert import load_hf
+from jaxgen import Tokenizer, cli
+from jaxgen.demo import corpus
+from jaxgen.demo.__main__ import held_out_loss, tell
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CARD = (cli.DEMO / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return *load_hf(cli.DEMO), Tokenizer.from_pretrained(cli.DEMO)
+
+
+def test_it_is_small(demo):
+    params, cfg, tokenizer = demo
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    assert sum(file.stat().st_size for file in cli.DEMO.iterdir() if file.is_file()) < 4_000_000
+    assert cfg.model.vocab_size == len(tokenizer)
+    assert f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters" in CARD
+
+
+def test_unseen_requests_get_their_story(demo):
+    requests = corpus.requests(7, 50)
+    stories = tell(*demo, [request.prompt for request in requests])
+    complete = 0
+    for request, story in zip(requests, stories, strict=True):
+        words = re.findall(r"[a-z]+", f"{request.hero} {request.thing}".lower())
+        complete += all(word in story.lower() for word in words)
+        assert 40 < len(story.split()) < 250, story
+        assert story.isascii()
+        assert story.rstrip()[-1] in '.!?"', story
+    assert complete >= 45
+
+
+def test_held_out_loss_is_that_of_the_card(demo):
+    params, cfg, tokenizer = demo
+    stated = float(re.search(r"held-out loss \| ([\d.]+)", CARD)[1])
+    assert abs(held_out_loss(params, cfg.model, tokenizer) - stated) < 0.01
+
+
+def test_it_knows_what_it_is(demo):
+    params, cfg, tokenizer = demo
+    (answer,) = tell(params, cfg, tokenizer, ["Who are you?"])
+    assert "jaxgen" in answer
+
+
+def test_the_gallery_is_not_picked():
+    prompts = re.findall(r"^> \*\*(.*)\*\*$", README, re.MULTILINE)
+    assert prompts == [request.prompt for request in corpus.requests(1, 10)]
+
+
+def test_the_tokenizer_loses_nothing(demo):
+    tokenizer = demo[2]
+    texts = [turn["content"] for talk in itertools.islice(corpus.conversations(5), 50) for turn in talk]
+    for text in [*texts, "Ünïcode ☃ and\ttabs\n\n  spaces"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    lengths = [len(tokenizer.encode(text)) / len(text.split()) for text in texts if len(text.split()) > 50]
+    assert np.mean(lengths) < 1.8
