@@ -121,7 +121,7 @@ def _explain(error: Exception, name: str, revision: str | None) -> str:
         advice = _LOG_IN if status in (401, 403) else "try again later"
         return f"{name} cannot be fetched: {hub} answered {status}: {advice}"
     lacking = "" if cause is error else ", and the cache lacks it or a part of it"
-    return f"{name} cannot be fetched from {hub}{lacking}: {_line(cause)}"
+    return f"{name} is no directory here and cannot be fetched from {hub}{lacking}: {_line(cause)}"
 
 
 def _line(error: Exception) -> str:

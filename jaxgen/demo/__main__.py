@@ -179,7 +179,7 @@ def _say(line: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxgen.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="the directory for the checkpoint's files")
-    parser.add_argument("--steps", type=int, default=1900, help=f"of {ROWS} x {WIDTH} tokens each (default: 1900)")
+    parser.add_argument("--steps", type=int, default=2200, help=f"of {ROWS} x {WIDTH} tokens each (default: 2200)")
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate (default: 0.003)")
     parser.add_argument("--conversations", type=int, default=100_000, help="to train on (default: 100000)")
     parser.add_argument("--seed", type=int, default=0)

@@ -60,7 +60,7 @@ Please tell me something|Do you know a story?|I am bored|Tell me a short story|S
 """
 _OPENINGS = (
     "Once upon a time, there was {a_whole} called {name}. {He} lived {home}.",
-    "Once upon a time, {a_whole} lived {home}. {His} name was {name}.",
+    "Once upon a time, {a_whole} named {name} lived {home}.",
     "{Home}, there lived {a_whole} named {name}.",
     "There once was {a_whole} named {name} who lived {home}.",
     "A long time ago, {a_whole} called {name} lived {home}.",
