@@ -94,7 +94,7 @@ def checkpoint_directory(path) -> Path:
         )
     advice = "give a local checkpoint directory"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(given)):
-        advice += "; a model on the Hugging Face hub is fetched by jaxgen.hub.local_directory"
+        advice += "; a model on the Hugging Face Hub is fetched by jaxgen.hub.local_directory"
     raise CheckpointError([f"{given} is not a directory: {advice}"])
 
 

@@ -9,14 +9,13 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from convert import CheckpointError, load_hf
 from convert.hf import open_checkpoint
-from jaxgen import arguments
+from jaxgen import arguments, demo
 from jaxgen.batch_run import read_requests, write_answers
 from jaxgen.chat import Chat, converse
 from jaxgen.errors import InputError, JaxgenError, JaxgenWarning
@@ -30,7 +29,6 @@ from jaxgen.streaming import TextStreamer
 from jaxgen.tokenizer import Batch, Tokenizer
 
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
-DEMO = Path(__file__).with_name("demo")
 DEFAULT_NEW_TOKENS = 256
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a cut file would name all tensors that it lost
@@ -131,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     # Everything is checked before the weights are read, which can take long.
     stats = Stats()
-    directory = local_directory(options.model) if options.model is not None else DEMO
+    directory = local_directory(options.model) if options.model is not None else demo.PATH
     cfg = _with_options(open_checkpoint(directory).cfg, options)
     assert cfg.model is not None
     tokenizer = Tokenizer.from_pretrained(directory)

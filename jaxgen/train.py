@@ -262,8 +262,9 @@ def train(
     step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
-        state, metrics = step_of(state, jax.device_put(batches(step)), frozen)
-        meter.count(metrics)
+        batch = batches(step)
+        state, metrics = step_of(state, jax.device_put(batch), frozen)
+        meter.count(metrics, int(np.sum(np.asarray(batch.segments) > 0)))
         done = step + 1
         if done % report_every == 0 or done == cfg.steps:
             meter.say(done, metrics)
@@ -310,15 +311,17 @@ class _Meter:
     def __init__(self, steps: int, report: Callable[[str], None]):
         self.steps, self.report = steps, report
         self.waiting: list[Metrics] = []
+        self.tokens = 0
         self.since = time.perf_counter()
 
-    def count(self, metrics: Metrics) -> None:
+    def count(self, metrics: Metrics, tokens: int) -> None:
         self.waiting.append(metrics)
+        self.tokens += tokens
 
     def say(self, step: int, metrics: Metrics) -> None:
         losses = np.array([float(m.loss) for m in self.waiting])
-        tokens = np.array([float(m.tokens) for m in self.waiting])
-        loss = np.sum(losses * tokens) / max(1.0, np.sum(tokens))
+        labels = np.array([float(m.tokens) for m in self.waiting])
+        loss = np.sum(losses * labels) / max(1.0, np.sum(labels))
         if not np.isfinite(loss):
             raise ConfigError(
                 f"training diverged: the loss is {loss} at step {step}; lower the learning rate or warm up for longer"
@@ -328,7 +331,8 @@ class _Meter:
         self.report(
             f"step {step}/{self.steps}  loss {loss:.4f}  "
             f"gradient {float(metrics.gradient_norm):.2f}  rate {float(metrics.learning_rate):.2e}  "
-            f"{np.sum(tokens) / seconds:,.0f} tokens/s  {left / 60:.0f} min left"
+            f"{self.tokens / seconds:,.0f} tokens/s  {left / 60:.0f} min left"
         )
         self.waiting.clear()
+        self.tokens = 0
         self.since = time.perf_counter()

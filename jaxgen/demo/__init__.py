@@ -1,0 +1,5 @@
+"""The small checkpoint that comes with the package, in Hugging Face's layout, and how it was made."""
+
+from pathlib import Path
+
+PATH = Path(__file__).parent

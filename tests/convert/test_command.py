@@ -51,7 +51,7 @@ def test_bad_input_as_a_process():
     assert process.returncode == 2
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert "download it first" in err
+    assert "jaxgen.hub.local_directory" in err
 
 
 def test_interrupted(qwen2, tmp_path):

@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from convert import load_hf
-from jaxgen import Tokenizer, cli
-from jaxgen.demo import corpus
+from jaxgen import Tokenizer
+from jaxgen.demo import PATH, corpus
 from jaxgen.demo.__main__ import held_out_loss, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CARD = (cli.DEMO / "README.md").read_text(encoding="utf-8")
+CARD = (PATH / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def demo():
-    return *load_hf(cli.DEMO), Tokenizer.from_pretrained(cli.DEMO)
+    return *load_hf(PATH), Tokenizer.from_pretrained(PATH)
 
 
 def test_it_is_small(demo):
     params, cfg, tokenizer = demo
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
-    assert sum(file.stat().st_size for file in cli.DEMO.iterdir() if file.is_file()) < 4_000_000
+    assert sum(file.stat().st_size for file in PATH.iterdir() if file.is_file()) < 4_000_000
     assert cfg.model.vocab_size == len(tokenizer)
     assert f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters" in CARD
 
