@@ -63,14 +63,14 @@ def test_a_long_conversation():
     cfg = counting_config(max_new_tokens=5, pad_token_id=0)
     params = counting_params(cfg)
     cache = None
-    for turn in range(30):
+    for turn in range(15):
         out = generate(params, [[turn + 1], [turn + 7]], None, cfg, cache=cache)
         assert generated(out, 1) == [(turn + 8 + step) % 50 for step in range(5)]
         cache = out.cache
         assert cache.total_known.tolist() == [6 * (turn + 1)] * 2
         assert cache.total_length.tolist() == [6 * (turn + 1) - 1] * 2
     kept = np.concatenate([np.asarray(part.tokens)[0, : int(part.known[0])] for part in cache.parts])
-    assert kept.tolist() == [(turn + 1 + step) % 50 for turn in range(30) for step in range(6)]
+    assert kept.tolist() == [(turn + 1 + step) % 50 for turn in range(15) for step in range(6)]
 
 
 def test_max_length_counts_what_the_cache_holds():

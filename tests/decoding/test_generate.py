@@ -254,7 +254,7 @@ def test_warpers_that_are_not_built_are_refused_when_sampling(name):
 
 @pytest.mark.parametrize(
     "name",
-    "inputs_embeds cache logits_processor stopping_criteria prefix_allowed_tokens_fn negative_prompt_ids "
+    "inputs_embeds logits_processor stopping_criteria prefix_allowed_tokens_fn negative_prompt_ids "
     "negative_prompt_attention_mask tokenizer assistant hook".split(),
 )
 def test_keywords_that_are_not_built_are_refused_by_name(name):

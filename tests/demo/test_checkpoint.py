@@ -44,6 +44,7 @@ def test_unseen_requests_get_their_story(demo):
     assert complete >= 45
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_that_of_the_card(demo):
     params, cfg, tokenizer = demo
     stated = float(re.search(r"held-out loss \| ([\d.]+)", CARD)[1])
