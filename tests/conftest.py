@@ -1,6 +1,9 @@
 import os
 from pathlib import Path
 
+# Compiling is most of the time, and LLVM's optimisations are a third of it. CI runs with them: XLA_FLAGS is set there.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 import jax
 import pytest
 

@@ -34,6 +34,7 @@ class TestChat:
     def test_turns(self, say):
         assert say("A\nB\n\nC") == (0, '!"#$\n' * 3, "")
 
+    @pytest.mark.slow
     def test_the_cache_is_kept_and_says_the_same(self, say, monkeypatch):
         asked = []
         generate = cli.generate

@@ -119,6 +119,7 @@ class TestResult:
             assert np.linalg.matrix_rank(np.asarray(new[name] - old[name]), tol=1e-4) <= 4
 
     @pytest.mark.parametrize("rank", [0, 2])
+    @pytest.mark.slow
     def test_weights_keep_their_dtypes(self, run, data, tmp_path, rank):
         base = write_checkpoint(tmp_path / "half", "bfloat16")
         status, err = run(model=base, steps=40, lora=rank, learning_rate=1e-2, eval_data=data)
@@ -143,6 +144,7 @@ class TestResult:
         (line,) = [line for line in err.splitlines() if line.startswith("jaxgen: warning:")]
         assert f"1 of 3 examples are longer than {lengths[1]} tokens and lost their end" in line
 
+    @pytest.mark.slow
     def test_an_end_that_the_checkpoint_does_not_know(self, run, checkpoint, tmp_path):
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         (base / "generation_config.json").write_text('{"eos_token_id": 3}')
@@ -338,6 +340,7 @@ class TestParts:
         np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
         assert np.isfinite(losses[0])
 
+    @pytest.mark.slow
     def test_low_rank_updates_take_no_copy_of_the_frozen_weights(self):
         def taken(layers: int) -> int:
             model = model_config(**{**SMALL, "hidden_size": 256, "num_hidden_layers": layers})

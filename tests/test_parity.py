@@ -149,6 +149,7 @@ def test_greedy_tokens(source, number, group):
 
 
 @pytest.mark.filterwarnings("ignore:.*is more than there is room for")
+@pytest.mark.slow
 def test_greedy_scores_and_logits_of_each_step():
     compared = 0
     with np.load(GOLDENS / "441" / "greedy_steps.npz") as steps:

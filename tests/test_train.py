@@ -82,6 +82,7 @@ def test_rematerialised_layers_have_the_same_gradient_and_keep_less():
     assert remade.as_text().count(" dot(") > kept.as_text().count(" dot(")
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_and_float32_is_kept():
     data = take(rows(), 4)
     cfg = TrainConfig(steps=10, learning_rate=1e-3, dtype="bfloat16")

@@ -79,6 +79,7 @@ def test_max_length_counts_what_the_cache_holds():
     assert out.lengths.tolist() == [21 - (len(prompt) + 8 + 1) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_return_sequences_go_on_each_by_itself():
     cfg = CFG.replace(do_sample=True, num_return_sequences=2, temperature=2.0)
     first = start(cfg, jax.random.key(1))

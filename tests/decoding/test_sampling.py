@@ -82,6 +82,7 @@ def test_a_row_is_alone(do_sample):
     assert len({tuple(generated(batch, row)) for row in range(8)}) > 4
 
 
+@pytest.mark.slow
 def test_sequence_i_of_n_is_the_same_for_any_n_and_alone():
     key = jax.random.key(5)
     ids, mask = left_pad(PROMPTS[:3])

@@ -183,6 +183,7 @@ def test_loss_is_the_mean_cross_entropy_of_shifted_labels():
         run(ids, labels=jnp.asarray(labels), logits_to_keep=1)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_loss_agree_with_differences():
     ids = jnp.asarray(tokens(2, 6), jnp.int32)
 
