@@ -257,6 +257,8 @@ _ASKED = (
     _next,
     _listing,
     _count,
+    _sum,  # a hundred sums and as many differences have to be learnt by heart
+    _sum,
     _sum,
     _bigger,
 )
