@@ -56,10 +56,85 @@ def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
 
 
 def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
-    """Keep the tokens at least p times as probable as the most probable one: `MinPLogitsWarper`."""
-    probs = jax.nn.softmax(scores, axis=-1)
-    kept = probs >= p * jnp.max(probs, axis=-1, keepdims=True)
-    if min_tokens_to_keep > 1:
-        rows = jnp.arange(scores.shape[0])[:, None]
-        kept = kept.at[rows, lax.top_k(scores, min_tokens_to_keep)[1]].set(True)
-    return jnp.where(kept, scores, BANNED)
+    """Keep the tokens at least p times as probable as the most probable one: `MinPLogitsWarper`. p = 0 keeps all."""
+    kept = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)) >= p
+    return jnp.where(_with_first(kept, scores, min_tokens_to_keep), scores, BANNED)
+
+
+def typical(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+    """Keep the tokens whose surprise is nearest to the expected one, until their mass is reached.
+
+    `TypicalLogitsWarper` (arXiv 2202.00666). The most probable token can be among those that go. Of tokens equally
+    near at the boundary all are kept, of the `min_tokens_to_keep` nearest ones those of the lowest index. mass = 1
+    keeps all.
+    """
+    rows = scores.shape[0]
+    mass = jnp.broadcast_to(jnp.reshape(mass, (-1,)), (rows,))
+    log_probs = jax.nn.log_softmax(scores, axis=-1)
+    probs = jnp.exp(log_probs)
+    distance = jnp.abs(-log_probs - _entropy(log_probs))
+    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # in the order of the distances, which are not negative
+
+    def falls_short(value: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
+
+    kept = (bits <= largest(falls_short, rows, bits=31)[:, None]) | (mass >= 1)[:, None]
+    return jnp.where(_with_first(kept, -distance, min_tokens_to_keep), scores, BANNED)
+
+
+def epsilon(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+    """Keep the tokens at least as probable as the cutoff: `EpsilonLogitsWarper` (arXiv 2210.15191).
+
+    The `min_tokens_to_keep` most probable ones, and all that equal the last of them, are kept anyway. A cutoff of 0
+    keeps all.
+    """
+    kept = jax.nn.softmax(scores, axis=-1) >= cutoff
+    return jnp.where(kept | _reaches_kth(scores, min_tokens_to_keep), scores, BANNED)
+
+
+def eta(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+    """Cut like `epsilon`, but lower where the entropy H is high: at `min(cutoff, sqrt(cutoff) * exp(-H))`.
+
+    `EtaLogitsWarper` (arXiv 2210.15191).
+    """
+    log_probs = jax.nn.log_softmax(scores, axis=-1)
+    return epsilon(scores, jnp.minimum(cutoff, jnp.sqrt(cutoff) * jnp.exp(-_entropy(log_probs))), min_tokens_to_keep)
+
+
+def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
+    """Keep the most probable tokens whose entropy is at most `value` times that of the 100 most probable ones.
+
+    `TopHLogitsWarper` of release 5 (arXiv 2509.02510). The entropy is that of the 100 alone, each token has its term
+    in it, and the most probable token is kept anyway. A value of 1 keeps the 100.
+    """
+    best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
+    log_probs = jax.nn.log_softmax(best, axis=-1)
+    entropy = jnp.cumsum(_entropy_terms(log_probs), axis=-1)
+    kept = (entropy <= value * entropy[:, -1:]).at[:, 0].set(True)
+    rows = jnp.arange(scores.shape[0])[:, None]
+    return jnp.full_like(scores, BANNED).at[rows, tokens].set(jnp.where(kept, best, BANNED), unique_indices=True)
+
+
+def _entropy_terms(log_probs: jax.Array) -> jax.Array:
+    probs = jnp.exp(log_probs)
+    return jnp.where(probs > 0, -probs * log_probs, 0.0)
+
+
+def _entropy(log_probs: jax.Array) -> jax.Array:
+    """float32[rows, 1], in nats."""
+    return jnp.sum(_entropy_terms(log_probs), axis=-1, keepdims=True)
+
+
+def _with_first(kept: jax.Array, order: jax.Array, count: int) -> jax.Array:
+    """Add the `count` tokens that are highest in `order float32[rows, V]`; one is taken to be kept already."""
+    if count == 1:
+        return kept
+    rows = jnp.arange(kept.shape[0])[:, None]
+    return kept.at[rows, lax.top_k(order, min(count, order.shape[-1]))[1]].set(True)
+
+
+def _reaches_kth(scores: jax.Array, k: int) -> jax.Array:
+    """bool[rows, V]: which scores are at least the k-th highest."""
+    if k == 1:
+        return scores >= jnp.max(scores, axis=-1, keepdims=True)
+    return scores >= lax.top_k(scores, min(k, scores.shape[-1]))[0][:, -1:]
