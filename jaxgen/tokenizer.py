@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxgen import chat_template
 from jaxgen.errors import ConfigError, InputError
+from jaxgen.token_bytes import token_bytes
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -253,6 +254,21 @@ class Tokenizer:
             self.decode(row[start : start + length], skip_special_tokens, clean_up_tokenization_spaces)
             for row, length in zip(sequences, lengths, strict=True)
         ]
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Return what each id adds to a text; None for a special token and for an id without a token.
+
+        The list is as long as the vocabulary with the added tokens. Joined, the bytes of a text's ids are the text in
+        UTF-8; those of one token may be part of a character. A SentencePiece token that starts with a space has it
+        here wherever it stands, though `decode` leaves out the space in front of a whole text.
+
+        Raises ConfigError for a tokenizer whose text is not its tokens' one after the other.
+        """
+        return list(self._token_bytes)
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes | None]:
+        return token_bytes(self.backend)
 
     def _special(self, name: str) -> tuple[str | None, int | None]:
         token = self.special_tokens.get(name)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import processors
+from tokenizers import decoders, models, processors
 
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.tokenizer import Tokenizer, clean_up
@@ -173,6 +173,84 @@ class TestDecode:
         assert Tokenizer(byte_level_backend()).decode(ids) == clean
         by_class = Tokenizer(llama_backend(), {"tokenizer_class": "LlamaTokenizer"})
         assert by_class.decode(by_class.encode("a , b")) == "a , b"
+
+
+def text_of(tok: Tokenizer, ids) -> bytes:
+    table = tok.token_bytes()
+    return b"".join(table[i] or b"" for i in ids)
+
+
+class TestTokenBytes:
+    def test_byte_level(self):
+        tok = byte_level()
+        table = tok.token_bytes()
+        assert len(table) == len(tok) == 263
+        assert table[260:] == [None, None, None]
+        assert sorted(b for b in table[:256] if b) == [bytes([n]) for n in range(256)]
+        assert table[256:260] == [b"he", b"ll", b"hell", b" he"]
+        text = "he hell\n\0 wörld 👋"
+        assert text_of(tok, tok.encode(text + "<|im_end|>")) == text.encode()
+
+    def test_byte_fallback(self):
+        tok = llama()
+        table = tok.token_bytes()
+        assert len(table) == len(tok)
+        assert table[:3] == [None, None, None]
+        assert table[3:259] == [bytes([n]) for n in range(256)]
+        assert table[tok.backend.token_to_id("▁hell")] == b" hell"
+        assert table[tok.backend.token_to_id("\ufffd")] == "\ufffd".encode()
+        text = "hell  é\n👋"
+        assert text_of(tok, tok.encode(text)) == b" " + text.encode()
+
+    def test_real_qwen(self, data, qwen):
+        table = qwen.token_bytes()
+        assert len(table) == len(qwen)
+        assert [i for i, b in enumerate(table) if b is None] == list(range(151643, 151657))
+        assert table[151657] == b"<tool_call>"
+        decoded = qwen.backend.decode_batch([[i] for i in range(len(qwen))])
+        assert decoded == [(b or b"").decode(errors="replace") for b in table]
+        for vector in json.loads((data / "vectors" / "qwen2.5-tokenization.json").read_text(encoding="utf-8")):
+            if not vector["parse_special"]:
+                assert text_of(qwen, vector["ids"]) == vector["text"].encode()
+
+    @pytest.mark.parametrize("name", ["stories260K-hf", "babyllama105-hf"])
+    def test_real_sentencepiece(self, data, name):
+        tok = Tokenizer.from_pretrained(data / "checkpoints" / name)
+        table = tok.token_bytes()
+        assert len(table) == len(tok)
+        a = tok.encode("a")[-1]
+        decoded = tok.backend.decode_batch([[a, i] for i in range(len(table))])
+        assert decoded == ["a" + (b or b"").decode(errors="replace") for b in table]
+        assert text_of(tok, tok.encode("Once upon a time, there")) == b" Once upon a time, there"
+
+    def test_metaspace_and_added_tokens(self):
+        backend = tokenizers.Tokenizer(models.BPE({"▁a": 0, "<0x41>": 1}, []))
+        backend.decoder = decoders.Metaspace()
+        tok = Tokenizer(backend, {"added_tokens_decoder": {"2": {"content": "[x y]"}, "3": {"content": "é"}}})
+        assert tok.token_bytes() == [b" a", b"<0x41>", b"[x y]", "é".encode()]
+        tok.token_bytes().clear()
+        assert len(tok.token_bytes()) == 4
+        backend.decoder = decoders.ByteLevel()
+        # é is also GPT-2's sign for the byte E9, and so the library decodes it
+        assert Tokenizer(backend).token_bytes()[2:] == [b"[x y]", b"\xe9"]
+        assert backend.decode([3]) == "\ufffd"
+
+    @pytest.mark.parametrize(
+        "decoder",
+        [
+            None,
+            decoders.WordPiece(),
+            decoders.Strip(" ", 1, 0),
+            decoders.Replace(tokenizers.Regex("a"), "b"),
+            decoders.Sequence([decoders.Fuse(), decoders.Replace("▁", " ")]),
+        ],
+    )
+    def test_decoders_of_more_than_one_token(self, decoder):
+        backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+        if decoder is not None:
+            backend.decoder = decoder
+        with pytest.raises(ConfigError, match="decoder"):
+            Tokenizer(backend).token_bytes()
 
 
 class TestBatch:

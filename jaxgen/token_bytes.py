@@ -1,0 +1,85 @@
+"""The bytes that each token adds to a text, read off the tokenizer's decoder."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tokenizers
+
+from jaxgen.errors import ConfigError
+
+# GPT-2 writes a byte as one printable character: itself where it is one, else the next free one from 256 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
+
+FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
+    """Return the bytes of each id behind other text; None for a special token and for an id without a token.
+
+    Raises ConfigError for a decoder that makes more of several tokens than their bytes one after the other.
+    """
+    to_bytes = _decoder(backend)
+    special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    for token, index in vocabulary.items():
+        if index not in special:
+            table[index] = to_bytes(token)
+    return table
+
+
+def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """Turn the decoder's steps into one function of a single token."""
+    if backend.decoder is None:
+        raise ConfigError("tokenizer.json has no decoder: it puts a space between any two tokens, which none has alone")
+    replacements: list[tuple[str, str]] = []
+    to_bytes, fused = str.encode, False
+    for step in _steps(json.loads(backend.decoder.__getstate__())):
+        kind, pattern = step["type"], step.get("pattern", {})
+        still_text = to_bytes is str.encode and not fused
+        if kind == "Fuse":
+            fused = True
+        elif kind == "Strip" and fused:
+            pass  # at the ends of the whole text only
+        elif kind == "Replace" and "String" in pattern and still_text:
+            replacements.append((pattern["String"], step["content"]))
+        elif kind == "Metaspace" and still_text:
+            replacements.append((step["replacement"], " "))
+        elif kind in ("ByteLevel", "ByteFallback") and still_text:
+            to_bytes = _byte_level if kind == "ByteLevel" else _byte_fallback
+        else:
+            raise ConfigError(
+                f"the step {step} of tokenizer.json's decoder does not say what one token adds to the text; known are "
+                "ByteLevel, ByteFallback, Metaspace, Replace of a string, Fuse, and Strip after Fuse"
+            )
+
+    def convert(token: str) -> bytes:
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return to_bytes(token)
+
+    return convert
+
+
+def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        yield decoder
+        return
+    for step in decoder["decoders"]:
+        yield from _steps(step)
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF[character] for character in token])
+    except KeyError:  # an added token, which is written as it is
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    match = FALLBACK.fullmatch(token)
+    return bytes.fromhex(match[1]) if match else token.encode()
