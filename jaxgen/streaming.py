@@ -1,7 +1,9 @@
 """Text out of ids as they come, never half a character."""
 
+import queue
 import re
 import sys
+import threading
 from typing import Any, TextIO
 
 import numpy as np
@@ -125,3 +127,77 @@ class TextStreamer:
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print text that will not change any more."""
         print(text, end="\n" if stream_end else "", file=self.file or sys.stdout, flush=True)
+
+
+class TextIteratorStreamer(TextStreamer):
+    """Hand the text to another thread that iterates over it, after HF's `TextIteratorStreamer`.
+
+    `generate` runs in a thread of its own and the text comes as it is generated. What `generate` raises would end
+    that thread only and leave the iteration waiting; `error` passes it on, and it is raised where the text is read:
+
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+
+        def run():
+            try:
+                generate(params, batch.ids, None, cfg, streamer=streamer)
+            except BaseException as error:
+                streamer.error(error)
+
+        threading.Thread(target=run).start()
+        for text in streamer:
+            print(text, end="", flush=True)
+
+    `timeout` is how many seconds to wait for the next token, None for ever; compiling comes before the first one. After
+    it the iteration raises `queue.Empty`. A streamer may serve one run after the other: an iteration ends with its
+    run, the next `for` waits for the next one. Ending an iteration early does not stop the run.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any
+    ):
+        super().__init__(tokenizer, skip_prompt, file=None, **decode_kwargs)
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+                raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+            if not 0 <= timeout <= threading.TIMEOUT_MAX:
+                raise InputError(
+                    f"timeout must be 0 to {threading.TIMEOUT_MAX:.0f} seconds, or None to wait for ever, got {timeout}"
+                )
+        self.timeout = timeout
+        self.text_queue: queue.Queue[str | BaseException | None] = queue.Queue()
+        self._ended = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Put the text into the queue, and None behind the last."""
+        self.text_queue.put(text)
+        if stream_end:
+            self.text_queue.put(None)
+
+    def error(self, exception: BaseException) -> None:
+        """End the run: the iteration gives out the text so far and raises the exception."""
+        if not isinstance(exception, BaseException):
+            raise TypeError(f"error takes an exception, got {exception!r}")
+        self._prompt_comes = True
+        try:
+            self.on_finalized_text(self._stream.end())
+        finally:
+            self.text_queue.put(exception)
+
+    def __iter__(self) -> "TextIteratorStreamer":
+        self._ended = False
+        return self
+
+    def __next__(self) -> str:
+        while not self._ended:
+            try:
+                item = self.text_queue.get(timeout=self.timeout)
+            except queue.Empty:
+                raise queue.Empty(
+                    f"no token came for {self.timeout} seconds: give a longer timeout, or see whether generate failed"
+                ) from None
+            self._ended = not isinstance(item, str)
+            if isinstance(item, BaseException):
+                raise item
+            if item:
+                return item
+        raise StopIteration

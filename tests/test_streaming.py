@@ -1,4 +1,7 @@
 import io
+import queue
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxgen import GenerationConfig, generate
 from jaxgen.errors import InputError
-from jaxgen.streaming import TextStream, TextStreamer
+from jaxgen.streaming import TextIteratorStreamer, TextStream, TextStreamer
 from jaxgen.tokenizer import Tokenizer, clean_up
+from tests.models import model_config, random_params
 from tests.tokenizers import byte_level, llama
 
 BYTE_LEVEL, LLAMA = byte_level(), llama()
@@ -173,3 +178,134 @@ class TestTextStreamer:
     def test_one_row_only(self):
         with pytest.raises(InputError, match=r"\(2, 3\)"):
             TextStreamer(BYTE_LEVEL).put(np.zeros((2, 3), np.int32))
+
+
+def in_thread(function, *args, **kwargs) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, kwargs=kwargs, daemon=True)
+    thread.start()
+    return thread
+
+
+def speak(streamer, texts, prompt="prompt", ending=True):
+    streamer.put(BYTE_LEVEL.batch([prompt]).ids)
+    for text in texts:
+        streamer.put(np.array(BYTE_LEVEL.encode(text)))
+    if ending:
+        streamer.end()
+
+
+class TestTextIteratorStreamer:
+    def test_text_comes_while_another_thread_goes_on(self):
+        streamer = TextIteratorStreamer(BYTE_LEVEL, skip_prompt=True, timeout=20)
+        read = threading.Event()
+
+        def run():
+            speak(streamer, ["he", "ll"], ending=False)
+            assert read.wait(20)
+            streamer.put(np.array(BYTE_LEVEL.encode("€")[:2]))
+            streamer.end()
+
+        thread = in_thread(run)
+        assert next(streamer) + next(streamer) == "hell"
+        read.set()
+        assert list(streamer) == ["\ufffd"]
+        thread.join(20)
+
+    def test_prompt_and_decode_options(self):
+        for skip, text in ((False, "prompta.<|im_end|>"), (True, "a.<|im_end|>")):
+            options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": True}
+            streamer = TextIteratorStreamer(BYTE_LEVEL, skip, 20, **options)
+            speak(streamer, ["a .<|im_end|>"])
+            assert "".join(streamer) == text
+        for wrong in ({"file": io.StringIO()}, {"skip_specials": True}):
+            with pytest.raises(TypeError, match=next(iter(wrong))):
+                TextIteratorStreamer(BYTE_LEVEL, **wrong)
+
+    def test_no_piece_is_empty(self):
+        streamer = TextIteratorStreamer(BYTE_LEVEL, timeout=20)
+        speak(streamer, ["<|im_end|>", "a", *["<|end|>"] * 3], prompt="<|im_start|>")
+        assert list(streamer) == ["a"]
+
+    def test_it_ends_for_good_and_serves_the_next_run(self):
+        streamer = TextIteratorStreamer(BYTE_LEVEL, skip_prompt=True)
+        for word in ("he", "ll"):
+            speak(streamer, [word])
+            iterator = iter(streamer)
+            assert list(iterator) == [word]
+            assert next(iterator, "ended") == "ended"
+
+    def test_an_error_is_raised_where_the_text_is_read(self):
+        streamer = TextIteratorStreamer(BYTE_LEVEL, skip_prompt=True)
+
+        def run():
+            try:
+                speak(streamer, ["he", "", "€"], ending=False)
+                streamer.put(np.array(BYTE_LEVEL.encode("€")[:2]))
+                raise MemoryError("no room")
+            except BaseException as error:
+                streamer.error(error)
+
+        thread, pieces = in_thread(run), []
+        with pytest.raises(MemoryError, match="no room"):
+            pieces.extend(streamer)
+        thread.join(20)
+        assert pieces == ["he", "€", "\ufffd"]
+        assert next(streamer, "ended") == "ended"
+        speak(streamer, ["ll"])
+        assert list(streamer) == ["ll"]
+
+    def test_the_text_before_an_error_comes_first(self):
+        streamer = TextIteratorStreamer(BYTE_LEVEL)
+        streamer.put(np.array(BYTE_LEVEL.encode("he€")[:-1]))
+        streamer.error(ValueError("late"))
+        assert [next(streamer), next(streamer)] == ["he", "\ufffd"]
+        with pytest.raises(ValueError, match="late"):
+            next(streamer)
+
+    def test_an_error_is_passed_on_though_decoding_fails_too(self, monkeypatch):
+        streamer = TextIteratorStreamer(BYTE_LEVEL)
+        monkeypatch.setattr(streamer._stream, "end", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            streamer.error(ValueError("first"))
+        with pytest.raises(ValueError, match="first"):
+            next(streamer)
+
+    def test_error_takes_exceptions_only(self):
+        with pytest.raises(TypeError, match="error takes an exception, got 'late'"):
+            TextIteratorStreamer(BYTE_LEVEL).error("late")
+
+    def test_timeout(self):
+        streamer = TextIteratorStreamer(BYTE_LEVEL, timeout=0.05)
+        speak(streamer, ["he"], prompt="<|end|>", ending=False)
+        assert next(streamer) == "he"
+        begin = time.monotonic()
+        with pytest.raises(queue.Empty, match=r"no token came for 0\.05 seconds"):
+            next(streamer)
+        assert 0.04 <= time.monotonic() - begin < 5
+        speak(streamer, [], prompt="ll")
+        assert list(streamer) == ["ll"]
+
+    @pytest.mark.parametrize(
+        ("timeout", "error"), [(-1, InputError), (float("nan"), InputError), (1e30, InputError), ("3", TypeError)]
+    )
+    def test_wrong_timeouts(self, timeout, error):
+        with pytest.raises(error, match=f"timeout must be .* got '?{timeout}".replace("+", r"\+")):
+            TextIteratorStreamer(BYTE_LEVEL, timeout=timeout)
+
+    def test_with_generate(self):
+        model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
+        cfg, params = GenerationConfig(model=model, max_new_tokens=9), random_params(model)
+        ids = BYTE_LEVEL.batch(["hell"]).ids
+
+        def run(cfg):
+            try:
+                generate(params, ids, None, cfg, streamer=streamer)
+            except BaseException as error:
+                streamer.error(error)
+
+        streamer = TextIteratorStreamer(BYTE_LEVEL, skip_prompt=True, timeout=300)
+        in_thread(run, cfg)
+        assert "".join(streamer) == BYTE_LEVEL.decode_batch(generate(params, ids, None, cfg))[0] != ""
+        in_thread(run, cfg.replace(model=None))
+        with pytest.raises(ValueError, match="model is None"):
+            list(streamer)
