@@ -1,0 +1,293 @@
+"""The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed part of the vocabulary, and its detector.
+
+Which tokens are green is a function of key, context and token alone, one integer hash per token, so that marking
+costs O(V) and the detector needs neither model nor vocabulary. The green lists are not those of transformers, which
+come from torch's generator and differ between its devices: text is detected by the library that marked it. They are
+the same on every backend and must stay the same in later releases.
+
+The key has 32 bits and the hash is not a cryptographic one: it keeps marks apart, it does not keep a determined
+reader of much marked text from imitating them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxgen.errors import ConfigError, InputError
+
+_SCHEMES = ("lefthash", "selfhash")
+_DTYPES = {"greenlist_ratio": np.float32, "bias": np.float32, "hashing_key": np.uint32}
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class WatermarkingConfig:
+    """How to mark text: `WatermarkingConfig` of transformers. The numbers are traced, changing them compiles nothing.
+
+    >>> WatermarkingConfig(bias=3).to_hf()["bias"]
+    3.0
+
+    Attributes:
+        greenlist_ratio: the share of the vocabulary that is green, more than 0 and less than 1.
+        bias: what is added to the scores of green tokens.
+        hashing_key: the secret, from 0 to 2**32 - 1.
+        seeding_scheme: "lefthash", where the last token says which tokens are green, or "selfhash", where the last
+            `context_width` tokens do, the token itself included.
+        context_width: as said; rows with fewer tokens than this are not marked.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+        TypeError: a value of the wrong type.
+    """
+
+    greenlist_ratio: float | np.ndarray | jax.Array = 0.25
+    bias: float | np.ndarray | jax.Array = 2.0
+    hashing_key: int | np.ndarray | jax.Array = 15485863
+    seeding_scheme: str = "lefthash"
+    context_width: int = 1
+
+    def __post_init__(self):
+        for name, dtype in _DTYPES.items():
+            object.__setattr__(self, name, _number(name, getattr(self, name), dtype))
+        if self.seeding_scheme not in _SCHEMES:
+            raise ConfigError(f"seeding_scheme must be one of {', '.join(_SCHEMES)}, got {self.seeding_scheme!r}")
+        if isinstance(self.context_width, bool) or not isinstance(self.context_width, int | np.integer):
+            raise TypeError(f"context_width must be a whole number, got {self.context_width!r}")
+        if self.context_width < 1:
+            raise ConfigError(f"context_width must be >= 1, got {self.context_width}")
+        object.__setattr__(self, "context_width", int(self.context_width))
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> WatermarkingConfig:
+        """Read a dict with the fields of transformers' class.
+
+        Raises:
+            ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in config:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+                raise ConfigError(f"watermarking_config has the unknown field {name!r}: {hint}")
+        return cls(**config)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return all fields as a dict of Python numbers and strings."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: np.asarray(value).item() if name in _DTYPES else value for name, value in fields.items()}
+
+    def tree_flatten(self):
+        """Split into the traced numbers and the static rest."""
+        leaves = (getattr(self, name) for name in _DTYPES)
+        typed = (
+            dtype(leaf) if isinstance(leaf, int | float) else leaf
+            for leaf, dtype in zip(leaves, _DTYPES.values(), strict=True)
+        )
+        return tuple(typed), (self.seeding_scheme, self.context_width)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        """Build from what `tree_flatten` gave; values may be anything that jax puts there and are not checked."""
+        config = object.__new__(cls)
+        fields = zip(("seeding_scheme", "context_width", *_DTYPES), (*static, *leaves), strict=True)
+        for name, value in fields:
+            object.__setattr__(config, name, value)
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_hf() == other.to_hf() if isinstance(other, WatermarkingConfig) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _number(name: str, value: Any, dtype: type) -> Any:
+    """Return a Python number, or a traced one with its dtype."""
+    array = value if isinstance(value, Tracer) else np.asarray(value)
+    whole = (isinstance(value, int) and not isinstance(value, bool)) or jnp.issubdtype(array.dtype, jnp.integer)
+    if not whole and (dtype is np.uint32 or not jnp.issubdtype(array.dtype, jnp.floating)):
+        raise TypeError(f"{name} must be {'a whole number' if dtype is np.uint32 else 'a number'}, got {value!r}")
+    if array.ndim:
+        raise ConfigError(f"{name} must be one number, got shape {list(array.shape)}")
+    if isinstance(array, Tracer):
+        return jnp.asarray(array, dtype)
+    number = int(value) if dtype is np.uint32 else float(value)
+    if dtype is np.uint32 and not 0 <= number < 2**32:
+        raise ConfigError(f"{name} must be from 0 to 2**32 - 1, got {number}")
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} must be finite, got {number}")
+    if name == "greenlist_ratio" and not 0 < number < 1:
+        raise ConfigError(f"{name} must be between 0 and 1, at either of which nothing is marked, got {number}")
+    return number
+
+
+def watermark(scores: jax.Array, ids: jax.Array, length: jax.Array, config: WatermarkingConfig) -> jax.Array:
+    """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with green lists of our own.
+
+    With "selfhash" all tokens of the vocabulary are tried. Transformers tries the 40 best, to save time that the
+    hash does not need; so a token that sampling may draw is marked however unlikely it is, as the paper has it.
+
+    Args:
+        scores: float32[rows, V].
+        ids: int32[rows, W], the tokens of a row from column 0 on.
+        length: int32[rows], how many there are; rows with fewer than `context_width` are left alone.
+        config: ratio, bias, key and scheme.
+    """
+    width = config.context_width
+    column = length[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
+    context = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
+    tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
+    marked = green(context[:, None, :], tokens, config) & (length >= width)[:, None]
+    return jnp.where(marked, scores + config.bias, scores)
+
+
+def green(context, token, config: WatermarkingConfig):
+    """Tell which tokens are green after their contexts; the same of numpy's arrays as of jax's.
+
+    Args:
+        context: int32[..., C], the tokens before, the last one last. Of these "lefthash" takes one and "selfhash"
+            `context_width - 1`.
+        token: int32[...]; it broadcasts with the context's leading axes, of which there is one at least.
+        config: its ratio and key may be traced.
+
+    Returns:
+        bool[...].
+    """
+    ratio, _, key = config.tree_flatten()[0]
+    if config.seeding_scheme == "lefthash":
+        seed = _hash(key, context[..., -1])
+    else:
+        # The smallest hash of a pair decides: most edits of the window's other tokens leave it as it is.
+        least = np.minimum if isinstance(token, np.ndarray) else jnp.minimum
+        others = [context[..., -back] for back in range(1, config.context_width)]
+        seed = _hash(_hash(key, token), token)
+        for other in others:
+            seed = least(seed, _hash(_hash(key, other), token))
+    # Of the hash 24 bits, which float32 holds exactly, as a number from 0 to 1.
+    return (_hash(seed, token) >> np.uint32(8)).astype(np.float32) * np.float32(2**-24) < ratio
+
+
+def _hash(seed, token):
+    """Hash a uint32 and an id to a uint32; both are mixed, as neighbours must have nothing in common."""
+    return _mix(seed ^ _mix(token.astype(np.uint32) + np.uint32(0x9E3779B9)))
+
+
+def _mix(x):
+    """Map uint32 to uint32, one to one, so that each bit depends on all: lowbias32 of C. Wellons, public domain."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+@dataclasses.dataclass(frozen=True)
+class WatermarkDetectorOutput:
+    """What the detector says of each row: the fields of transformers' class, as numpy arrays `[B]`.
+
+    Attributes:
+        num_tokens_scored: int64, tokens that have their whole context in the row.
+        num_green_tokens: int64, how many of them are green.
+        green_fraction: float64, their share.
+        z_score: float64, by how many standard deviations there are more than in text that is not marked.
+        p_value: float64, how probable as many are in text that is not marked: the tail of the normal distribution.
+            (That of 4.41.1 has the square root of its approximation missing.)
+        prediction: bool, whether the z-score exceeds the threshold.
+        confidence: float64, 1 - p_value.
+    """
+
+    num_tokens_scored: np.ndarray
+    num_green_tokens: np.ndarray
+    green_fraction: np.ndarray
+    z_score: np.ndarray
+    p_value: np.ndarray
+    prediction: np.ndarray
+    confidence: np.ndarray
+
+
+class WatermarkDetector:
+    """Tell whether text was marked: `WatermarkDetector` of transformers, for the green lists of `watermark`.
+
+    >>> detect = WatermarkDetector(WatermarkingConfig())
+    >>> text = np.random.default_rng(0).integers(0, 1000, (2, 200))
+    >>> detect(text).prediction.tolist()
+    [False, False]
+
+    Args:
+        config: what the text was marked with; of it ratio, key and scheme matter. Or the dict of one.
+        bos_token_id: a row's first token where it is this one is left out.
+        ignore_repeated_ngrams: count a token with the same context once, so that repetition is not taken for a mark.
+            (In 4.41.1 this has no effect.)
+    """
+
+    def __init__(
+        self,
+        config: WatermarkingConfig | Mapping[str, Any],
+        bos_token_id: int | None = None,
+        ignore_repeated_ngrams: bool = False,
+    ):
+        if isinstance(config, Mapping):
+            config = WatermarkingConfig.from_hf(config)
+        if not isinstance(config, WatermarkingConfig):
+            raise TypeError(f"config must be a WatermarkingConfig or a dict, got {type(config).__name__}")
+        self.config = config
+        self.bos_token_id = bos_token_id
+        self.ignore_repeated_ngrams = ignore_repeated_ngrams
+
+    def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
+        """Look at text, best without its prompt, which was not marked.
+
+        >>> start = out.prompt_width                                                          # doctest: +SKIP
+        >>> detect(out.sequences[:, start:], out.attention_mask[:, start:]).prediction        # doctest: +SKIP
+
+        Args:
+            ids: int[B, L].
+            attention_mask: `[B, L]`, 0 where ids is padding, wherever it is; left out, there is none.
+            z_threshold: of text that is not marked about 0.13 % exceeds 3.
+
+        Raises:
+            InputError: a row without a token that has its context before it, or a mask of another shape.
+        """
+        ids = np.asarray(ids)
+        if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(f"ids must be integers of shape [B, L], got {ids.dtype}{list(ids.shape)}")
+        mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask) != 0
+        if mask.shape != ids.shape:
+            raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
+        rows = [self._count(row, ids[row][mask[row]]) for row in range(len(ids))]
+        scored, greens = np.asarray(rows, np.int64).T
+        ratio = float(self.config.greenlist_ratio)
+        z_score = (greens - ratio * scored) / np.sqrt(scored * ratio * (1 - ratio))
+        p_value = np.asarray([math.erfc(z / math.sqrt(2)) / 2 for z in z_score])
+        return WatermarkDetectorOutput(
+            num_tokens_scored=scored,
+            num_green_tokens=greens,
+            green_fraction=greens / scored,
+            z_score=z_score,
+            p_value=p_value,
+            prediction=z_score > z_threshold,
+            confidence=1 - p_value,
+        )
+
+    def _count(self, row: int, tokens: np.ndarray) -> tuple[int, int]:
+        """Return how many tokens of a row are scored, and how many are green."""
+        if len(tokens) and tokens[0] == self.bos_token_id:
+            tokens = tokens[1:]
+        width = self.config.context_width
+        if len(tokens) <= width:
+            raise InputError(
+                f"row {row} has {len(tokens)} tokens to look at, context_width={width} needs more: leave the row out"
+            )
+        # What a token's colour depends on, itself included.
+        size = width if self.config.seeding_scheme == "selfhash" else width + 1
+        ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)
+        if self.ignore_repeated_ngrams:
+            ngrams = np.unique(ngrams, axis=0)
+        return len(ngrams), int(green(ngrams[:, :-1], ngrams[:, -1], self.config).sum())
