@@ -1,12 +1,19 @@
 """transformers' generate() as a pure function in JAX, for Qwen2 and Llama checkpoints."""
 
-from jaxgen.errors import ConfigError, InputError, JaxgenError, JaxgenWarning, NotBuiltYetError
-from jaxgen.generate import GenerateOutput, generate
+from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.errors import ConfigError, GenerationError, InputError, JaxgenError, JaxgenWarning, NotBuiltYetError
+from jaxgen.generate import generate, prefill
 from jaxgen.generation_config import GenerationConfig
+from jaxgen.logits.automaton import TokenAutomaton
+from jaxgen.logits.history import History
+from jaxgen.logits.watermark import WatermarkDetector, WatermarkingConfig
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import CausalLM, ModelOutput
 from jaxgen.model.config import ModelConfig, RopeConfig
-from jaxgen.streaming import TextStream, TextStreamer
+from jaxgen.output import GenerateOutput
+from jaxgen.scoring import Scores, compute_transition_scores, score
+from jaxgen.streaming import TextIteratorStreamer, TextStream, TextStreamer
 from jaxgen.tokenizer import Batch, Tokenizer
 
 __version__ = "0.1.0"
@@ -17,6 +24,8 @@ __all__ = [
     "ConfigError",
     "GenerateOutput",
     "GenerationConfig",
+    "GenerationError",
+    "History",
     "InputError",
     "JaxgenError",
     "JaxgenWarning",
@@ -25,8 +34,20 @@ __all__ = [
     "ModelOutput",
     "NotBuiltYetError",
     "RopeConfig",
+    "Scores",
+    "StepHook",
+    "StepInputs",
+    "StepOutput",
+    "StopReason",
+    "TextIteratorStreamer",
     "TextStream",
     "TextStreamer",
+    "TokenAutomaton",
     "Tokenizer",
+    "WatermarkDetector",
+    "WatermarkingConfig",
+    "compute_transition_scores",
     "generate",
+    "prefill",
+    "score",
 ]

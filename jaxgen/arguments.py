@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
 
@@ -57,6 +58,14 @@ def seed(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} must be at least 0")
     return value
+
+
+def json_value(text: str) -> Any:
+    """Read a value in JSON: a number, a list or a dict."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: write 5, [1, 2] or the like") from error
 
 
 def positive(text: str) -> float:

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import InputError
-from jaxgen.generate import GenerateOutput, generate
+from jaxgen.generate import generate
 from jaxgen.generation_config import GenerationConfig
-from jaxgen.options import eos_list
+from jaxgen.output import GenerateOutput
 from jaxgen.stats import Stats
 from jaxgen.tokenizer import Tokenizer
 
@@ -61,10 +62,12 @@ def write_answers(
     batch_size: int,
     target: str | None,
     stats: Stats,
+    more: Mapping[str, Any],
 ) -> None:
     """Answer the requests and write a JSON line for each answer, in the order of the input, as they are ready.
 
-    What a request gets depends on its place in the input and not on the size of the batches.
+    What a request gets depends on its place in the input and not on the size of the batches. `more`: further keywords
+    of `generate`.
 
     Raises:
         InputError: the file exists.
@@ -80,20 +83,18 @@ def write_answers(
                 mask[row, width - len(request.ids) :] = 1
             keys = None if key is None else _keys(key, start, len(part))
             with stats.generating() as generated:
-                out = generate(params, ids, keys, cfg, attention_mask=mask)
+                out = generate(params, ids, keys, cfg, attention_mask=mask, **more)
                 generated(out.lengths)
             for line in _answers(part, out, cfg, tokenizer):
                 print(json.dumps(line, ensure_ascii=False), file=stream, flush=True)
 
 
 def _answers(part: list[Request], out: GenerateOutput, cfg: GenerationConfig, tokenizer: Tokenizer) -> Iterator[dict]:
-    sequences, lengths = np.asarray(out.sequences), np.asarray(out.lengths)
-    ends = eos_list(cfg.eos_token_id)
+    lengths, reasons = np.asarray(out.lengths), np.asarray(out.stop_reasons)
     copies = cfg.num_return_sequences
     for row, text in enumerate(tokenizer.decode_batch(out)):
-        last = sequences[row, out.prompt_width + lengths[row] - 1]
         sequence = {"sequence": row % copies} if copies > 1 else {}
-        finish = "eos" if int(last) in ends else "length"
+        finish = StopReason(reasons[row]).name.lower()
         yield part[row // copies].asked | sequence | {"text": text, "tokens": int(lengths[row]), "finish": finish}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,8 +44,10 @@ class Chat:
         self.turns: list[dict[str, str]] = []
         self._forget_cache()
 
-    def ask(self, text: str, params, cfg: GenerationConfig, key, stats: Stats) -> int:
+    def ask(self, text: str, params, cfg: GenerationConfig, key, stats: Stats, more: Mapping[str, Any]) -> int:
         """Print the answer to `text`; return how many of the oldest messages had to be forgotten for it.
+
+        `more`: further keywords of `generate`.
 
         Raises:
             InputError: the message alone is longer than the model holds.
@@ -58,7 +62,8 @@ class Chat:
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         streamer = stats.watch(TextStreamer(self.tokenizer, skip_prompt=True))
-        out = generate(params, [ids], key, cfg, attention_mask=[[1] * len(ids)], cache=self._cache, streamer=streamer)
+        given = {"attention_mask": [[1] * len(ids)], "cache": self._cache, "streamer": streamer, **more}
+        out = generate(params, [ids], key, cfg, **given)
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
@@ -84,7 +89,9 @@ class Chat:
         self._text = ""  # what the cache holds
 
 
-def converse(chat: Chat, params, cfg: GenerationConfig, key: jax.Array | None, stats: Stats) -> None:
+def converse(
+    chat: Chat, params, cfg: GenerationConfig, key: jax.Array | None, stats: Stats, more: Mapping[str, Any]
+) -> None:
     """Read messages from stdin until its end, and answer each; the n-th one draws with `fold_in(key, n)`."""
     _note("Say something. /help tells what else there is.")
     number = 0
@@ -105,7 +112,7 @@ def converse(chat: Chat, params, cfg: GenerationConfig, key: jax.Array | None, s
         else:
             turn_key = None if key is None else jax.random.fold_in(key, number)
             try:
-                dropped = chat.ask(message, params, cfg, turn_key, stats)
+                dropped = chat.ask(message, params, cfg, turn_key, stats, more)
             except InputError as error:
                 _note(str(error))
                 continue

@@ -9,6 +9,8 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,8 +24,10 @@ from jaxgen.errors import InputError, JaxgenError, JaxgenWarning
 from jaxgen.generate import generate
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.hub import local_directory
+from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.memory import check_memory
 from jaxgen.model.config import DTYPES
+from jaxgen.reference import OPTIONS
 from jaxgen.stats import Stats
 from jaxgen.streaming import TextStreamer
 from jaxgen.tokenizer import Batch, Tokenizer
@@ -34,25 +38,23 @@ SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a cut file would name all tensors that it lost
 
 # Fields of GenerationConfig, which the command spells with hyphens. Of LIMITS, one of each line can be given.
-LIMITS = (
-    {
-        "max_new_tokens": f"the most tokens to generate (default: the checkpoint's, or {DEFAULT_NEW_TOKENS})",
-        "max_length": "the most tokens of prompt and answer together",
-    },
-    {
-        "min_new_tokens": "no end before so many generated tokens",
-        "min_length": "no end before so many tokens of prompt and answer together",
-    },
+LIMITS = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
+WHOLE_NUMBERS = (
+    "top_k num_return_sequences no_repeat_ngram_size encoder_no_repeat_ngram_size prefill_chunk_size".split()
 )
-WHOLE_NUMBERS = {
-    "top_k": "draw from the k likeliest tokens; 0 for all",
-    "num_return_sequences": "answers to draw; several come at the end, a blank line between them",
-}
-FLOATS = {
-    "temperature": "divide the scores by this; above 1 is wilder",
-    "top_p": "draw from the likeliest tokens that make up this mass",
-    "min_p": "draw from tokens at least this fraction as likely as the likeliest",
-    "repetition_penalty": "above 1 discourages tokens that were there before",
+FLOATS = (
+    "temperature top_h top_p min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
+    "guidance_scale max_time"
+).split()
+SWITCHES = ("do_sample", "renormalize_logits", "remove_invalid_values")
+STRUCTURED = (
+    "eos_token_id suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids "
+    "sequence_bias exponential_decay_length_penalty forced_decoder_ids watermarking_config"
+).split()
+NOTES = {
+    "max_new_tokens": f" (default: the checkpoint's, or {DEFAULT_NEW_TOKENS})",
+    "num_return_sequences": "; several come at the end, a blank line between them",
+    "sequence_bias": ", here [[[id, ...], bias], ...]",
 }
 
 
@@ -78,15 +80,22 @@ def parser() -> arguments.Parser:
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--seed", type=arguments.seed, default=0, help="of what is drawn (default: 0)")
     add("--stats", action="store_true", help="say at the end how long loading, compiling and generating took")
-    add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens, or take the likeliest")
+    add("--negative-prompt", metavar="TEXT", help="what --guidance-scale goes away from (default: the last token)")
+    add("--regex", metavar="PATTERN", help="answer with text that this regular expression matches")
+    add("--json-schema", metavar="FILE", help="answer with JSON of this schema")
     for limits in LIMITS:
         group = result.add_mutually_exclusive_group()
-        for name, text in limits.items():
-            group.add_argument(_option(name), type=arguments.whole, metavar="N", help=text)
-    for name, text in WHOLE_NUMBERS.items():
-        add(_option(name), type=arguments.whole, metavar="N", help=text)
-    for name, text in FLOATS.items():
-        add(_option(name), type=float, metavar="X", help=text)
+        for name in limits:
+            group.add_argument(_option(name), type=arguments.whole, metavar="N", help=_help(name))
+    for name in SWITCHES:
+        add(_option(name), action=argparse.BooleanOptionalAction, help=_help(name))
+    for name in WHOLE_NUMBERS:
+        add(_option(name), type=arguments.whole, metavar="N", help=_help(name))
+    for name in FLOATS:
+        add(_option(name), type=float, metavar="X", help=_help(name))
+    add("--stop-strings", action="append", metavar="TEXT", help="end when this was said; can be given several times")
+    for name in STRUCTURED:
+        add(_option(name), type=arguments.json_value, metavar="JSON", help=_help(name))
     return result
 
 
@@ -144,30 +153,54 @@ def _run(options: argparse.Namespace) -> None:
         cfg = limit(cfg, options, width)
     if chat is not None:
         cfg = limit(cfg, options, 0)
-    check_memory(directory, cfg, rows, width, dtype=options.dtype)
+    more = _more(cfg, options, tokenizer)
+    streams = 2 if cfg.on("guidance_scale") else 1
+    check_memory(directory, cfg, rows * streams, width, dtype=options.dtype)
     with stats.loading():
         params, loaded = load_hf(directory, dtype=options.dtype)
     cfg = cfg.replace(model=loaded.model)
 
     key = jax.random.key(options.seed) if cfg.do_sample else None
     if chat is not None:
-        converse(chat, params, cfg, key, stats)
+        converse(chat, params, cfg, key, stats, more)
     elif requests is not None:
-        write_answers(requests, params, cfg, key, tokenizer, options.batch_size, options.output, stats)
+        write_answers(requests, params, cfg, key, tokenizer, options.batch_size, options.output, stats, more)
     elif batch is not None:
-        _answer(batch, params, cfg, key, tokenizer, stats)
+        _answer(batch, params, cfg, key, tokenizer, stats, more)
     if options.stats:
         for line in stats.lines():
             say("stats", line)
 
 
-def _answer(batch: Batch, params, cfg: GenerationConfig, key, tokenizer: Tokenizer, stats: Stats) -> None:
+def _more(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what generate() takes besides prompts and config."""
+    assert cfg.model is not None
+    more: dict[str, Any] = {"tokenizer": tokenizer}
+    if options.negative_prompt is not None:
+        if not cfg.on("guidance_scale"):
+            raise InputError("--negative-prompt is for --guidance-scale: give that too")
+        more["negative_prompt_ids"] = _encode_text(tokenizer, options, options.negative_prompt).ids
+    if options.regex is not None:
+        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(
+            options.regex, tokenizer, vocab_size=cfg.model.vocab_size
+        )
+    if options.json_schema is not None:
+        schema = Path(options.json_schema).read_text("utf-8")
+        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_json_schema(
+            schema, tokenizer, vocab_size=cfg.model.vocab_size
+        )
+    return more
+
+
+def _answer(
+    batch: Batch, params, cfg: GenerationConfig, key, tokenizer: Tokenizer, stats: Stats, more: dict[str, Any]
+) -> None:
     if cfg.num_return_sequences == 1:
         streamer = stats.watch(TextStreamer(tokenizer, skip_prompt=True))
-        generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, streamer=streamer)
+        generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, streamer=streamer, **more)
         return
     with stats.generating() as generated:
-        out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask)
+        out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, **more)
         generated(out.lengths)
     print("\n\n".join(tokenizer.decode_batch(out)))
 
@@ -183,6 +216,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         command.error("no prompt: write it at the end, in quotes, or use --chat or --input")
     if len(chosen) > 1:
         command.error(f"{' and '.join(chosen)} exclude each other: choose one")
+    if options.regex is not None and options.json_schema is not None:
+        command.error("--regex and --json-schema exclude each other: choose one")
     if options.output is not None and options.input is None:
         command.error("--output is for the answers to --input: give that too, or redirect stdout")
     if options.chat and (options.num_return_sequences or 1) > 1:
@@ -196,18 +231,25 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace) -> Batch:
     if tokenizer.chat_template is not None and not options.raw:
-        system = [] if options.system is None else [{"role": "system", "content": options.system}]
-        return tokenizer.chat([[*system, {"role": "user", "content": options.prompt}]])
+        return _encode_text(tokenizer, options, options.prompt)
     if options.system is not None:
         raise InputError("--system needs a chat template, which this tokenizer lacks: put the text into the prompt")
     if not options.prompt and not tokenizer.encode(""):
         raise InputError("the prompt is empty and this tokenizer puts no BOS token in front: write a prompt")
-    return tokenizer.batch([options.prompt])
+    return _encode_text(tokenizer, options, options.prompt)
+
+
+def _encode_text(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Batch:
+    if tokenizer.chat_template is None or options.raw:
+        return tokenizer.batch([text])
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return tokenizer.chat([[*system, {"role": "user", "content": text}]])
 
 
 def _with_options(cfg: GenerationConfig, options: argparse.Namespace) -> GenerationConfig:
     """Put the options into the checkpoint's config."""
-    names = (*WHOLE_NUMBERS, *FLOATS, "do_sample", "max_new_tokens", "min_new_tokens", "min_length")
+    names = (*WHOLE_NUMBERS, *FLOATS, *SWITCHES, *STRUCTURED, "stop_strings", "max_new_tokens")
+    names += ("min_new_tokens", "min_length")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     # What the command says about a limit wins over what the checkpoint says about the other form of it.
     if "min_length" in given:
@@ -248,6 +290,10 @@ def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:
     if cfg.max_length > prompt and cfg.max_length != GenerationConfig.max_length:
         return cfg.max_length - prompt
     return DEFAULT_NEW_TOKENS
+
+
+def _help(name: str) -> str:
+    return OPTIONS[name].text.replace("%", "%%") + NOTES.get(name, "")
 
 
 def _option(name: str) -> str:

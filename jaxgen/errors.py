@@ -17,5 +17,9 @@ class InputError(JaxgenError):
     """An array or text given to `generate`, the model or the tokenizer that it cannot take."""
 
 
+class GenerationError(JaxgenError):
+    """A run that could not go on: every token banned, scores that are not numbers."""
+
+
 class JaxgenWarning(UserWarning):
     """The category of every warning that jaxgen emits."""

@@ -27,7 +27,7 @@ from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from jaxgen.hub import local_directory
 from jaxgen.memory import free_bytes
 from jaxgen.model.config import DTYPES, ModelConfig
-from jaxgen.options import eos_list
+from jaxgen.tables import eos_list
 from jaxgen.tokenizer import Tokenizer
 from jaxgen.train import TrainBatch, TrainConfig, can_resume, evaluate, train
 from jaxgen.train_state import alone_in, remove_state

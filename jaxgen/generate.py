@@ -7,41 +7,32 @@ shapes that it is given.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jaxgen.decoding import loop
-from jaxgen.decoding.sample import sequence_keys
+from jaxgen.decoding.prompt import Request, Sizes
+from jaxgen.decoding.rules import HostCalls, Rules, as_pytree, functions
+from jaxgen.decoding.stop_strings import StopStrings
+from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
-from jaxgen.generation_config import GenerationConfig, warn_unused
+from jaxgen.generation_config import GenerationConfig
+from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
-from jaxgen.request import (
-    budgets,
-    capacity_for,
-    check_cache,
-    check_ids_shape,
-    check_key,
-    check_knobs,
-    check_mask_shape,
-    check_params,
-    host_ids,
-    host_mask,
-    inferred_mask,
-    normal_form,
-    prompt_bucket,
-    refuse_options,
-    refuse_unbuilt,
-    traced_budgets,
-    warn_unfeasible,
-)
+from jaxgen.output import GenerateOutput, output, raise_failures
+from jaxgen.request import check_params, eager_request, traced_request
+from jaxgen.support import normal_form, refuse_options, refuse_unbuilt
 
-_STREAM_CHUNK = 4  # tokens per call of the compiled loop when streaming
+_CHUNK = 4  # tokens per call of the compiled loop where the host looks on: with a streamer, or max_time
 
 
 class Streamer(Protocol):
@@ -54,37 +45,6 @@ class Streamer(Protocol):
         """Take note that nothing more comes."""
 
 
-@flax.struct.dataclass
-class GenerateOutput:
-    """What `generate` returns. Rows are in transformers' order: the R sequences of prompt 0, then of prompt 1.
-
-    Attributes:
-        sequences: int32[B*R, P + N], the prompt as given, the generated tokens, then the pad id; N is
-            `max_new_tokens`, the largest where there is one per prompt.
-        lengths: int32[B*R], generated tokens per row, eos included.
-        sequences_scores: float32[B*R], of beam search; else None.
-        beam_indices: int32[B*R, N], of beam search; else None.
-        scores: float32[N, B*R, V], what the token of each step was chosen from, with `output_scores`; zeros in
-            steps after the last one.
-        logits: float32[N, B*R, V], what the model gave, with `output_logits`.
-        attentions: None as yet.
-        hidden_states: None as yet.
-        cache: keys and values of all tokens but the last chosen one of each row; to go on from.
-        prompt_width: P, static.
-    """
-
-    sequences: jax.Array
-    lengths: jax.Array
-    sequences_scores: jax.Array | None = None
-    beam_indices: jax.Array | None = None
-    scores: jax.Array | None = None
-    logits: jax.Array | None = None
-    attentions: Any = None
-    hidden_states: Any = None
-    cache: KVCache | None = None
-    prompt_width: int = flax.struct.field(pytree_node=False, default=0)
-
-
 def generate(
     params,
     ids,
@@ -93,10 +53,10 @@ def generate(
     *,
     attention_mask=None,
     inputs_embeds=None,
-    cache=None,
-    logits_processor=None,
-    stopping_criteria=None,
-    prefix_allowed_tokens_fn=None,
+    cache: KVCache | None = None,
+    logits_processor: Sequence[Callable] | None = None,
+    stopping_criteria: Sequence[Callable] | None = None,
+    prefix_allowed_tokens_fn: TokenAutomaton | Callable | None = None,
     negative_prompt_ids=None,
     negative_prompt_attention_mask=None,
     streamer: Streamer | None = None,
@@ -111,175 +71,207 @@ def generate(
 
     Args:
         params: the parameters, a tree with Hugging Face's names, as `convert.load_hf` gives.
-        ids: int32[B, P], the prompts, padded to one width.
+        ids: int32[B, P], the prompts, padded to one width. None begins with `bos_token_id`.
         key: None for greedy decoding; for sampling one `jax.random.key`, or `key[B]`, one per prompt. With one
             key, prompt b uses `fold_in(key, b)`.
         cfg: what to do; `cfg.model` says for which model. Options are set with `cfg.replace`.
         attention_mask: `[B, P]`, 0 where ids is padding, on whichever side. Left out, it follows from the pad id as
             in transformers: pad tokens are padding unless the pad id is an eos id too.
-        cache: the `cache` of an earlier output with as many rows, to go on from: `ids` are then the new tokens only,
-            and the result is that of a run from the beginning. It is not changed.
+        inputs_embeds: `[B, P, D]`, what the model reads in place of the embeddings of `ids`. With ids None the
+            processors know, and the output has, only what is generated.
+        cache: the `cache` of an earlier output, or of `prefill`, to go on from: `ids` are then the new tokens only,
+            and the result is that of a run from the beginning. It has as many rows as there are prompts, or fewer that
+            divide them: then B / rows prompts share each. It is not changed.
+        logits_processor: functions `(history, scores float32[rows, V]) -> scores`, pure, with `history` a
+            `jaxgen.History`; they come after those of the config and before the warpers. A function is a part of the
+            compiled program: the same object again compiles nothing. One that holds arrays should be a pytree,
+            `jax.tree_util.Partial` or a `flax.struct.dataclass`, whose arrays are then arguments.
+        stopping_criteria: functions `(history, scores) -> bool[rows]`, pure, called with the new token in the history:
+            which rows end.
+        prefix_allowed_tokens_fn: a `TokenAutomaton`; or a Python function `(row, ids) -> list of ids` that is called on
+            the host in each step for each unfinished row, with its ids, int32[n], without padding.
+        negative_prompt_ids: int32[B, Q], for `guidance_scale`: what to guide away from; by default the last token of
+            each prompt.
+        negative_prompt_attention_mask: `[B, Q]`; left out, all of them are tokens.
         streamer: its `put` gets the prompts and then each step's tokens, `end` is called at last.
-        inputs_embeds, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, negative_prompt_ids,
-            negative_prompt_attention_mask, tokenizer, assistant, hook: not built yet.
+        tokenizer: a `jaxgen.Tokenizer`, for `stop_strings`.
+        hook: a `StepHook`.
+        assistant: not built yet.
         **options: refused; a typo or an option of the config.
 
     Raises:
         InputError: ids, mask or key that do not fit the model, each other or the config.
         ConfigError: an option that cannot be honoured.
+        GenerationError: a row that cannot go on, as all tokens are banned or the scores are not numbers. Under the
+            caller's own jit nothing raises: see `stop_reasons` of the output.
         NotBuiltYetError: an option that jaxgen knows and cannot do yet.
         TypeError: an argument of the wrong type.
 
     Gradients do not flow through it: tokens are integers. Use `CausalLM` for a differentiable forward pass.
     """
     refuse_options(options)
-    unbuilt = {
-        "inputs_embeds": inputs_embeds,
-        "logits_processor": logits_processor,
-        "stopping_criteria": stopping_criteria,
-        "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
-        "negative_prompt_ids": negative_prompt_ids,
-        "negative_prompt_attention_mask": negative_prompt_attention_mask,
-        "tokenizer": tokenizer,
-        "assistant": assistant,
-        "hook": hook,
-    }
-    if given := [name for name, value in unbuilt.items() if value is not None]:
-        raise NotBuiltYetError(f"not built yet: {', '.join(given)}")
+    if assistant is not None:
+        raise NotBuiltYetError("not built yet: assistant")
     if not isinstance(cfg, GenerationConfig):
         raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
     refuse_unbuilt(cfg)
     if cfg.model is None:
         raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
     check_params(params, cfg)
-
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, attention_mask, key, cfg, cache))):
-        if streamer is not None:
-            raise InputError("streamer needs the host and cannot be used under jit: call generate outside of it")
-        return _generate_traced(params, ids, attention_mask, key, cfg, cache)
-    return _generate_eager(params, ids, attention_mask, key, cfg, cache, streamer)
-
-
-def _generate_eager(params, ids, attention_mask, key, cfg: GenerationConfig, cache, streamer) -> GenerateOutput:
-    ids = host_ids(ids, cfg)
-    mask = host_mask(attention_mask, ids, cfg)
-    check_knobs(cfg, ids.shape[0])
-    check_cache(cache, cfg, ids.shape[0])
-    warn_unused(cfg)
-    lengths = mask.sum(axis=-1, dtype=np.int32)
-    slots = 0
-    if cache is not None:
-        lengths += np.asarray(_total_known(cache))
-        slots = prompt_bucket(int(lengths.max()))
-    budget = budgets(cfg, lengths)
-    warn_unfeasible(cfg, lengths, budget)
-    new_tokens = int(budget.max())
-    cfg = normal_form(cfg)
-    key = check_key(key, cfg, ids.shape[0])
-    capacity = capacity_for(new_tokens, recorded=cfg.output_scores or bool(cfg.output_logits))
-    padding = ((0, 0), (prompt_bucket(ids.shape[1]) - ids.shape[1], 0))
-    request = (params, cfg, np.pad(ids, padding), np.pad(mask, padding), budget, key, cache)
-    sizes = (capacity, slots)
-    state = _run(*request, *sizes) if streamer is None else _stream(request, sizes, ids, streamer)
-    return _output(state, ids, new_tokens)
+    given = {
+        "attention_mask": attention_mask,
+        "inputs_embeds": inputs_embeds,
+        "cache": cache,
+        "negative_prompt_ids": negative_prompt_ids,
+        "negative_prompt_attention_mask": negative_prompt_attention_mask,
+    }
+    rules = Rules(
+        processors=functions("logits_processor", logits_processor),
+        criteria=functions("stopping_criteria", stopping_criteria),
+        stop_strings=_stop_strings(cfg, tokenizer),
+        hook=None if hook is None else as_pytree(hook),
+    )
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, key, cfg, given, rules)))
+    with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
+        rules = dataclasses.replace(rules, allowed=allowed)
+        if not traced:
+            return _generate_eager(params, ids, key, cfg, given, rules, streamer, calls)
+    for name, value in {"streamer": streamer, "max_time": cfg.max_time}.items():
+        if value is not None:
+            raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside of it")
+    return _generate_traced(params, ids, key, cfg, given, rules)
 
 
-def _generate_traced(params, ids, attention_mask, key, cfg: GenerationConfig, cache) -> GenerateOutput:
-    # What is concrete is checked as it is eagerly.
-    ids = ids if isinstance(ids, Tracer) else jnp.asarray(host_ids(ids, cfg))
-    check_ids_shape(ids)
-    ids = ids.astype(jnp.int32)
-    if attention_mask is None:
-        mask = inferred_mask(ids, cfg)
-    elif isinstance(attention_mask, Tracer):
-        mask = attention_mask.astype(bool)
-        check_mask_shape(mask, ids)
+def prefill(params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: KVCache | None = None) -> KVCache:
+    """Run prompts through the model and return the cache that holds them, for `generate(..., cache=)` to go on from.
+
+    A prefix that many requests share, a system prompt for example, is computed once and read from one place: a cache of
+    one row serves any number of prompts, and one of n rows any multiple of n.
+
+    >>> system = prefill(params, tok.encode(text)[None], cfg)                                    # doctest: +SKIP
+    >>> out = generate(params, ids, key, cfg, attention_mask=mask, cache=system)                 # doctest: +SKIP
+
+    Args:
+        params: the parameters.
+        ids: int32[B, P], the prompts.
+        cfg: `cfg.model`, the special tokens and `prefill_chunk_size` are looked at.
+        attention_mask: `[B, P]`, as in `generate`.
+        cache: what comes before, as in `generate`.
+
+    Raises:
+        InputError, ConfigError, TypeError: as `generate`.
+    """
+    if not isinstance(cfg, GenerationConfig):
+        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
+    if cfg.model is None:
+        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
+    check_params(params, cfg)
+    looked_at = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size")
+    cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in looked_at})
+    given = {"attention_mask": attention_mask, "cache": cache, "inputs_embeds": None}
+    given |= {"negative_prompt_ids": None, "negative_prompt_attention_mask": None}
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, cfg, given)))
+    prepare, run = (traced_request, loop.hold) if traced else (eager_request, _hold)
+    request, sizes, _, _ = prepare(ids, None, cfg, given, Rules())
+    return run(params, normal_form(cfg), request, sizes)
+
+
+def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:
+    if cfg.stop_strings is None:
+        return None
+    if tokenizer is None:
+        raise InputError("stop_strings are text: give the tokenizer too, generate(..., tokenizer=tokenizer)")
+    assert cfg.model is not None
+    strings = [cfg.stop_strings] if isinstance(cfg.stop_strings, str) else cfg.stop_strings
+    return StopStrings.build(strings, tokenizer, cfg.model.vocab_size)
+
+
+@contextlib.contextmanager
+def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
+    """Give what the loop asks for the allowed tokens, and the calls of the host that it makes."""
+    if given is None or isinstance(given, TokenAutomaton):
+        yield given, None
+        return
+    if not callable(given):
+        raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
+    assert cfg.model is not None
+    function: Any = given
+    calls = HostCalls(function, cfg.model.vocab_size, eager)
+    try:
+        yield calls.pytree, calls
+    finally:
+        if eager:
+            calls.close()
+
+
+def _generate_eager(params, ids, key, cfg: GenerationConfig, given, rules, streamer, calls) -> GenerateOutput:
+    request, sizes, prompt, new_tokens = eager_request(ids, key, cfg, given, rules)
+    deadline = None if cfg.max_time is None else time.monotonic() + cfg.max_time
+    cfg = jax.tree.map(np.asarray, normal_form(cfg))  # as a program gets it, also where jax.disable_jit holds
+    if streamer is None and deadline is None:
+        state = _run(params, cfg, rules, request, sizes)
     else:
-        mask = jnp.asarray(host_mask(attention_mask, ids, cfg))
-    warn_unused(cfg)
-    check_knobs(cfg, ids.shape[0])
-    check_cache(cache, cfg, ids.shape[0])
-    key = check_key(key, cfg, ids.shape[0])
-    slots = 0 if cache is None else cache.offset + cache.slots + ids.shape[1]
-    capacity, budget = traced_budgets(cfg, slots or ids.shape[1], mask, cache)
+        state = _watched(params, cfg, rules, request, sizes, prompt, streamer, deadline)
+    jax.block_until_ready(state.reasons)
+    if calls is not None and calls.error is not None:
+        raise calls.error
+    raise_failures(state)
+    if streamer is not None:
+        streamer.end()
+    return output(state, *prompt, new_tokens)
+
+
+def _generate_traced(params, ids, key, cfg: GenerationConfig, given, rules) -> GenerateOutput:
+    request, sizes, prompt, new_tokens = traced_request(ids, key, cfg, given, rules)
     cfg = jax.tree.map(jnp.asarray, cfg)  # what is concrete in the config, as if it had been an argument
-    state = _run_traced(params, cfg, ids, mask, budget, key, cache, capacity, slots)
-    return _output(state, ids, capacity)
+    return output(_run_traced(params, cfg, rules, request, sizes), *prompt, new_tokens)
 
 
-def _begin(params, cfg, ids, mask, budget, key, cache: KVCache | None, capacity: int, slots: int) -> loop.State:
-    keys = None if key is None else sequence_keys(key, ids.shape[0], cfg.num_return_sequences)
-    if cache is None:
-        prompt = loop.Prompt.align(ids, mask)
-    else:
-        cache = cache.merge(slots)
-        prompt = loop.Prompt.after(cache, ids, mask)
-    return loop.start(params, cfg, prompt, cache, budget, keys, capacity)
+def _run_traced(params, cfg, rules: Rules, request: Request, sizes: Sizes) -> loop.State:
+    state = loop.start(params, cfg, rules, request, sizes)
+    return loop.finish(loop.advance(params, cfg, rules, state, jnp.int32(sizes.capacity)))
 
 
-def _run_traced(params, cfg, ids, mask, budget, key, cache, capacity: int, slots: int) -> loop.State:
-    state = _begin(params, cfg, ids, mask, budget, key, cache, capacity, slots)
-    return loop.finish(loop.advance(params, cfg, state, jnp.int32(capacity)))
+_run = jax.jit(_run_traced, static_argnames="sizes")
+_hold = jax.jit(loop.hold, static_argnames="sizes")
 
 
-_run = jax.jit(_run_traced, static_argnums=(7, 8))
-
-
-@functools.partial(jax.jit, static_argnums=(7, 8))
-def _start(params, cfg, ids, mask, budget, key, cache, capacity: int, slots: int):
-    state = _begin(params, cfg, ids, mask, budget, key, cache, capacity, slots)
+@functools.partial(jax.jit, static_argnames="sizes")
+def _start(params, cfg, rules: Rules, request: Request, sizes: Sizes):
+    state = loop.start(params, cfg, rules, request, sizes)
     return state, _progress(state)
 
 
-@functools.partial(jax.jit, donate_argnums=2)
-def _advance(params, cfg, state: loop.State):
-    state = loop.advance(params, cfg, state, state.history.step + _STREAM_CHUNK)
+@functools.partial(jax.jit, donate_argnames="state")
+def _advance(params, cfg, rules: Rules, state: loop.State):
+    state = loop.advance(params, cfg, rules, state, state.history.step + _CHUNK)
     return state, _progress(state)
 
 
-_finish = jax.jit(loop.finish, donate_argnums=0)
-
-_total_known = jax.jit(lambda cache: cache.total_known)
+@functools.partial(jax.jit, donate_argnames="state")
+def _finish(state: loop.State, out_of_time: jax.Array) -> loop.State:
+    reasons = jnp.where(out_of_time & (state.reasons == StopReason.NONE), jnp.int32(StopReason.TIME), state.reasons)
+    return loop.finish(dataclasses.replace(state, reasons=reasons))
 
 
 def _progress(state: loop.State):
-    return state.tokens, state.history.step, jnp.all(state.done)
+    return state.tokens, state.history.step, jnp.all(state.history.done)
 
 
-def _stream(request, sizes: tuple[int, int], ids: np.ndarray, streamer: Streamer) -> loop.State:
+def _watched(params, cfg, rules, request, sizes, prompt, streamer: Streamer | None, deadline) -> loop.State:
     """Run the loop in chunks, each dispatched before the tokens of the one before are read."""
-    params, cfg = request[:2]
-    streamer.put(ids)
-    state, progress = _start(*request, *sizes)
-    shown, finished = 0, False
-    while not finished:
-        state, following = _advance(params, cfg, state)
+    if streamer is not None:
+        streamer.put(prompt[0])
+    state, progress = _start(params, cfg, rules, request, sizes)
+    shown, finished, late = 0, False, False
+    while not (finished or late):
+        late = deadline is not None and time.monotonic() > deadline
+        following = progress
+        if not late:
+            state, following = _advance(params, cfg, rules, state)
         tokens, step, finished = jax.device_get(progress)
-        for column in range(shown, int(step)):
-            streamer.put(tokens[:, column])
+        if streamer is not None:
+            for column in range(shown, int(step)):
+                streamer.put(tokens[:, column])
         shown, progress = int(step), following
-    streamer.end()
-    return _finish(state)
-
-
-def _output(state: loop.State, ids, new_tokens: int) -> GenerateOutput:
-    """Shape the result. When eager, numpy cuts what the buckets added: each slice of a jax array would compile."""
-    eager = isinstance(ids, np.ndarray)
-    xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)
-
-    def cut(record, axis: int):
-        if record is None or record.shape[axis] == new_tokens:
-            return record
-        return to_array((np.asarray(record) if eager else record)[(slice(None),) * axis + (slice(new_tokens),)])
-
-    tokens = cut(state.tokens, axis=1)
-    prompts = xp.repeat(ids, tokens.shape[0] // ids.shape[0], axis=0)
-    sequences = xp.concatenate([prompts, np.asarray(tokens) if eager else tokens], axis=1)
-    return GenerateOutput(
-        sequences=to_array(sequences),
-        lengths=state.lengths,
-        scores=cut(state.scores, axis=0),
-        logits=cut(state.logits, axis=0),
-        cache=state.cache,
-        prompt_width=ids.shape[1],
-    )
+    return _finish(state, np.bool_(late and not finished))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from jax.core import Tracer
 
 from jaxgen.errors import ConfigError, JaxgenWarning
 from jaxgen.model.config import ModelConfig
-from jaxgen.options import KNOBS, Number, eos_table, frozen, normal_eos, normal_number, number_leaf, thawed
+from jaxgen.options import TRACED, Number, frozen, thawed
 
 # Written by transformers beside the options; they decide nothing.
 _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
@@ -73,18 +74,18 @@ class GenerationConfig:
     length_penalty: Number = 1.0
     no_repeat_ngram_size: int = 0
     encoder_no_repeat_ngram_size: int = 0
-    bad_words_ids: tuple | None = None
+    bad_words_ids: Any = None
     force_words_ids: tuple | None = None
     constraints: tuple | None = None
     renormalize_logits: bool = False
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | tuple[int, ...] | None = None
+    forced_bos_token_id: Number | None = None
+    forced_eos_token_id: Any = None
     remove_invalid_values: bool = False
     exponential_decay_length_penalty: tuple | None = None
-    suppress_tokens: tuple[int, ...] | None = None
-    begin_suppress_tokens: tuple[int, ...] | None = None
-    forced_decoder_ids: tuple | None = None
-    sequence_bias: Mapping | tuple | None = None
+    suppress_tokens: Any = None
+    begin_suppress_tokens: Any = None
+    forced_decoder_ids: Any = None
+    sequence_bias: Any = None
     guidance_scale: Number | None = None
     low_memory: bool | None = None
     watermarking_config: Any = None
@@ -123,18 +124,20 @@ class GenerationConfig:
     prefill_chunk_size: int | None = None
     return_legacy_cache: bool | None = None
     token_healing: bool | None = None
-    top_h: float | None = None
+    top_h: Number | None = None
+    # jaxgen's own
+    output_logprobs: str | None = None
+    top_logprobs: int = 0
     # The checkpoint
     model: ModelConfig | None = None
 
     def __post_init__(self):
-        for name, knob in KNOBS.items():
-            object.__setattr__(self, name, normal_number(name, getattr(self, name), knob))
+        for name, option in TRACED.items():
+            object.__setattr__(self, name, option.normal(name, getattr(self, name)))
         for name in _STATIC:
             object.__setattr__(self, name, frozen(getattr(self, name)))
         if self.max_length is None:
             object.__setattr__(self, "max_length", GenerationConfig.max_length)
-        object.__setattr__(self, "eos_token_id", normal_eos(self.eos_token_id))
         if self.model is not None and not isinstance(self.model, ModelConfig):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
         _check(self)
@@ -167,18 +170,18 @@ class GenerationConfig:
         """
         fields = {}
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0:
-                value = value.item()
+            name, value = field.name, getattr(self, field.name)
+            if name in TRACED and TRACED[name].prompts(value) is not None:
+                raise ConfigError(f"{name} has one value per prompt; generation_config.json holds a single one")
             if isinstance(value, np.ndarray | jax.Array):
-                raise ConfigError(f"{field.name} has one value per prompt; generation_config.json holds a single one")
-            if field.name != "model" and value != field.default:
-                fields[field.name] = thawed(value)
+                value = TRACED[name].normal(name, np.asarray(value))
+            if name not in _OWN and value != field.default:
+                fields[name] = thawed(value)
         return fields
 
     def on(self, name: str) -> bool:
         """Whether a traced option is on: not at the value that leaves everything as it is."""
-        return not KNOBS[name].is_off(getattr(self, name))
+        return not TRACED[name].is_off(getattr(self, name))
 
     @property
     def mode(self) -> str:
@@ -204,8 +207,8 @@ class GenerationConfig:
 
     def tree_flatten(self):
         """Split into the traced numbers and the static rest."""
-        leaves = tuple(number_leaf(getattr(self, name), knob) for name, knob in KNOBS.items())
-        return (*leaves, eos_table(self.eos_token_id)), tuple(getattr(self, name) for name in (*_STATIC, "model"))
+        leaves = tuple(option.leaf(getattr(self, name)) for name, option in TRACED.items())
+        return leaves, tuple(getattr(self, name) for name in (*_STATIC, "model"))
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
@@ -213,19 +216,15 @@ class GenerationConfig:
         config = object.__new__(cls)
         for name, value in zip((*_STATIC, "model"), static, strict=True):
             object.__setattr__(config, name, value)
-        for (name, knob), leaf in zip(KNOBS.items(), leaves[:-1], strict=True):
-            object.__setattr__(config, name, knob.off if leaf is None else leaf)
-        object.__setattr__(config, "eos_token_id", leaves[-1])
+        for (name, option), leaf in zip(TRACED.items(), leaves, strict=True):
+            object.__setattr__(config, name, option.off if leaf is None else leaf)
         return config
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GenerationConfig):
             return NotImplemented
-        (mine, static), (theirs, other_static) = self.tree_flatten(), other.tree_flatten()
-        return static == other_static and all(
-            (a is None) == (b is None) and (a is None or np.array_equal(a, b))
-            for a, b in zip(mine, theirs, strict=True)
-        )
+        (mine, structure), (theirs, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        return structure == other_structure and all(map(np.array_equal, mine, theirs))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -240,13 +239,14 @@ class GenerationConfig:
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
-_STATIC = tuple(name for name in _NAMES if name not in (*KNOBS, "eos_token_id", "model"))
+_STATIC = tuple(name for name in _NAMES if name not in (*TRACED, "model"))
+_OWN = ("model", "output_logprobs", "top_logprobs")  # what transformers does not have
 _BOOLEANS = (
     "do_sample use_cache renormalize_logits remove_invalid_values output_attentions output_hidden_states output_scores "
     "output_logits return_dict_in_generate"
 ).split()
 WARPERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
-WARPERS |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+WARPERS |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
 
 
 def warn_unused(cfg: GenerationConfig) -> None:
@@ -273,11 +273,14 @@ def _warn_of_others(defaults: dict[str, Any], cfg: GenerationConfig, mode: str) 
         and (isinstance(value, np.ndarray | jax.Array) or (value != defaults[name] and (name, value) != ("top_k", 0)))
     ]
     if unused:
-        warn(f"{', '.join(unused)} given with {mode}, which does not look at it", level=6)
+        warn(f"{', '.join(unused)} given with {mode}, which does not look at it")
 
 
-def warn(message: str, level: int = 5) -> None:
-    """Emit jaxgen's category of warning; `level` counts the frames up to the caller of `generate`."""
+def warn(message: str) -> None:
+    """Emit jaxgen's category of warning, on behalf of the line outside of jaxgen that called it."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jaxgen":
+        level, frame = level + 1, frame.f_back
     warnings.warn(message, JaxgenWarning, stacklevel=level)
 
 
@@ -300,7 +303,7 @@ def _check(cfg: GenerationConfig) -> None:
             raise TypeError(f"{name} must be a whole number, got {value!r}")
         if value < least:
             raise ConfigError(f"{name} must be >= {least}, got {value}")
-    for name in ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id"):
+    for name in ("bos_token_id", "decoder_start_token_id"):
         value = getattr(cfg, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -308,6 +311,7 @@ def _check(cfg: GenerationConfig) -> None:
         value = getattr(cfg, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ConfigError(f"{name} must be a whole number >= 0, got {value!r}")
+    _check_more(cfg)
     if not (isinstance(cfg.early_stopping, bool) or cfg.early_stopping == "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', got {cfg.early_stopping!r}")
     if cfg.num_beams > 1:
@@ -317,6 +321,35 @@ def _check(cfg: GenerationConfig) -> None:
             f"num_return_sequences={cfg.num_return_sequences}: greedy search has one result per prompt; "
             "set do_sample=True, or num_beams"
         )
+
+
+def _check_more(cfg: GenerationConfig) -> None:
+    """Refuse wrong values of the static options that no release of transformers checks, or that are jaxgen's own."""
+    strings = cfg.stop_strings
+    if strings is not None and not (isinstance(strings, str | tuple)):
+        raise TypeError(f"stop_strings must be a string or a list of them, got {strings!r}")
+    if isinstance(strings, tuple) and not all(isinstance(string, str) for string in strings):
+        raise TypeError(f"stop_strings must be a string or a list of them, got {strings!r}")
+    if strings is not None and (not strings or "" in ([strings] if isinstance(strings, str) else strings)):
+        raise ConfigError(f"stop_strings must not be empty, got {strings!r}: leave it out to stop at none")
+    if cfg.max_time is not None:
+        if isinstance(cfg.max_time, bool) or not isinstance(cfg.max_time, int | float):
+            raise TypeError(f"max_time must be a number of seconds, got {cfg.max_time!r}")
+        if not cfg.max_time >= 0:
+            raise ConfigError(f"max_time must be >= 0 seconds, got {cfg.max_time}")
+    for name, least in {"prefill_chunk_size": 1, "top_logprobs": 0}.items():
+        value = getattr(cfg, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be >= {least}, got {value}")
+    if cfg.output_logprobs not in (None, "logits", "scores"):
+        raise ConfigError(
+            "output_logprobs must be 'logits', for the model's own distribution, 'scores', for the one that is chosen "
+            f"from, or None, got {cfg.output_logprobs!r}"
+        )
+    if cfg.top_logprobs and cfg.output_logprobs is None:
+        raise ConfigError(f"top_logprobs={cfg.top_logprobs} needs output_logprobs='logits' or 'scores'")
 
 
 def _check_beams(cfg: GenerationConfig) -> None:

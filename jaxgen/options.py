@@ -1,4 +1,4 @@
-"""The values of options: what each may be, when it is off, and how it is given to a compiled program."""
+"""The values of traced options: what each may be, when it is off, and how it is given to a compiled program."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxgen.errors import ConfigError
+from jaxgen.logits.watermark import WatermarkingConfig
+from jaxgen.tables import TABLES
 
 # A number, one number per prompt, or the same as an array.
 Number = int | float | np.ndarray | jax.Array
 
-_EOS_BUCKET = 4  # eos tables have a multiple of this many entries, the rest -1: more ids, the same program
-
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """A traced option: its dtype, the value that means "off", other spellings of that, and what is allowed."""
+    """A number: its dtype, the value that means "off", other spellings of that, and what is allowed."""
 
     dtype: type
     off: Any
@@ -36,6 +36,22 @@ class Knob:
         if value is None:
             return True
         return isinstance(value, int | float) and (value == self.off or value in self.also_off)
+
+    def normal(self, name: str, value: Any) -> Any:
+        """Return a Python number, an array `[B]` of the right dtype, or what means off."""
+        return _normal_number(name, value, self)
+
+    def leaf(self, value: Any) -> Any:
+        """Return None where the option is off, else a number or array of its dtype."""
+        if self.is_off(value):
+            return None
+        if isinstance(value, int | float):
+            return np.float32(value) if self.dtype is float else np.int32(value)
+        return value
+
+    def prompts(self, value: Any) -> int | None:
+        """For how many prompts it has a value each; None where one holds for all."""
+        return value.shape[0] if np.ndim(value) == 1 else None
 
 
 def _positive(value: np.ndarray) -> Any:
@@ -58,6 +74,7 @@ KNOBS: dict[str, Knob] = {
     "temperature": Knob(float, 1.0, allowed="> 0 (for greedy decoding set do_sample=False)", holds=_positive),
     "top_k": Knob(int, 0, **_NOT_NEGATIVE),
     "top_p": Knob(float, 1.0, **_FRACTION),
+    "top_h": Knob(float, None, allowed="> 0 and <= 1", holds=lambda value: (value > 0) & (value <= 1)),
     "min_p": Knob(float, None, (0.0,), **_FRACTION),
     "typical_p": Knob(float, 1.0, allowed="> 0 and <= 1", holds=lambda value: (value > 0) & (value <= 1)),
     "epsilon_cutoff": Knob(float, 0.0, allowed=">= 0 and < 1", holds=lambda value: (value >= 0) & (value < 1)),
@@ -71,19 +88,12 @@ KNOBS: dict[str, Knob] = {
     "max_new_tokens": Knob(int, None, **_POSITIVE),
     "min_new_tokens": Knob(int, None, **_NOT_NEGATIVE),
     "min_length": Knob(int, 0, **_NOT_NEGATIVE),
+    "forced_bos_token_id": Knob(int, None, **_NOT_NEGATIVE),
     "pad_token_id": Knob(int, None, per_prompt=False, **_NOT_NEGATIVE),
 }
 
 
-def eos_list(eos_token_id: Any) -> list[int]:
-    """Return the eos ids of a concrete config as a list, empty where there is none."""
-    if eos_token_id is None:
-        return []
-    return [int(token) for token in np.atleast_1d(np.asarray(eos_token_id)) if token >= 0]
-
-
-def normal_number(name: str, value: Any, knob: Knob) -> Any:
-    """Normalise a traced option: a Python number, an array `[B]` of the right dtype, or what means off."""
+def _normal_number(name: str, value: Any, knob: Knob) -> Any:
     if isinstance(value, Tracer):
         return _traced_number(name, value, knob)
     if isinstance(value, bool | str | bytes | complex | Mapping):
@@ -122,42 +132,67 @@ def _traced_number(name: str, value: Tracer, knob: Knob) -> Any:
     return jnp.asarray(value, jnp.float32 if knob.dtype is float else jnp.int32)
 
 
-def number_leaf(value: Any, knob: Knob) -> Any:
-    """Return the leaf of a traced option: None where it is off, else a number or array of its dtype."""
-    if knob.is_off(value):
-        return None
-    if isinstance(value, int | float):
-        return np.float32(value) if knob.dtype is float else np.int32(value)
-    return value
+@dataclasses.dataclass(frozen=True)
+class Decay:
+    """`(start, factor)`, each a number or one per prompt. Leaf: `(int32, float32)`."""
+
+    off: Any = None
+    start: Knob = Knob(int, None, **_NOT_NEGATIVE)
+    factor: Knob = Knob(float, None, **_POSITIVE)
+
+    def is_off(self, value: Any) -> bool:
+        """Whether nothing decays."""
+        return value is None
+
+    def normal(self, name: str, value: Any) -> Any:
+        """Return None or the pair."""
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) != 2 or any(part is None for part in value):
+            raise ConfigError(f"{name} must be a pair, (start, factor), got {value!r}")
+        return self.start.normal(f"{name}'s start", value[0]), self.factor.normal(f"{name}'s factor", value[1])
+
+    def leaf(self, value: Any) -> Any:
+        """Return the pair with its dtypes, or None."""
+        return None if value is None else (self.start.leaf(value[0]), self.factor.leaf(value[1]))
+
+    def prompts(self, value: Any) -> int | None:
+        """For how many prompts it has a value each; None where one holds for all."""
+        return None if value is None else self.start.prompts(value[0]) or self.factor.prompts(value[1])
 
 
-def normal_eos(value: Any) -> Any:
-    """Normalise eos ids: None, one int, or a tuple of them. In an array, -1 stands for none."""
-    if value is None or isinstance(value, Tracer):
+class Watermark:
+    """A `WatermarkingConfig` or the dict of one; it is its own leaf."""
+
+    off: Any = None
+
+    def is_off(self, value: Any) -> bool:
+        """Whether there is no watermark."""
+        return value is None
+
+    def normal(self, name: str, value: Any) -> Any:
+        """Return None or a WatermarkingConfig."""
+        if isinstance(value, Mapping):
+            return WatermarkingConfig.from_hf(value)
+        if value is not None and not isinstance(value, WatermarkingConfig):
+            raise TypeError(f"{name} must be a WatermarkingConfig or a dict, got {type(value).__name__}")
         return value
-    if isinstance(value, jax.Array):
-        value = np.asarray(value)
-    if np.ndim(value) > 1:
-        raise ConfigError(f"eos_token_id must be one id or a list of them, got {value!r}")
-    ids = [value] if np.ndim(value) == 0 else list(value)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise TypeError(f"eos_token_id must be a whole number or a list of them, got {value!r}")
-        if token > np.iinfo(np.int32).max or (token < 0 and not isinstance(value, np.ndarray)):
-            raise ConfigError(f"eos_token_id must be >= 0 and fit into 32 bits, got {value!r}")
-    ids = [int(token) for token in ids if token >= 0]
-    if np.ndim(value) == 0:
-        return ids[0]
-    return tuple(ids) or None
 
-
-def eos_table(value: Any) -> Any:
-    """int32[E] with E rounded up and -1 for no id, so that another number of ids is the same program."""
-    if not isinstance(value, int | tuple):
+    def leaf(self, value: Any) -> Any:
+        """Return it."""
         return value
-    ids = [value] if isinstance(value, int) else list(value)
-    size = -(-len(ids) // _EOS_BUCKET) * _EOS_BUCKET
-    return np.asarray(ids + [-1] * (size - len(ids)), np.int32)
+
+    def prompts(self, value: Any) -> None:
+        """One holds for all prompts."""
+
+
+# Every option whose value is an argument of the compiled program.
+TRACED: dict[str, Any] = {
+    **KNOBS,
+    **TABLES,
+    "exponential_decay_length_penalty": Decay(),
+    "watermarking_config": Watermark(),
+}
 
 
 def frozen(value: Any) -> Any:
@@ -172,9 +207,13 @@ def frozen(value: Any) -> Any:
 
 
 def thawed(value: Any) -> Any:
-    """Undo `frozen`: lists and dicts, as JSON has them."""
+    """Return lists and dicts, as JSON has them; a dict by tuples becomes the list `[[key, value], ...]`."""
     if isinstance(value, tuple):
         return [thawed(item) for item in value]
+    if isinstance(value, WatermarkingConfig):
+        return value.to_hf()
+    if isinstance(value, Mapping) and any(isinstance(key, tuple) for key in value):
+        return [[thawed(key), thawed(item)] for key, item in value.items()]
     if isinstance(value, Mapping):
         return {key: thawed(item) for key, item in value.items()}
     return value

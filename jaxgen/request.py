@@ -11,69 +11,110 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
-from jaxgen.generation_config import WARPERS, GenerationConfig, warn
+from jaxgen.decoding.prompt import UNKNOWN, Request, Sizes
+from jaxgen.decoding.rules import HostFunction, Rules
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.generation_config import GenerationConfig, warn, warn_unused
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import param_shapes
-from jaxgen.options import eos_list
+from jaxgen.options import TRACED
+from jaxgen.support import check_options
 
-# Options that work, or that say nothing where the mode is greedy search or sampling.
-_BUILT = frozenset(
-    "max_length max_new_tokens min_length min_new_tokens do_sample temperature top_k top_p min_p repetition_penalty "
-    "output_scores output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id num_return_sequences "
-    "cache_implementation use_cache model num_assistant_tokens num_assistant_tokens_schedule "
-    "max_matching_ngram_size early_stopping length_penalty diversity_penalty".split()
-)
-# What is settled before the loop, or belongs to other modes.
-_UNUSED_BY_THE_LOOP = (
-    "max_length max_new_tokens return_dict_in_generate bos_token_id early_stopping length_penalty diversity_penalty "
-    "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size cache_implementation"
+# Options that look at the tokens of a row.
+_OF_TOKENS = (
+    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "sequence_bias watermarking_config stop_strings"
 ).split()
-_OF_OTHER_MODES = frozenset(["typical_p", "epsilon_cutoff", "eta_cutoff"])  # looked at when sampling only
-_NEVER = {
-    "decoder_start_token_id": "is for encoder-decoder models: leave it out",
-    "low_memory": "is not offered: rows share the prompt's cache already; leave it out",
-    "generation_kwargs": "is not looked at by anything: leave it out",
-}
 
 
-def refuse_unbuilt(cfg: GenerationConfig) -> None:
-    """Raise for an option that does not work, by its name."""
-    if cfg.use_cache is not True:
-        raise ConfigError("use_cache=False is not offered: generation always uses the cache; leave it out")
-    if cfg.cache_implementation not in (None, "static"):
-        raise ConfigError(
-            f"cache_implementation={cfg.cache_implementation!r} is not offered: use 'static' or leave it out"
-        )
-    unbuilt = []
-    for name in GenerationConfig.__dataclass_fields__:
-        value = getattr(cfg, name)
-        if name in _BUILT or (name in _OF_OTHER_MODES and not cfg.do_sample) or _is_default(cfg, name):
-            continue
-        if name in _NEVER:
-            raise ConfigError(f"{name} {_NEVER[name]}")
-        unbuilt.append(f"{name}={value!r}")
-    if unbuilt:
-        raise NotBuiltYetError(f"not built yet: {', '.join(unbuilt)}")
+def eager_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules: Rules):
+    """Check concrete arguments and round their sizes up.
+
+    Returns the request, its sizes, the prompt as given (ids int32[B, P], mask bool[B, P], the mask's P) and the number
+    of new tokens.
+    """
+    assert cfg.model is not None
+    cache = given["cache"]
+    without_ids = ids is None and given["inputs_embeds"] is not None
+    ids, embeds = _host_prompts(ids, given["inputs_embeds"], cfg, cache)
+    mask = host_mask(given["attention_mask"], ids, cfg, embeds is not None)
+    prompts, width = ids.shape
+    key = check_key(key, cfg, prompts)
+    check_options(cfg, prompts)
+    check_cache(cache, cfg, prompts, rules)
+    negative = _host_negative(given, cfg, prompts, without_ids)
+    warn_unused(cfg)
+    lengths = (mask & (ids != UNKNOWN)).sum(axis=-1, dtype=np.int32)
+    held = mask.sum(axis=-1, dtype=np.int32)
+    slots = 0
+    if cache is not None:
+        known = np.repeat(np.asarray(_total_known(cache)), prompts // cache.rows)
+        lengths, held = lengths + known, held + known
+        own = cache.rows == prompts or cfg.on("guidance_scale")
+        slots = prompt_bucket(int(held.max() if own else known.max()))
+    budget = budgets(cfg, lengths)
+    warn_unfeasible(cfg, lengths, held, budget)
+    new_tokens = int(budget.max())
+    recorded = cfg.output_scores or bool(cfg.output_logits) or cfg.output_attentions or cfg.output_hidden_states
+    padding = ((0, 0), (prompt_bucket(width) - width, 0))
+    request = Request(
+        ids=np.pad(ids, padding),
+        mask=np.pad(mask, padding),
+        budget=budget,
+        key=key,
+        cache=cache,
+        embeds=None if embeds is None else np.pad(embeds, (*padding, (0, 0))),
+        negative_ids=negative[0],
+        negative_mask=negative[1],
+    )
+    shown = (ids, mask, width)
+    if without_ids:
+        shown = (ids[:, :0], mask[:, :0], width)
+    return request, Sizes(capacity_for(new_tokens, recorded), slots), shown, new_tokens
 
 
-def _is_default(cfg: GenerationConfig, name: str) -> bool:
-    value, default = getattr(cfg, name), GenerationConfig.__dataclass_fields__[name].default
-    if isinstance(value, np.ndarray | jax.Array):
-        return False
-    return value is None or value is False or value == default or value in ((), {})
-
-
-def refuse_options(options: dict[str, Any]) -> None:
-    """Raise for keyword arguments that `generate` does not have."""
-    for name in options:
-        if name in GenerationConfig.__dataclass_fields__:
-            raise TypeError(f"generate() takes {name} from the config: use cfg.replace({name}=...)")
-        if name in ("synced_gpus", "position_ids"):
-            raise TypeError(f"generate() does not offer {name}: leave it out")
-        if name == "assistant_model":
-            raise TypeError("generate() takes an assistant as assistant=(params, cfg), not assistant_model")
-        GenerationConfig().replace(**{name: None})  # an unknown name: raises and offers the nearest
+def traced_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules: Rules):
+    """Check arguments some of which are traced, what is concrete as it is eagerly; the results are as there."""
+    assert cfg.model is not None
+    cache, embeds = given["cache"], given["inputs_embeds"]
+    without_ids = ids is None and embeds is not None
+    if any(isinstance(x, Tracer) for x in (ids, embeds)):
+        ids, embeds = _traced_prompts(ids, embeds, cfg)
+    else:
+        ids, embeds = _host_prompts(ids, embeds, cfg, cache)
+        ids = jnp.asarray(ids)
+    prompts, width = ids.shape
+    mask = given["attention_mask"]
+    if isinstance(mask, Tracer):
+        mask = mask.astype(bool)
+        check_mask_shape(mask, ids)
+    elif mask is None:
+        mask = inferred_mask(ids, cfg) if embeds is None else jnp.ones(ids.shape, bool)
+    else:
+        mask = jnp.asarray(host_mask(mask, ids, cfg, embeds is not None))
+    warn_unused(cfg)
+    check_options(cfg, prompts)
+    check_cache(cache, cfg, prompts, rules)
+    key = check_key(key, cfg, prompts)
+    slots = 0
+    known = None
+    if cache is not None:
+        own = cache.rows == prompts or cfg.on("guidance_scale")
+        slots = cache.offset + cache.slots + (width if own else 0)
+        known = jnp.repeat(cache.total_known, prompts // cache.rows, total_repeat_length=prompts)
+    negative = given["negative_prompt_ids"], given["negative_prompt_attention_mask"]
+    if any(isinstance(x, Tracer) for x in negative):
+        negative = _traced_negative(*negative, cfg, prompts)
+    else:
+        negative = _host_negative(given, cfg, prompts, without_ids)
+    counted = mask & (ids != UNKNOWN)
+    before = 0 if cache is None else cache.offset + cache.slots
+    capacity, budget = traced_budgets(cfg, before + width, counted, known)
+    request = Request(ids, mask, budget, key, cache, embeds, *negative)
+    shown = (ids, mask, width)
+    if without_ids:
+        shown = (ids[:, :0], mask[:, :0], width)
+    return request, Sizes(capacity, slots), shown, capacity
 
 
 def check_params(params, cfg: GenerationConfig) -> None:
@@ -118,8 +159,6 @@ def host_ids(ids, cfg: GenerationConfig) -> np.ndarray:
     assert cfg.model is not None
     if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
         raise TypeError("ids is a whole Batch: give batch.ids, and attention_mask=batch.attention_mask")
-    if ids is None:
-        raise NotBuiltYetError("not built yet: generation without ids")
     try:
         ids = np.asarray(ids)
     except ValueError as error:
@@ -137,9 +176,11 @@ def check_mask_shape(mask, ids) -> None:
         raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
 
 
-def host_mask(attention_mask, ids, cfg: GenerationConfig) -> np.ndarray:
-    """Return the attention mask as bool[B, P]; every row has a token."""
-    if attention_mask is None:
+def host_mask(attention_mask, ids, cfg: GenerationConfig, embedded: bool = False) -> np.ndarray:
+    """Return the attention mask as bool[B, P]; every row has a token. `embedded`: ids says nothing of padding."""
+    if attention_mask is None and embedded:
+        mask = np.ones(ids.shape, bool)
+    elif attention_mask is None:
         mask = np.asarray(inferred_mask(ids, cfg, np))
         pad = cfg.pad_token_id
         if pad is not None and ids.shape[1] > 1 and np.any(ids[:, 0] == pad) and np.all(mask):
@@ -170,27 +211,121 @@ def inferred_mask(ids, cfg: GenerationConfig, xp=jnp):
     return mask | xp.any(eos == cfg.pad_token_id)
 
 
-def check_cache(cache, cfg: GenerationConfig, prompts: int) -> None:
+def _host_prompts(ids, embeds, cfg: GenerationConfig, cache) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return ids int32[B, P], `UNKNOWN` where there are embeddings alone, and the embeddings."""
+    assert cfg.model is not None
+    if embeds is not None:
+        embeds = np.asarray(embeds)
+        _check_embeds(embeds, cfg)
+        if ids is None:
+            return np.full(embeds.shape[:2], UNKNOWN, np.int32), embeds
+    if ids is None:
+        if cache is not None:
+            raise InputError("ids is None and cache= goes on: give the new tokens")
+        if cfg.bos_token_id is None:
+            raise InputError("ids is None and bos_token_id too: give prompts, or the id to begin with")
+        ids = [[cfg.bos_token_id]]
+    ids = host_ids(ids, cfg)
+    if embeds is not None and embeds.shape[:2] != ids.shape:
+        raise InputError(
+            f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must be of the same tokens: give as many, "
+            "or ids=None"
+        )
+    return ids, embeds
+
+
+def _traced_prompts(ids, embeds, cfg: GenerationConfig) -> tuple[jax.Array, jax.Array | None]:
+    if embeds is not None:
+        _check_embeds(embeds, cfg)
+        if ids is None:
+            ids = np.full(embeds.shape[:2], UNKNOWN, np.int32)
+    if not isinstance(ids, Tracer) and np.any(np.asarray(ids) != UNKNOWN):
+        ids = host_ids(ids, cfg)
+    ids = jnp.asarray(ids)
+    check_ids_shape(ids)
+    if embeds is not None and embeds.shape[:2] != ids.shape:
+        raise InputError(f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must be of the same tokens")
+    return ids.astype(jnp.int32), embeds
+
+
+def _check_embeds(embeds, cfg: GenerationConfig) -> None:
+    assert cfg.model is not None
+    if embeds.ndim != 3 or embeds.shape[-1] != cfg.model.hidden_size or 0 in embeds.shape:
+        raise InputError(
+            f"inputs_embeds must have shape [B, P, {cfg.model.hidden_size}] with B and P at least 1, got "
+            f"{list(embeds.shape)}"
+        )
+    if not jnp.issubdtype(embeds.dtype, jnp.floating):
+        raise TypeError(f"inputs_embeds must be floats, got {embeds.dtype}")
+
+
+def _host_negative(given, cfg: GenerationConfig, prompts: int, without_ids: bool):
+    """Return the negative prompts of guidance, int32[B, Q], and their mask, in a bucket; None, None without them."""
+    negative, mask = given["negative_prompt_ids"], given["negative_prompt_attention_mask"]
+    _check_guidance(negative, mask, cfg)
+    if negative is None:
+        if cfg.on("guidance_scale") and without_ids:
+            raise InputError("guidance_scale takes a prompt's last id as negative prompt: give negative_prompt_ids")
+        return None, None
+    try:
+        negative = host_ids(negative, cfg)
+        mask = np.ones(negative.shape, bool) if mask is None else host_mask(mask, negative, cfg)
+    except (InputError, TypeError) as error:
+        raise type(error)(f"negative_prompt_ids: {error}") from error
+    negative, mask = (_per_prompt(x, prompts, np) for x in (negative, mask))
+    padding = ((0, 0), (prompt_bucket(negative.shape[1]) - negative.shape[1], 0))
+    return np.pad(negative, padding), np.pad(mask, padding)
+
+
+def _traced_negative(negative, mask, cfg: GenerationConfig, prompts: int):
+    _check_guidance(negative, mask, cfg)
+    negative = jnp.asarray(negative)
+    check_ids_shape(negative)
+    mask = jnp.ones(negative.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
+    check_mask_shape(mask, negative)
+    return _per_prompt(negative.astype(jnp.int32), prompts, jnp), _per_prompt(mask, prompts, jnp)
+
+
+def _check_guidance(negative, mask, cfg: GenerationConfig) -> None:
+    if negative is None and mask is not None:
+        raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: give them too")
+    if negative is not None and not cfg.on("guidance_scale"):
+        raise InputError("negative_prompt_ids need guidance_scale, other than 1: set it with cfg.replace")
+
+
+def _per_prompt(x, prompts: int, xp):
+    if x.shape[0] not in (1, prompts):
+        raise InputError(f"negative_prompt_ids has {x.shape[0]} rows for {prompts} prompts: give one per prompt or one")
+    return xp.broadcast_to(x, (prompts, x.shape[1]))
+
+
+def check_cache(cache, cfg: GenerationConfig, prompts: int, rules: Rules) -> None:
     """Raise for a cache that these prompts cannot go on from."""
     if cache is None:
         return
+    assert cfg.model is not None
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be the cache of an earlier output, a jaxgen.KVCache, got {type(cache).__name__}")
-    if cache.rows != prompts:
-        raise InputError(f"the cache has {cache.rows} rows and there are {prompts} prompts: give one for each row")
-    if cfg.on("repetition_penalty") and any(part.tokens is None for part in cache.parts):
+    if prompts % cache.rows:
         raise InputError(
-            "repetition_penalty looks at all tokens, and this cache does not know those that it holds: go on from the "
+            f"the cache has {cache.rows} rows and there are {prompts} prompts: give one for each row, or a multiple, "
+            "where several share a row"
+        )
+    cache.check_model(cfg.model)
+    if cfg.output_attentions:
+        raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to see them")
+    looking = [name for name in _OF_TOKENS if getattr(cfg, name) not in (None, 0) and _is_on(cfg, name)]
+    looking += ["logits_processor"] * bool(rules.processors) + ["stopping_criteria"] * bool(rules.criteria)
+    looking += ["prefix_allowed_tokens_fn"] * isinstance(rules.allowed, HostFunction)
+    if looking and any(part.tokens is None for part in cache.parts):
+        raise InputError(
+            f"{looking[0]} looks at all tokens, and this cache does not know those that it holds: go on from the "
             "cache of a generate() output, or leave the option out"
         )
 
 
-def check_knobs(cfg: GenerationConfig, prompts: int) -> None:
-    """Raise where an option has one value per prompt for another number of prompts."""
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length", "min_new_tokens"):
-        value = getattr(cfg, name)
-        if np.ndim(value) == 1 and value.shape[0] != prompts:
-            raise InputError(f"{name} has {value.shape[0]} values for {prompts} prompts: give one per prompt or one")
+def _is_on(cfg: GenerationConfig, name: str) -> bool:
+    return cfg.on(name) if name in TRACED else bool(getattr(cfg, name))
 
 
 def check_key(key, cfg: GenerationConfig, prompts: int):
@@ -223,8 +358,23 @@ def budgets(cfg: GenerationConfig, lengths: np.ndarray) -> np.ndarray:
     return (cfg.max_length - lengths).astype(np.int32)
 
 
-def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
-    """Warn where a row must not end before its budget is spent: `_validate_generated_length`."""
+def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, held: np.ndarray, budget: np.ndarray) -> None:
+    """Warn where a row must not end before its budget is spent, or may outgrow the model.
+
+    `_validate_generated_length`, `MaxLengthCriteria`.
+
+    Args:
+        cfg: the config.
+        lengths: int32[B], the prompts' tokens.
+        held: int32[B], likewise, with those that came as embeddings.
+        budget: int32[B].
+    """
+    assert cfg.model is not None
+    if (longest := int((held + budget).max())) > cfg.model.context_length:
+        warn(
+            f"prompt and answer may reach {longest} tokens and the model was trained for {cfg.model.context_length}: "
+            "beyond, what it says may get worse"
+        )
     if cfg.on("min_new_tokens"):
         name, least = "min_new_tokens", np.asarray(cfg.min_new_tokens)
     else:
@@ -233,15 +383,15 @@ def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarr
         warn(f"{name}={getattr(cfg, name)} is more than there is room for: the budget of new tokens is {budget.max()}")
 
 
-def traced_budgets(cfg: GenerationConfig, width: int, mask, cache: KVCache | None) -> tuple[int, jax.Array]:
+def traced_budgets(cfg: GenerationConfig, width: int, mask, known: jax.Array | None) -> tuple[int, jax.Array]:
     """Return the capacity for new tokens, which must be static, and the budget per prompt under the caller's jit.
 
-    `width`: the most tokens that a prompt can have, what its cache holds included.
+    `width`: the most tokens that a prompt can have, what its cache holds included; `known int32[B]`: what it does hold.
     """
     prompts = mask.shape[0]
     lengths = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-    if cache is not None:
-        lengths += cache.total_known
+    if known is not None:
+        lengths += known
     if not cfg.on("max_new_tokens"):
         if width >= cfg.max_length:
             raise InputError(
@@ -265,6 +415,9 @@ def traced_budgets(cfg: GenerationConfig, width: int, mask, cache: KVCache | Non
     return capacity, jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (prompts,))
 
 
+_total_known = jax.jit(lambda cache: cache.total_known)
+
+
 # --- Buckets ------------------------------------------------------------------------------------------------------
 
 
@@ -277,14 +430,3 @@ def prompt_bucket(width: int) -> int:
 def capacity_for(new_tokens: int, recorded: bool) -> int:
     """Round the number of new tokens up; less where scores of the whole vocabulary are kept for each."""
     return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))
-
-
-def normal_form(cfg: GenerationConfig) -> GenerationConfig:
-    """Drop what no longer matters, so that it makes no difference to which program runs."""
-    defaults = GenerationConfig.__dataclass_fields__
-    unused: dict[str, Any] = {name: defaults[name].default for name in _UNUSED_BY_THE_LOOP}
-    if not cfg.do_sample:
-        unused |= dict.fromkeys(WARPERS)
-    if cfg.pad_token_id is None:  # as in the loop, here so that the program is that of a given pad id
-        unused["pad_token_id"] = (eos_list(cfg.eos_token_id) or [0])[0]
-    return cfg.replace(**unused)

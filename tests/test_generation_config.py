@@ -109,7 +109,38 @@ def test_values_per_prompt():
         ({"top_k": 2**31}, ConfigError, "top_k must fit"),
         ({"eos_token_id": 2**31}, ConfigError, "eos_token_id"),
         ({"eos_token_id": jnp.asarray([1.0])}, TypeError, "eos_token_id"),
-        ({"eos_token_id": [[1]]}, ConfigError, "eos_token_id"),
+        ({"eos_token_id": [[[1]]]}, ConfigError, "eos_token_id"),
+        ({"eos_token_id": [[1], 2]}, ConfigError, "eos_token_id"),
+        ({"bad_words_ids": []}, ConfigError, "bad_words_ids.*not empty"),
+        ({"bad_words_ids": [[1], []]}, ConfigError, "bad_words_ids"),
+        ({"bad_words_ids": [1]}, ConfigError, "bad_words_ids must be a list of lists"),
+        ({"bad_words_ids": [["a"]]}, TypeError, "bad_words_ids"),
+        ({"bad_words_ids": [[-1]]}, ConfigError, "bad_words_ids"),
+        ({"sequence_bias": {}}, ConfigError, "sequence_bias.*not empty"),
+        ({"sequence_bias": {1: 2.0}}, ConfigError, "sequence_bias must have tuples"),
+        ({"sequence_bias": {(): 2.0}}, ConfigError, "sequence_bias"),
+        ({"sequence_bias": {(1,): "x"}}, TypeError, "sequence_bias"),
+        ({"sequence_bias": {(1,): float("nan")}}, TypeError, "sequence_bias"),
+        ({"sequence_bias": [1]}, ConfigError, "sequence_bias"),
+        ({"forced_decoder_ids": [[1, 2, 3]]}, ConfigError, "forced_decoder_ids.*2 numbers"),
+        ({"forced_eos_token_id": -1}, ConfigError, "forced_eos_token_id"),
+        ({"suppress_tokens": "x"}, TypeError, "suppress_tokens"),
+        ({"exponential_decay_length_penalty": 3}, ConfigError, "exponential_decay_length_penalty must be a pair"),
+        ({"exponential_decay_length_penalty": (1, -1.0)}, ConfigError, "exponential_decay_length_penalty's factor"),
+        ({"exponential_decay_length_penalty": (1.5, 1.0)}, TypeError, "exponential_decay_length_penalty's start"),
+        ({"watermarking_config": 3}, TypeError, "watermarking_config"),
+        ({"watermarking_config": {"greenlist_ratio": 2.0}}, ConfigError, "greenlist_ratio"),
+        ({"stop_strings": [1]}, TypeError, "stop_strings"),
+        ({"stop_strings": ""}, ConfigError, "stop_strings must not be empty"),
+        ({"max_time": "x"}, TypeError, "max_time"),
+        ({"max_time": -1}, ConfigError, "max_time"),
+        ({"prefill_chunk_size": 0}, ConfigError, "prefill_chunk_size"),
+        ({"top_logprobs": 2}, ConfigError, "top_logprobs=2 needs output_logprobs"),
+        ({"output_logprobs": "all"}, ConfigError, "output_logprobs"),
+        ({"typical_p": 0.0}, ConfigError, "typical_p"),
+        ({"epsilon_cutoff": 1.0}, ConfigError, "epsilon_cutoff"),
+        ({"eta_cutoff": -0.1}, ConfigError, "eta_cutoff"),
+        ({"top_h": 0.0}, ConfigError, "top_h"),
         ({"eos_token_id": "x"}, TypeError, "eos_token_id"),
         ({"eos_token_id": -2}, ConfigError, "eos_token_id"),
         ({"eos_token_id": [1.0]}, TypeError, "eos_token_id"),
@@ -182,6 +213,40 @@ def test_traced_values_get_their_dtype_and_shape_checked():
         on("top_k", np.float32(2))
     with pytest.raises(ConfigError, match="temperature"):
         on("temperature", np.ones((2, 2), np.float32))
+
+
+TABLES = {
+    "eos_token_id": ([3, 4], [[3], [4, 5]], [3, 4, -1, -1]),
+    "suppress_tokens": (7, [[1], []], [7, -1, -1, -1]),
+    "bad_words_ids": ([[1], [2, 3]], [[[1]], [[2, 3], [4]]], [[1, -1], [2, 3], [-1, -1], [-1, -1]]),
+    "forced_decoder_ids": ([[1, 5]], [[[1, 5]], [[2, 6]]], [[1, 5], [-1, -1], [-1, -1], [-1, -1]]),
+}
+
+
+@pytest.mark.parametrize(("name", "case"), TABLES.items(), ids=TABLES)
+def test_ids_become_tables_whose_sizes_are_rounded_up(name, case):
+    value, per_prompt, table = case
+    cfg = GenerationConfig(**{name: value})
+    assert jax.tree.leaves(cfg.replace(top_k=0))[-1].tolist() == table
+    assert cfg.to_hf() == {name: value}
+    assert jax.tree.leaves(GenerationConfig(**{name: per_prompt}).replace(top_k=0))[-1].shape[0] == 2
+    with pytest.raises(ConfigError, match=f"{name} has one value per prompt"):
+        GenerationConfig(**{name: per_prompt}).to_hf()
+    # What jit gives back is the same config, and its fields can be set anew.
+    for cfg in (cfg, GenerationConfig(**{name: per_prompt})):
+        through = jax.jit(lambda cfg: cfg.replace(temperature=0.5))(cfg)
+        assert through.replace(temperature=1.0) == cfg
+
+
+def test_biases():
+    cfg = GenerationConfig(sequence_bias={(1, 2): 0.5, (3,): -1}, top_k=0)
+    sequences, bias = jax.tree.leaves(cfg)
+    assert sequences.tolist() == [[1, 2], [3, -1], [-1, -1], [-1, -1]]
+    assert bias.tolist() == [0.5, -1.0, 0.0, 0.0]
+    assert cfg == GenerationConfig(sequence_bias=[[[1, 2], 0.5], [[3], -1.0]], top_k=0)
+    assert GenerationConfig.from_hf(json.loads(json.dumps(cfg.to_hf()))) == cfg
+    several = GenerationConfig(sequence_bias=[{(1,): 0.5}, {(2, 3): 1.0, (4,): 2.0}], top_k=0)
+    assert [leaf.shape for leaf in jax.tree.leaves(several)] == [(2, 4, 2), (2, 4)]
 
 
 def test_is_frozen_and_not_shared():

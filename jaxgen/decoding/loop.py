@@ -1,7 +1,8 @@
 """The loop that all modes share: prefill, then one token per row and step until every row is finished.
 
 Greedy search and sampling are this loop with another way to choose. No token is run through the model twice, and the
-last one not at all.
+last one not at all. With classifier-free guidance the model has two rows for each row of the run, the second half
+without the prompt.
 """
 
 from __future__ import annotations
@@ -13,48 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.sample import draw, greedy
-from jaxgen.decoding.stopping import is_eos
+from jaxgen.decoding.prompt import UNKNOWN, Prompt, Request, Sizes
+from jaxgen.decoding.reading import prefill, read
+from jaxgen.decoding.records import Records, columns_of
+from jaxgen.decoding.rules import Rules
+from jaxgen.decoding.sample import draw, greedy, sequence_keys
+from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
+from jaxgen.errors import InputError
 from jaxgen.generation_config import GenerationConfig
-from jaxgen.logits.pipeline import History, build_transform
+from jaxgen.logits.automaton import TokenAutomaton
+from jaxgen.logits.history import History
+from jaxgen.logits.pipeline import Knobs, build_transform
 from jaxgen.model.cache import KVCache, spread
-from jaxgen.model.causal_lm import forward
-
-
-@flax.struct.dataclass
-class Prompt:
-    """The prompts, left-aligned: token i of a row is in column i.
-
-    Attributes:
-        ids: int32[B, P].
-        mask: bool[B, P], False past a row's end.
-    """
-
-    ids: jax.Array
-    mask: jax.Array
-
-    @classmethod
-    def align(cls, ids: jax.Array, mask: jax.Array) -> Prompt:
-        """Close the gaps that padding, wherever it is, leaves in `ids int32[B, P]`."""
-        order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
-        rows = jnp.arange(ids.shape[0])[:, None]
-        length = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-        aligned = jnp.zeros_like(ids).at[rows, order].set(ids, mode="drop")
-        return cls(aligned, jnp.arange(ids.shape[1])[None, :] < length[:, None])
-
-    @classmethod
-    def after(cls, cache: KVCache, ids: jax.Array, mask: jax.Array) -> Prompt:
-        """Put the token that a cache knows and does not hold, where it does, in front of `ids int32[B, P]`."""
-        if cache.tokens is None or cache.known is None:
-            return cls.align(ids, mask)
-        pending = jnp.take_along_axis(cache.tokens, cache.length[:, None], axis=1, mode="clip")
-        is_pending = (cache.known > cache.length)[:, None]
-        return cls.align(jnp.concatenate([pending, ids], axis=1), jnp.concatenate([is_pending, mask], axis=1))
-
-    @property
-    def length(self) -> jax.Array:
-        """int32[B], tokens per row."""
-        return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
+from jaxgen.model.config import ModelConfig
 
 
 @flax.struct.dataclass
@@ -64,91 +36,84 @@ class State:
     Attributes:
         tokens: int32[rows, N], generated so far; the pad id from a row's end on.
         lengths: int32[rows], tokens generated, eos included.
-        done: bool[rows].
-        budget: int32[rows], the most tokens that the row may get, at most N.
+        reasons: int32[rows], a `StopReason` each.
         keys: key[rows], or None where nothing is drawn.
         history: what processors know; `history.step` tokens per row have been chosen.
         cache: holds all but the last chosen token.
-        scores: float32[N, rows, V], processed, or None; zeros in steps that never came.
-        logits: likewise, as the model gave them.
+        stop_state: int32[rows], how much of a stop string there is; None without them.
+        hook_state: the hook's own.
+        records: what the output shall have of each step.
     """
 
     tokens: jax.Array
     lengths: jax.Array
-    done: jax.Array
-    budget: jax.Array
+    reasons: jax.Array
     keys: jax.Array | None
     history: History
     cache: KVCache
-    scores: jax.Array | None
-    logits: jax.Array | None
+    stop_state: jax.Array | None
+    hook_state: object
+    records: Records
 
 
-def start(
-    params, cfg: GenerationConfig, prompt: Prompt, cache: KVCache | None, budget: jax.Array, keys, capacity: int
-) -> State:
+def start(params, cfg: GenerationConfig, rules: Rules, request: Request, sizes: Sizes) -> State:
     """Prefill the prompts and choose the first token of each row.
 
     The prompt runs through the model once, however many sequences it returns: they share its part of the cache.
-
-    Args:
-        params: the model's parameters.
-        cfg: what to do; its `num_return_sequences` is R.
-        prompt: B prompts, or what follows the tokens of `cache`.
-        cache: what came before, in one part with room for the prompt; None where it is the beginning.
-        budget: int32[B], the most tokens to generate per prompt.
-        keys: key[B * R] or None.
-        capacity: N, room for generated tokens.
     """
-    assert cfg.model is not None
-    prompts, copies = prompt.ids.shape[0], cfg.num_return_sequences
+    model, copies, capacity = _model(cfg), cfg.num_return_sequences, sizes.capacity
+    prompts = request.ids.shape[0]
     rows = prompts * copies
-    if cache is None:
-        cache = KVCache.create(cfg.model, prompts, prompt.ids.shape[1])
-        tokens = prompt.ids
-    else:
-        tokens = _followed_by(cache, prompt)
-    with jax.named_scope("prefill"):
-        out = forward(
-            cfg.model,
-            params,
-            prompt.ids,
-            attention_mask=prompt.mask,
-            cache=cache,
-            logits_to_keep=prompt.length[:, None] - 1,
-        )
-    assert out.cache is not None
-    cache = dataclasses.replace(out.cache, tokens=tokens, known=out.cache.length)
-    held = jnp.arange(tokens.shape[1])[None, :] < cache.length[:, None]
-    logits = spread(out.logits[:, 0], rows)
-    budget = jnp.minimum(spread(budget, rows), capacity)
-    record = (capacity, *logits.shape)
+    prompt, cache, tokens = _place(params, cfg, request, sizes)
+    wrong = (request.ids < 0) | (request.ids >= model.vocab_size)
+    wrong = jnp.any(request.mask & wrong, axis=-1) & (request.embeds is None)
+    budget = jnp.minimum(request.budget, capacity)
+    reasons = spread(first_reason(BAD_ID=wrong, LENGTH=budget <= 0), rows)
+    ids = jnp.pad(tokens.ids, ((0, 0), (0, capacity)))
+    history = History.begin(cfg, ids, tokens.length, budget, rules.allowed)
+    logits, out, cache, hook_state = prefill(params, cfg, rules, history, prompt, cache, capacity)
+    history = dataclasses.replace(history.spread(rows), done=reasons != StopReason.NONE)
+    lanes = prompt.ids.shape[0] // prompts
     state = State(
         tokens=jnp.broadcast_to(_pad(cfg), (rows, capacity)),
         lengths=jnp.zeros(rows, jnp.int32),
-        done=budget <= 0,
-        budget=budget,
-        keys=keys,
-        history=History.of_prompt(cfg, spread(tokens, rows), spread(held, rows)),
+        reasons=reasons,
+        keys=None if request.key is None else sequence_keys(request.key, prompts, copies),
+        history=history,
         cache=cache.fork(copies, capacity),
-        scores=jnp.zeros(record, jnp.float32) if cfg.output_scores else None,
-        logits=jnp.zeros(record, jnp.float32) if cfg.output_logits else None,
+        stop_state=None if rules.stop_strings is None else rules.stop_strings.begin(history.ids, history.length),
+        hook_state=jax.tree.map(lambda leaf: spread(leaf, rows * lanes), hook_state),
+        records=Records.begin(cfg, rows, capacity, out, columns_of(request.mask, prompt.length[:prompts])),
     )
-    return _choose(cfg, state, logits)
+    return _choose(cfg, rules, state, spread(logits, rows * lanes))
 
 
-def advance(params, cfg: GenerationConfig, state: State, until: jax.Array) -> State:
+def hold(params, cfg: GenerationConfig, request: Request, sizes: Sizes) -> KVCache:
+    """Prefill the prompts and choose nothing: the cache that holds them."""
+    prompt, cache, _ = _place(params, cfg, request, sizes)
+    nothing = jnp.zeros((prompt.ids.shape[0], 1), jnp.int32)
+    history = History.begin(cfg, nothing, prompt.length, prompt.length)
+    return prefill(params, cfg, Rules(), history, prompt, cache, 0)[2]
+
+
+def advance(params, cfg: GenerationConfig, rules: Rules, state: State, until: jax.Array) -> State:
     """Generate until every row is finished, or has had `until int32[]` steps."""
-    model = _model(cfg)
 
     def unfinished(state: State) -> jax.Array:
-        return (state.history.step < until) & ~jnp.all(state.done)
+        return (state.history.step < until) & ~jnp.all(state.history.done)
 
     def step(state: State) -> State:
         last = state.history.step - 1
         token = lax.dynamic_slice_in_dim(state.tokens, last, 1, axis=1)
-        out = forward(model, params, token, cache=state.cache, cache_position=state.cache.offset + last)
-        return _choose(cfg, dataclasses.replace(state, cache=out.cache), out.logits[:, 0])
+        if cfg.on("guidance_scale"):
+            token = jnp.concatenate([token, token], axis=0)
+        prompt = Prompt(token, jnp.ones(token.shape, bool))
+        logits, out, cache, hook_state = read(
+            params, cfg, rules, state.history, state.hook_state, prompt, state.cache, state.cache.offset + last
+        )
+        records = state.records.put_layers(state.history.step, out)
+        state = dataclasses.replace(state, cache=cache, hook_state=hook_state, records=records)
+        return _choose(cfg, rules, state, logits)
 
     with jax.named_scope("decode"):
         return lax.while_loop(unfinished, step, state)
@@ -156,54 +121,115 @@ def advance(params, cfg: GenerationConfig, state: State, until: jax.Array) -> St
 
 def finish(state: State) -> State:
     """Give each row's cache its true length, as finished rows went on with padding, and its tokens."""
+    rows = state.lengths.shape[0]
+    cache = state.cache.first(rows)
     length = jnp.clip(state.lengths - 1, 0)
-    cache = dataclasses.replace(state.cache, length=length, tokens=state.tokens, known=state.lengths)
+    cache = dataclasses.replace(cache, length=length, tokens=state.tokens, known=state.lengths)
     return dataclasses.replace(state, cache=cache)
 
 
-def _followed_by(cache: KVCache, prompt: Prompt) -> jax.Array:
-    """int32[B, S]: the tokens of the cache's slots with the prompt's behind them; zeros where nobody knows them."""
-    row = jnp.arange(prompt.ids.shape[0])[:, None]
-    slot = cache.length[:, None] + jnp.arange(prompt.ids.shape[1], dtype=jnp.int32)[None, :]
-    slot = jnp.where(prompt.mask, slot, cache.slots)
-    tokens = jnp.zeros((cache.rows, cache.slots), jnp.int32) if cache.tokens is None else cache.tokens
-    return tokens.at[row, slot].set(prompt.ids, mode="drop")
+def _place(params, cfg: GenerationConfig, request: Request, sizes: Sizes) -> tuple[Prompt, KVCache, Prompt]:
+    """Return what the model shall read, the cache that it goes into, and every token that is known of each prompt."""
+    model, prompts, cache = _model(cfg), request.ids.shape[0], request.cache
+    table = params["model"]["embed_tokens"]["weight"]
+    prompt = Prompt.align(request.ids, request.mask, request.embeds)
+    if cache is not None:
+        cache = cache.merge(sizes.slots)
+        prompt = prompt.after(cache, table)
+    tokens = _known(cache, prompt)
+    guided = cfg.on("guidance_scale")
+    if guided:
+        negative = prompt.last()
+        if request.negative_ids is not None and request.negative_mask is not None:
+            negative = Prompt.align(request.negative_ids, request.negative_mask)
+        prompt = prompt.over(negative, table)
+    rows, width = prompt.ids.shape
+    if cache is None:
+        return prompt, KVCache.create(model, rows, width), tokens
+    if guided:
+        return prompt, cache.expand(prompts // cache.rows).grow(rows), tokens
+    if cache.rows < prompts:
+        return prompt, cache.fork(prompts // cache.rows, width), tokens
+    return prompt, cache, tokens
 
 
-def _choose(cfg: GenerationConfig, state: State, logits: jax.Array) -> State:
-    """Choose the next token of each row from `logits float32[rows, V]` and add it."""
-    rows, step = logits.shape[0], state.history.step
+def _known(cache: KVCache | None, prompt: Prompt) -> Prompt:
+    """Return the tokens of each prompt, those of the cache first; what came as an embedding is left out."""
+    ids, mask = prompt.ids, prompt.mask
+    if cache is not None and cache.tokens is not None:
+        held = jnp.arange(cache.slots)[None, :] < cache.length[:, None]
+        rows = ids.shape[0]
+        ids = jnp.concatenate([spread(cache.tokens, rows), ids], axis=1)
+        mask = jnp.concatenate([spread(held, rows), mask], axis=1)
+    return Prompt.align(ids, mask & (ids != UNKNOWN))
+
+
+def _choose(cfg: GenerationConfig, rules: Rules, state: State, logits: jax.Array) -> State:
+    """Choose the next token of each row from the model's `logits float32[rows or 2 rows, V]` and add it."""
+    history, rows = state.history, state.tokens.shape[0]
+    unconditional = logits[rows:] if cfg.on("guidance_scale") else None
+    logits = logits[:rows]
     with jax.named_scope("process"):
-        scores = build_transform(cfg, rows)(state.history, logits)
+        transform = build_transform(cfg, rows, rules.processors, rules.allowed)
+        scores = transform(history, logits, unconditional)
     with jax.named_scope("choose"):
-        token = greedy(scores) if state.keys is None else draw(state.keys, step, scores)
-    token = jnp.where(state.done, _pad(cfg), token)
-    lengths = state.lengths + jnp.where(state.done, 0, 1)
-    done = state.done | is_eos(token, cfg.eos_token_id) | (lengths >= state.budget)
+        token = greedy(scores) if state.keys is None else draw(state.keys, history.step, scores)
+        best = jnp.max(scores, axis=-1)
+    failed = first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
+    live = ~history.done & (failed == StopReason.NONE)
+    token = jnp.where(live, token, _pad(cfg))
+    lengths = state.lengths + live.astype(jnp.int32)
+    tokens = lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], history.step, axis=1)
+    records = state.records.put(cfg, history.step, logits, scores, token, live)
+    with jax.named_scope("stop"):
+        history, stop_state, reason = _after(cfg, rules, state, token, lengths, scores)
+    reason = jnp.where(failed == StopReason.NONE, reason, failed)
+    reasons = jnp.where(state.history.done, state.reasons, reason)
     return dataclasses.replace(
         state,
-        tokens=lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], step, axis=1),
+        tokens=tokens,
         lengths=lengths,
-        done=done,
-        history=state.history.push(token),
-        scores=_record(state.scores, scores, step),
-        logits=_record(state.logits, logits, step),
+        reasons=reasons,
+        history=dataclasses.replace(history, done=reasons != StopReason.NONE),
+        stop_state=stop_state,
+        records=records,
     )
 
 
-def _record(buffer: jax.Array | None, values: jax.Array, step: jax.Array) -> jax.Array | None:
-    return None if buffer is None else lax.dynamic_update_index_in_dim(buffer, values, step, axis=0)
+def _after(cfg: GenerationConfig, rules: Rules, state: State, token: jax.Array, lengths: jax.Array, scores: jax.Array):
+    """Add a token to the history and see whether it ends its row: the new history, stop state and reasons."""
+    rows = token.shape[0]
+    knobs = Knobs(cfg, rows)
+    ended = is_eos(token, knobs.table("eos_token_id"))
+    holds = {"EOS": ended, "LENGTH": lengths >= state.history.budget}
+    history = state.history.push(token, state.history.done)
+    if isinstance(rules.allowed, TokenAutomaton) and history.state is not None:
+        eos = knobs.ids("eos_token_id") if cfg.on("eos_token_id") else None
+        grammar = rules.allowed.push(history.state, token, eos)
+        history = dataclasses.replace(history, state=grammar)
+        if eos is None:
+            holds["COMPLETE"] = rules.allowed.exhausted(grammar)
+    stop_state = state.stop_state
+    if rules.stop_strings is not None and stop_state is not None:
+        stop_state, holds["STOP_STRING"] = rules.stop_strings.push(stop_state, token)
+    for criterion in rules.criteria:
+        stops = jnp.asarray(criterion(history, scores))
+        if stops.shape != (rows,) or stops.dtype != bool:
+            raise InputError(f"stopping_criteria must return bool[{rows}], one per row, got {stops.dtype}{stops.shape}")
+        holds["CRITERION"] = holds.get("CRITERION", False) | stops
+    return history, stop_state, first_reason(**holds)
 
 
 def _pad(cfg: GenerationConfig) -> jax.Array:
     """Return the id that follows a row's end: the pad id, else the first eos id, else 0."""
     if cfg.pad_token_id is not None:
         return jnp.asarray(cfg.pad_token_id, jnp.int32)
-    if cfg.eos_token_id is not None:
-        return jnp.atleast_1d(jnp.asarray(cfg.eos_token_id, jnp.int32))[0]
+    if cfg.on("eos_token_id"):
+        ids = jnp.ravel(jnp.asarray(cfg.eos_token_id, jnp.int32))
+        return ids[jnp.argmax(ids >= 0)]
     return jnp.zeros((), jnp.int32)
 
 
-def _model(cfg: GenerationConfig):
+def _model(cfg: GenerationConfig) -> ModelConfig:
     assert cfg.model is not None
     return cfg.model

@@ -16,6 +16,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
@@ -127,10 +128,78 @@ class KVCache:
             merged = _append(merged, part)
         return merged
 
+    def check_model(self, cfg: ModelConfig) -> None:
+        """Raise where this is the cache of another model."""
+        layers, (_, heads, _, size) = len(self.keys), self.keys[0].shape
+        if (layers, heads, size) != (cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim):
+            raise InputError(
+                f"the cache is of another model: it has {layers} layers, {heads} heads and head size {size}; this one "
+                f"{cfg.num_hidden_layers}, {cfg.num_key_value_heads} and {cfg.head_dim}"
+            )
+
+    def crop(self, length: jax.Array | int) -> KVCache:
+        """Return a copy in one part that holds at most the first `length` tokens of each row, int32[] or int32[B].
+
+        To take back what was generated, for example, and go on from there. Tokens that were chosen and are not in the
+        cache yet count too.
+        """
+        length = jnp.asarray(length)
+        if not jnp.issubdtype(length.dtype, jnp.integer) or length.shape not in ((), (self.rows,)):
+            raise InputError(f"length must be one integer or one per row, [{self.rows}], got {length!r}")
+        return _crop(self, length)
+
+    def reorder(self, rows: jax.Array) -> KVCache:
+        """Return a copy in one part with other rows: row i is row `rows[i]`, int32[n]; some may come several times."""
+        rows = jnp.asarray(rows)
+        if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1:
+            raise InputError(f"rows must be integers of shape [n], got {rows.dtype}{list(rows.shape)}")
+        if not isinstance(rows, Tracer) and (int(rows.min()) < 0 or int(rows.max()) >= self.rows):
+            raise InputError(f"rows must be from 0 to {self.rows - 1}, got {rows.tolist()}")
+        return _reorder(self, rows)
+
+    def expand(self, copies: int) -> KVCache:
+        """Return a copy in one part with each row `copies` times, as `repeat_interleave`.
+
+        `generate` does not need it: a cache of fewer rows is shared by as many prompts as there are to each, and read
+        from one place.
+        """
+        if copies < 1:
+            raise InputError(f"copies must be at least 1, got {copies}")
+        return _reorder(self, jnp.repeat(jnp.arange(self.rows), copies))
+
+    def first(self, rows: int) -> KVCache:
+        """Return the first rows of a cache whose second half is of no interest, or all of it where there are so many.
+
+        That is how classifier-free guidance leaves it; a prefix is cut in proportion.
+        """
+        if self.rows == rows:
+            return self
+        keep = jax.tree.map(lambda x: x[:rows], dataclasses.replace(self, prefix=None))
+        prefix = None if self.prefix is None else self.prefix.first(self.prefix.rows * rows // self.rows)
+        return dataclasses.replace(keep, prefix=prefix)
+
+    def grow(self, rows: int) -> KVCache:
+        """Return this cache, of one part, with empty rows behind its own."""
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), self)
+
     def token_order(self) -> jax.Array:
         """int32[B, S]: which of its row's tokens, counted from 0, a slot of this part holds; `EMPTY` for none."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         return jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
+
+
+@jax.jit
+def _crop(cache: KVCache, length: jax.Array) -> KVCache:
+    merged = cache.merge(cache.offset + cache.slots)
+    assert merged.known is not None
+    known = jnp.minimum(merged.known, length)
+    return dataclasses.replace(merged, length=jnp.minimum(merged.length, length), known=known)
+
+
+@jax.jit
+def _reorder(cache: KVCache, rows: jax.Array) -> KVCache:
+    merged = cache.merge(cache.offset + cache.slots)
+    return jax.tree.map(lambda x: x[rows], merged)
 
 
 def _resize(x: jax.Array, slots: int, axis: int = 2) -> jax.Array:

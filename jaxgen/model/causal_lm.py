@@ -30,7 +30,7 @@ from jaxgen.model.cache import KVCache, spread, write
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.linear import embed, linear
 from jaxgen.model.loss import mean_loss
-from jaxgen.model.masks import first_of_segment, key_order, row_order, visible
+from jaxgen.model.masks import first_of_segment, hidden_by, key_order, row_order, visible
 from jaxgen.model.rope import rope_angles, rotate
 
 _ACTIVATIONS: dict[str, Callable] = {
@@ -265,6 +265,7 @@ class CausalLM(nn.Module):
         segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
         cache_position: jax.Array | int | None = None,
+        key_mask: jax.Array | None = None,
         labels: jax.Array | None = None,
         logits_to_keep: int | jax.Array = 0,
         output_hidden_states: bool = False,
@@ -309,7 +310,7 @@ class CausalLM(nn.Module):
                 raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
             cache, order, slots, overflow = _place(cache, cache_position, mask)
             orders = [spread(part.token_order(), batch) for part in cache.parts]
-            _check_cache(cache, self.cfg)
+            cache.check_model(self.cfg)
 
         if position_ids is not None:
             positions = _whole("position_ids", position_ids, batch, steps)
@@ -317,6 +318,8 @@ class CausalLM(nn.Module):
             positions = order if first is None else order - first
         cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, x.dtype)
         windows = set(self.cfg.windows)
+        if key_mask is not None:
+            orders = [hidden_by(key_mask, keys) for keys in orders]
         masks = {window or 0: tuple(visible(order, keys, window, first) for keys in orders) for window in windows}
         states, attentions, cache = self.model(x, _Tokens(cos, sin, slots, masks), cache)
 
@@ -392,15 +395,6 @@ def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Arr
     slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
     misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
     return dataclasses.replace(cache, length=length, tokens=None, known=None), order, slots, misplaced
-
-
-def _check_cache(cache: KVCache, cfg: ModelConfig) -> None:
-    layers, (_, heads, _, size) = len(cache.keys), cache.keys[0].shape
-    if (layers, heads, size) != (cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim):
-        raise InputError(
-            f"the cache is of another model: it has {layers} layers, {heads} heads and head size {size}; this one "
-            f"{cfg.num_hidden_layers}, {cfg.num_key_value_heads} and {cfg.head_dim}"
-        )
 
 
 def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:

@@ -28,6 +28,16 @@ class LowRank:
     a: jax.Array
     b: jax.Array
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape, [F, D]."""
+        return self.weight.shape
+
+    @property
+    def dtype(self):
+        """The weight's dtype."""
+        return self.weight.dtype
+
 
 def linear(x: jax.Array, weight: jax.Array | LowRank, bias: jax.Array | None = None) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch keeps it.

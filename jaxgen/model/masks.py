@@ -18,6 +18,16 @@ def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, order, EMPTY)
 
 
+def hidden_by(key_mask: jax.Array, order: jax.Array) -> jax.Array:
+    """Make those keys unseen, of `order int32[B, S]`, that `key_mask bool[B, n]` has False for, by their order.
+
+    Tokens of order n and later are seen.
+    """
+    index = jnp.clip(order, 0, key_mask.shape[1] - 1)
+    seen = jnp.take_along_axis(key_mask, index, axis=1) | (order >= key_mask.shape[1])
+    return jnp.where(seen, order, EMPTY)
+
+
 def first_of_segment(order: jax.Array, segments: jax.Array) -> jax.Array:
     """int32[B, T]: the order of the first token of each token's segment, for `segments int32[B, T]`."""
     begins = jnp.diff(segments, axis=-1, prepend=segments[:, :1]) != 0

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate
+from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate, prefill
 from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params
 
 MODEL = model_config()
@@ -145,3 +145,85 @@ def test_caches_that_do_not_fit():
     other = dataclasses.replace(MODEL, num_hidden_layers=1, windows=(None,))
     with pytest.raises(InputError, match="the cache is of another model"):
         generate(PARAMS, [[1]], None, CFG, cache=KVCache.create(other, 1, 8))
+
+
+# --- What a cache can be made to hold -----------------------------------------------------------------------------
+
+
+def run(ids, cfg=CFG, key=None, **options):
+    ids, mask = left_pad(ids)
+    out = generate(PARAMS, ids, key, cfg, attention_mask=mask, **options)
+    return out, [generated(out, row) for row in range(out.lengths.shape[0])]
+
+
+SYSTEM = [40, 41, 42, 43]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "prefill_chunk_size": 2},
+        {"do_sample": True, "num_return_sequences": 2, "top_k": 0},
+        {"guidance_scale": 1.5},
+    ],
+)
+def test_a_prefix_is_shared_by_many_prompts(fields):
+    cfg = CFG.replace(**fields)
+    key = jax.random.key(3) if cfg.do_sample else None
+    system = prefill(PARAMS, [SYSTEM], cfg)
+    assert system.rows == 1
+    out, said = run(PROMPTS, cfg, key, cache=system)
+    assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]
+    if not cfg.on("guidance_scale"):
+        assert out.cache.parts[0].rows == 1  # not one per prompt
+    # And it is not used up: going on from the results is going on from the whole.
+    following = FOLLOWING * cfg.num_return_sequences
+    if cfg.num_return_sequences == 1:
+        on = run(following, cfg, key, cache=out.cache)[1]
+        whole = [SYSTEM + p + s + f for p, s, f in zip(PROMPTS, said, FOLLOWING, strict=True)]
+        assert on == run(whole, cfg, key)[1]
+
+
+def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
+    two = prefill(PARAMS, [[50], [51]], CFG, cache=prefill(PARAMS, [SYSTEM], CFG))
+    said = run([[1], [2], [3], [4]], cache=two)[1]
+    assert said == run([[*SYSTEM, 50 + row // 2, row + 1] for row in range(4)])[1]
+    with pytest.raises(InputError, match="the cache has 2 rows and there are 3 prompts"):
+        run([[1], [2], [3]], cache=two)
+
+
+def test_prefill_under_jit_and_out_of_a_finished_run():
+    held = jax.jit(lambda params, ids: prefill(params, ids, CFG))(PARAMS, jnp.asarray([SYSTEM]))
+    assert run(PROMPTS, cache=held)[1] == run([SYSTEM + prompt for prompt in PROMPTS])[1]
+    out, said = run([SYSTEM])
+    assert run(PROMPTS, cache=out.cache)[1] == run([SYSTEM + said[0] + prompt for prompt in PROMPTS])[1]
+
+
+def test_crop_takes_back_what_was_said():
+    out, said = run(PROMPTS)
+    cut = out.cache.crop(jnp.asarray([len(prompt) + 2 for prompt in PROMPTS]))
+    on = run(FOLLOWING, cache=cut)[1]
+    assert on == run([p + s[:2] + f for p, s, f in zip(PROMPTS, said, FOLLOWING, strict=True)])[1]
+    assert out.cache.crop(100).total_known.tolist() == out.cache.total_known.tolist()
+    with pytest.raises(InputError, match="one integer or one per row"):
+        out.cache.crop(jnp.asarray([1, 2]))
+
+
+def test_reorder_and_expand():
+    out, said = run(PROMPTS)
+    order = [2, 0, 2]
+    on = run(FOLLOWING, cache=out.cache.reorder(jnp.asarray(order)))[1]
+    assert on == run([PROMPTS[r] + said[r] + f for r, f in zip(order, FOLLOWING, strict=True)])[1]
+    twice = out.cache.expand(2)
+    assert twice.rows == 6
+    on = run([[7]] * 6, cache=twice)[1]
+    assert on == run([[7]] * 6, cache=out.cache)[1]
+    with pytest.raises(InputError, match="rows must be from 0 to 2"):
+        out.cache.reorder(jnp.asarray([3]))
+
+
+def test_the_cache_of_another_model_is_refused():
+    other = model_config(num_hidden_layers=1)
+    with pytest.raises(InputError, match="the cache is of another model"):
+        run(PROMPTS, cache=KVCache.create(other, 3, 8))

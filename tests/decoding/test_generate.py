@@ -214,52 +214,25 @@ def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
     assert streamer.ended == 1
 
 
-REFUSED = [
-    ({"num_beams": 2}, NotBuiltYetError, "num_beams=2"),
-    ({"penalty_alpha": 0.6, "top_k": 4}, NotBuiltYetError, "penalty_alpha"),
-    ({"no_repeat_ngram_size": 2}, NotBuiltYetError, "no_repeat_ngram_size=2"),
-    ({"stop_strings": ["x"]}, NotBuiltYetError, "stop_strings"),
-    ({"max_time": 1.0}, NotBuiltYetError, "max_time"),
-    ({"prompt_lookup_num_tokens": 3}, NotBuiltYetError, "prompt_lookup_num_tokens"),
-    ({"guidance_scale": 2.0}, NotBuiltYetError, "guidance_scale"),
-    ({"output_attentions": True}, NotBuiltYetError, "output_attentions"),
-    ({"output_hidden_states": True}, NotBuiltYetError, "output_hidden_states"),
-    ({"dola_layers": "low"}, NotBuiltYetError, "dola_layers"),
-    ({"suppress_tokens": [1]}, NotBuiltYetError, "suppress_tokens"),
-    ({"forced_eos_token_id": 0}, NotBuiltYetError, "forced_eos_token_id=0"),
-    ({"sequence_bias": {(1,): 1.0}}, NotBuiltYetError, "sequence_bias"),
-    ({"use_cache": False}, ConfigError, "use_cache"),
-    ({"cache_implementation": "quantized"}, ConfigError, "cache_implementation"),
-    ({"low_memory": True}, ConfigError, "low_memory"),
-    ({"decoder_start_token_id": 1}, ConfigError, "decoder_start_token_id"),
-    ({"model": None}, ConfigError, "cfg.model"),
-]
-
-
 @pytest.mark.parametrize(
-    ("fields", "error", "message"), REFUSED, ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else None
+    ("keyword", "value", "error", "message"),
+    [
+        ("assistant", (PARAMS, CFG), NotBuiltYetError, "not built yet: assistant"),
+        ("logits_processor", print, TypeError, "logits_processor must be a list"),
+        ("logits_processor", [3], TypeError, "logits_processor must be a list of functions"),
+        ("stopping_criteria", {1}, TypeError, "stopping_criteria must be a list"),
+        ("prefix_allowed_tokens_fn", [1], TypeError, "prefix_allowed_tokens_fn must be a function"),
+        ("inputs_embeds", np.zeros((1, 1, 3), np.float32), InputError, r"inputs_embeds must have shape \[B, P, 64\]"),
+        ("inputs_embeds", np.zeros((1, 1, 64), np.int32), TypeError, "inputs_embeds must be floats"),
+        ("inputs_embeds", np.zeros((1, 2, 64), np.float32), InputError, "must be of the same tokens"),
+        ("negative_prompt_ids", [[1]], InputError, "negative_prompt_ids need guidance_scale"),
+        ("negative_prompt_attention_mask", [[1]], InputError, "is for negative_prompt_ids"),
+        ("cache", 3, TypeError, "cache must be"),
+    ],
 )
-def test_an_option_that_does_not_work_is_refused_by_name(fields, error, message):
+def test_other_arguments_that_do_not_fit_are_refused_by_name(keyword, value, error, message):
     with pytest.raises(error, match=message):
-        generate(PARAMS, [[1]], None, CFG.replace(**fields))
-
-
-@pytest.mark.parametrize("name", ["typical_p", "epsilon_cutoff", "eta_cutoff"])
-def test_warpers_that_are_not_built_are_refused_when_sampling(name):
-    with pytest.raises(NotBuiltYetError, match=name):
-        generate(PARAMS, [[1]], jax.random.key(0), CFG.replace(do_sample=True, **{name: 0.5}))
-    with pytest.warns(JaxgenWarning, match=name):
-        generate(PARAMS, [[1]], None, CFG.replace(**{name: 0.5}))
-
-
-@pytest.mark.parametrize(
-    "name",
-    "inputs_embeds logits_processor stopping_criteria prefix_allowed_tokens_fn negative_prompt_ids "
-    "negative_prompt_attention_mask tokenizer assistant hook".split(),
-)
-def test_keywords_that_are_not_built_are_refused_by_name(name):
-    with pytest.raises(NotBuiltYetError, match=name):
-        generate(PARAMS, [[1]], None, CFG, **{name: object()})
+        generate(PARAMS, [[1]], None, CFG, **{keyword: value})
 
 
 @pytest.mark.parametrize(
@@ -268,6 +241,7 @@ def test_keywords_that_are_not_built_are_refused_by_name(name):
         ({"temperature": 0.5}, TypeError, r"cfg.replace\(temperature="),
         ({"assistant_model": 1}, TypeError, "assistant="),
         ({"synced_gpus": True}, TypeError, "synced_gpus"),
+        ({"past_key_values": 1}, TypeError, "cache="),
         ({"max_new_token": 1}, ConfigError, "did you mean 'max_new_tokens'"),
     ],
 )
@@ -286,7 +260,7 @@ def test_other_keywords_are_refused(kwargs, error, message):
         ({"ids": [[1.0]]}, TypeError, "integers"),
         ({"ids": [[50]]}, InputError, "token 50.*0 to 49"),
         ({"ids": [[-1]]}, InputError, "token -1"),
-        ({"ids": None}, NotBuiltYetError, "without ids"),
+        ({"ids": None}, InputError, "ids is None and bos_token_id too"),
         ({"attention_mask": [[1, 1]]}, InputError, "shape of ids"),
         ({"attention_mask": [[0]]}, InputError, "prompt 0 is empty"),
         ({"attention_mask": [[2]]}, InputError, "0 for padding"),

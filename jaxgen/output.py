@@ -1,0 +1,202 @@
+"""What generate() returns, and the forms that transformers has for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.decoding.loop import State
+from jaxgen.decoding.records import StepRecord
+from jaxgen.decoding.stopping import FAILURES
+from jaxgen.errors import GenerationError
+from jaxgen.model.cache import KVCache
+
+
+@flax.struct.dataclass
+class GenerateOutput:
+    """What `generate` returns. Rows are in transformers' order: the R sequences of prompt 0, then of prompt 1.
+
+    N is `max_new_tokens`, the largest where there is one per prompt.
+
+    Attributes:
+        sequences: int32[B*R, P + N], the prompt as given, the generated tokens, then the pad id. Of a prompt that was
+            given as embeddings alone only what was generated.
+        attention_mask: bool[B*R, P + N], which of them are tokens.
+        lengths: int32[B*R], generated tokens per row, eos included.
+        stop_reasons: int32[B*R], a `StopReason` per row.
+        sequences_scores: float32[B*R], of beam search; else None.
+        beam_indices: int32[B*R, N], of beam search; else None.
+        scores: float32[N, B*R, V], what the token of each step was chosen from, with `output_scores`; zeros in
+            steps after the last one.
+        logits: float32[N, B*R, V], what the model gave, with `output_logits`.
+        logprobs: float32[B*R, N], the log-probability of each generated token, with `output_logprobs`; 0 behind a
+            row's end.
+        top_logprobs: float32[B*R, N, n], those of the n likeliest tokens, with `top_logprobs=n`.
+        top_tokens: int32[B*R, N, n], these tokens.
+        hidden_states: of all layers, with `output_hidden_states`.
+        attentions: of all layers, with `output_attentions`.
+        cache: keys and values of all tokens but the last chosen one of each row; to go on from.
+        prompt_width: P, static.
+    """
+
+    sequences: jax.Array
+    attention_mask: jax.Array
+    lengths: jax.Array
+    stop_reasons: jax.Array
+    sequences_scores: jax.Array | None = None
+    beam_indices: jax.Array | None = None
+    scores: jax.Array | None = None
+    logits: jax.Array | None = None
+    logprobs: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
+    top_tokens: jax.Array | None = None
+    attentions: StepRecord | None = None
+    hidden_states: StepRecord | None = None
+    cache: KVCache | None = None
+    prompt_width: int = flax.struct.field(pytree_node=False, default=0)
+
+    def to_hf(self) -> HFOutput:
+        """Return transformers' tuples, as numpy arrays: one entry per step, as many as the longest row has.
+
+        Not under jit: the number of steps is looked at.
+        """
+        steps = int(np.max(self.lengths))
+        width = self.prompt_width
+
+        def per_step(record: jax.Array | None) -> tuple[np.ndarray, ...] | None:
+            return None if record is None else tuple(np.asarray(record)[:steps])
+
+        return HFOutput(
+            sequences=np.asarray(self.sequences)[:, : width + steps],
+            sequences_scores=None if self.sequences_scores is None else np.asarray(self.sequences_scores),
+            beam_indices=None if self.beam_indices is None else np.asarray(self.beam_indices)[:, :steps],
+            scores=per_step(self.scores),
+            logits=per_step(self.logits),
+            attentions=_layers_per_step(self.attentions, self.lengths.shape[0], steps, tokens=True),
+            hidden_states=_layers_per_step(self.hidden_states, self.lengths.shape[0], steps, tokens=False),
+            past_key_values=None if self.cache is None else self._past(width + steps - 1),
+        )
+
+    def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
+        assert self.cache is not None
+        cache = self.cache.merge(self.cache.offset + self.cache.slots)
+        held = np.asarray(self.attention_mask)
+        length = np.asarray(cache.length)
+        # All but the last chosen token are in the cache; what it holds besides came before the prompt.
+        before = length - (held.sum(axis=-1) - (np.asarray(self.lengths) > 0))
+        order = np.cumsum(held, axis=-1)[:, :width] - 1 + before[:, None]
+        held = (held[:, :width] & (order < length[:, None]))[:, None, :, None]
+        order = np.maximum(order, 0)[:, None, :, None]
+
+        def columns(x: jax.Array) -> np.ndarray:
+            return np.where(held, np.take_along_axis(np.asarray(x), order, axis=2), 0)
+
+        return tuple((columns(k), columns(v)) for k, v in zip(cache.keys, cache.values, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class HFOutput:
+    """`GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput` of transformers; None for what was not asked for.
+
+    Attributes:
+        sequences: `[rows, P + steps]`.
+        sequences_scores, beam_indices: of beam search.
+        scores, logits: per step `[rows, V]`.
+        attentions: per step and layer `[rows, heads, q, P + step]`; q is P in the first step and then 1.
+        hidden_states: per step and layer `[rows, q, D]`.
+        past_key_values: per layer `(k, v)`, each `[rows, K, P + steps - 1, H]`.
+    """
+
+    sequences: np.ndarray
+    sequences_scores: np.ndarray | None
+    beam_indices: np.ndarray | None
+    scores: tuple[np.ndarray, ...] | None
+    logits: tuple[np.ndarray, ...] | None
+    attentions: tuple[tuple[np.ndarray, ...], ...] | None
+    hidden_states: tuple[tuple[np.ndarray, ...], ...] | None
+    past_key_values: tuple[tuple[np.ndarray, np.ndarray], ...] | None
+
+
+def _layers_per_step(record: StepRecord | None, rows: int, steps: int, tokens: bool):
+    """Cut a record into steps; `tokens`: whether the last axis is tokens, of which there is one more in each step."""
+    if record is None:
+        return None
+    first = [np.asarray(x) for x in record.prefill]
+    later = [np.asarray(x)[..., None, :] for x in record.decode]
+    result = [tuple(np.repeat(x, rows // x.shape[0], axis=0) for x in first)]
+    for step in range(1, steps):
+        last = slice(first[0].shape[-1] + step) if tokens else slice(None)
+        result.append(tuple(x[step - 1][..., last] for x in later))
+    return tuple(result)
+
+
+def raise_failures(state: State) -> None:
+    """Raise where a row could not go on."""
+    reasons = np.asarray(state.reasons)
+    for reason, text in FAILURES.items():
+        rows = np.flatnonzero(reasons == reason)
+        if len(rows):
+            step = int(np.asarray(state.lengths)[rows[0]])
+            raise GenerationError(f"row {rows[0]} cannot go on after {step} generated tokens: {text}")
+
+
+def output(state: State, ids, mask, width: int, new_tokens: int) -> GenerateOutput:
+    """Shape the result. When eager, numpy cuts what the buckets added: each slice of a jax array would compile.
+
+    Args:
+        state: the loop's last.
+        ids: int32[B, P], the prompts as given; P is 0 where they were embeddings alone.
+        mask: bool[B, P].
+        width: P.
+        new_tokens: N.
+    """
+    eager = isinstance(ids, np.ndarray)
+    xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)
+    rows = state.lengths.shape[0]
+
+    def cut(record: Any, axis: int, size: int = new_tokens, last: bool = False) -> Any:
+        if record is None or record.shape[axis] == size:
+            return record
+        kept = slice(record.shape[axis] - size, None) if last else slice(size)
+        return to_array((np.asarray(record) if eager else record)[(slice(None),) * axis + (kept,)])
+
+    def cut_steps(record: StepRecord | None, tokens: int | None) -> StepRecord | None:
+        # Columns of the prompt have the bucket's padding in front; of attentions the last axis is columns too.
+        if record is None:
+            return None
+        bucket = record.prefill[0].shape[-2]
+        prefill = tuple(cut(x, x.ndim - 2, width, last=True) for x in record.prefill)
+        decode = tuple(cut(x, 0, max(new_tokens - 1, 0)) for x in record.decode)
+        if tokens is not None:
+            prefill = tuple(cut(x, x.ndim - 1, width, last=True) for x in prefill)
+            decode = tuple(cut(x, x.ndim - 1, x.shape[-1] - bucket + width, last=True) for x in decode)
+            decode = tuple(cut(x, x.ndim - 1, width + tokens) for x in decode)
+        return StepRecord(prefill, decode)
+
+    def with_prompt(prompt, generated):
+        prompt = xp.repeat(prompt, rows // prompt.shape[0], axis=0)
+        return to_array(xp.concatenate([prompt, np.asarray(generated) if eager else generated], axis=1))
+
+    records = state.records
+    lengths = np.asarray(state.lengths) if eager else state.lengths
+    return GenerateOutput(
+        sequences=with_prompt(ids, cut(state.tokens, axis=1)),
+        attention_mask=with_prompt(mask, xp.arange(new_tokens)[None, :] < lengths[:, None]),
+        lengths=state.lengths,
+        stop_reasons=state.reasons,
+        scores=cut(records.scores, axis=0),
+        logits=cut(records.logits, axis=0),
+        logprobs=cut(records.logprobs, axis=1),
+        top_logprobs=cut(records.top_logprobs, axis=1),
+        top_tokens=cut(records.top_tokens, axis=1),
+        attentions=cut_steps(records.attentions, new_tokens),
+        hidden_states=cut_steps(records.hidden_states, None),
+        cache=state.cache,
+        prompt_width=ids.shape[1],
+    )

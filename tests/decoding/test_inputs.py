@@ -1,0 +1,239 @@
+"""What a run can begin with: nothing, embeddings, guidance, long prompts in chunks, a cache with a hook around."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, StepHook, generate
+from jaxgen.model.causal_lm import forward
+from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+
+MODEL = model_config(num_hidden_layers=2)
+PARAMS = random_params(MODEL)
+CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0)
+PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
+IDS, MASK = left_pad(PROMPTS)
+
+
+def rows(out):
+    return [generated(out, row) for row in range(out.lengths.shape[0])]
+
+
+def run(cfg=CFG, ids=IDS, **options):
+    options.setdefault("attention_mask", MASK)
+    return generate(PARAMS, ids, None, cfg, **options)
+
+
+def test_no_prompt_begins_with_bos():
+    cfg = counting_config(max_new_tokens=3, bos_token_id=10, pad_token_id=0)
+    out = generate(counting_params(cfg), None, None, cfg)
+    assert out.sequences.tolist() == [[10, 11, 12, 13]]
+
+
+def test_embeddings_in_place_of_ids():
+    table = PARAMS["model"]["embed_tokens"]["weight"]
+    cfg = CFG.replace(repetition_penalty=1.3)
+    out = run(cfg, inputs_embeds=table[IDS])
+    assert rows(out) == rows(run(cfg))
+    np.testing.assert_array_equal(out.sequences, run(cfg).sequences)
+    # Without ids the processors know what is generated only, and the output has nothing else.
+    alone = run(cfg, None, inputs_embeds=table[IDS])
+    assert alone.sequences.shape == (3, 6)
+    again = jax.jit(lambda x: generate(PARAMS, None, None, cfg, inputs_embeds=x, attention_mask=MASK).sequences)
+    np.testing.assert_array_equal(again(table[IDS]), alone.sequences)
+    assert rows(run(inputs_embeds=table[IDS], ids=None)) == rows(run())
+
+
+def guided(prompt, negative, scale, steps=6):
+    """Guidance by its formula: two runs of the model, without a cache."""
+    said = []
+    for _ in range(steps):
+        with_prompt, without = (
+            jax.nn.log_softmax(forward(MODEL, PARAMS, jnp.asarray([ids + said])).logits[0, -1])
+            for ids in (prompt, negative)
+        )
+        said.append(int(jnp.argmax(without + scale * (with_prompt - without))))
+    return said
+
+
+@pytest.mark.parametrize("scale", [1.7, 0.4])
+def test_guidance(scale):
+    cfg = CFG.replace(guidance_scale=scale)
+    assert rows(run(cfg)) == [guided(prompt, prompt[-1:], scale) for prompt in PROMPTS]
+    negatives = [[1, 2, 3, 4, 5, 6], [9], [8, 7]]
+    ids, mask = left_pad(negatives)
+    out = run(cfg, negative_prompt_ids=ids, negative_prompt_attention_mask=mask)
+    expected = [guided(prompt, negative, scale) for prompt, negative in zip(PROMPTS, negatives, strict=True)]
+    assert rows(out) == expected
+    same = run(cfg, negative_prompt_ids=[[9]])
+    assert rows(same) == [guided(prompt, [9], scale) for prompt in PROMPTS]
+
+
+def test_guidance_goes_on_from_its_cache():
+    cfg = CFG.replace(guidance_scale=1.5)
+    first = run(cfg)
+    assert first.cache.rows == 3
+    on = generate(PARAMS, [[30]] * 3, None, cfg, cache=first.cache, negative_prompt_ids=[[4, 5]])
+    whole = [prompt + said + [30] for prompt, said in zip(PROMPTS, rows(first), strict=True)]
+    assert rows(on) == [guided(prompt, [4, 5], 1.5) for prompt in whole]
+
+
+def test_guidance_of_several_sequences():
+    cfg = CFG.replace(guidance_scale=1.5, do_sample=True, num_return_sequences=2, top_k=0)
+    out = generate(PARAMS, IDS, jax.random.key(0), cfg, attention_mask=MASK)
+    alone = generate(PARAMS, IDS[2:], jax.random.split(jax.random.key(0), 1), cfg)
+    key = jax.random.fold_in(jax.random.key(0), 2)[None]
+    alone = generate(PARAMS, IDS[2:], key, cfg)
+    assert rows(out)[4:] == rows(alone)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_a_prompt_in_chunks_is_the_whole(chunk):
+    cfg = CFG.replace(prefill_chunk_size=chunk, output_logits=True)
+    whole = run(cfg.replace(prefill_chunk_size=None))
+    out = run(cfg)
+    assert rows(out) == rows(whole)
+    np.testing.assert_allclose(out.logits, whole.logits, atol=1e-5)
+    np.testing.assert_allclose(out.cache.prefix.keys[1][2, :, :5], whole.cache.prefix.keys[1][2, :, :5], atol=1e-5)
+
+
+def test_chunks_bound_the_memory_of_a_prefill():
+    ids = jnp.ones((1, 1024), jnp.int32)
+
+    def memory(chunk):
+        cfg = CFG.replace(prefill_chunk_size=chunk, max_new_tokens=1)
+        run = jax.jit(lambda params, ids: generate(params, ids, None, cfg).sequences)
+        return run.lower(PARAMS, ids).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(64) < memory(None) / 4
+
+
+def test_chunks_are_refused_where_the_whole_is_wanted():
+    with pytest.raises(ConfigError, match="output_attentions needs the prompt in one piece"):
+        run(CFG.replace(prefill_chunk_size=2, output_attentions=True))
+
+
+# --- Hooks ------------------------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Feedback(StepHook):
+    """Adds to every embedding the mean of a direction over the tokens that were generated, as an example."""
+
+    directions: jax.Array
+
+    def init(self, history):
+        return jnp.zeros((history.length.shape[0], self.directions.shape[1]))
+
+    def before(self, total, history, inputs):
+        new = self.directions[inputs.ids[:, -1]] * jnp.where(history.step > 0, 1.0, 0.0)
+        total = total + new
+        return dataclasses.replace(inputs, inputs_embeds=inputs.inputs_embeds + total[:, None, :]), total
+
+
+def fed_back(prompt, directions, steps=6):
+    """The same without a cache: each token keeps the embedding that it was read with."""
+    table = PARAMS["model"]["embed_tokens"]["weight"]
+    embeds = table[jnp.asarray(prompt)]
+    total, said = jnp.zeros(MODEL.hidden_size), []
+    for _ in range(steps):
+        logits = CausalLM(MODEL).apply({"params": PARAMS}, inputs_embeds=embeds[None]).logits[0, -1]
+        said.append(int(jnp.argmax(logits)))
+        total = total + directions[said[-1]]
+        embeds = jnp.concatenate([embeds, (table[said[-1]] + total)[None]])
+    return said
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_hook_that_adds_an_embedding_at_every_step(chunk):
+    directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
+    out = run(CFG.replace(prefill_chunk_size=chunk), hook=Feedback(directions))
+    assert rows(out) == [fed_back(prompt, directions) for prompt in PROMPTS]
+    assert rows(out) != rows(run())
+
+
+class See(StepHook):
+    """Counts its calls per row and adds to one logit what it read off a hidden state."""
+
+    def init(self, history):
+        return {"calls": jnp.zeros(history.length.shape[0], jnp.int32)}
+
+    def after(self, state, history, output):
+        assert len(output.hidden_states) == MODEL.num_hidden_layers + 1
+        largest = jnp.max(jnp.abs(output.hidden_states[-1]), axis=-1)
+        # Every other step, a token that says how often it was called.
+        token = state["calls"] + 50
+        bonus = jnp.where(state["calls"] % 2 == 0, 100.0 + largest, 0.0)
+        logits = output.logits.at[jnp.arange(len(token)), token].add(bonus)
+        return dataclasses.replace(output, logits=logits), {"calls": state["calls"] + 1}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}, {"guidance_scale": 2.0}]
+)
+def test_a_hook_sees_hidden_states_and_changes_logits(fields):
+    out = generate(PARAMS, IDS, jax.random.key(0), CFG.replace(**fields), attention_mask=MASK, hook=See())
+    if "guidance_scale" in fields:  # both rows get the same bonus
+        assert out.lengths.tolist() == [6] * 3
+        return
+    for row in rows(out):
+        assert row[::2] == [50, 52, 54]
+
+
+class Hide(StepHook):
+    """Hides each row's second token from the third step on."""
+
+    def before(self, state, history, inputs):
+        hidden = jnp.arange(inputs.attention_mask.shape[1])[None, :] == 1
+        visible = inputs.attention_mask & ~(hidden & (history.step >= 2))
+        return dataclasses.replace(inputs, attention_mask=visible), state
+
+
+def test_a_hook_that_changes_the_mask():
+    out = run(CFG.replace(output_attentions=True), hook=Hide())
+    weights = np.stack([np.asarray(layer) for layer in out.attentions.decode])  # [L, steps, rows, heads, columns]
+    column = MASK.argmax(-1) + 1
+    for row in (0, 2):
+        assert (weights[:, 0, row, :, column[row]] > 0).all()
+        assert (weights[:, 1:, row, :, column[row]] == 0).all()
+
+
+def test_a_hook_that_changes_positions():
+    class Shift(StepHook):
+        def before(self, state, history, inputs):
+            return dataclasses.replace(inputs, position_ids=inputs.position_ids + 3), state
+
+    shifted = run(CFG.replace(output_logits=True), hook=Shift())
+    plain = run(CFG.replace(output_logits=True))
+    np.testing.assert_allclose(shifted.logits, plain.logits, atol=1e-4)  # RoPE sees differences only
+
+    class Same(StepHook):
+        def before(self, state, history, inputs):
+            return dataclasses.replace(inputs, position_ids=jnp.zeros_like(inputs.position_ids)), state
+
+    assert rows(run(hook=Same())) != rows(plain)
+
+
+def test_a_hook_is_streamed_and_jitted_alike():
+    directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
+    plain = run(hook=Feedback(directions))
+
+    class Sink:
+        def put(self, value):
+            pass
+
+        def end(self):
+            pass
+
+    assert rows(run(hook=Feedback(directions), streamer=Sink())) == rows(plain)
+    jitted = jax.jit(lambda hook: generate(PARAMS, IDS, None, CFG, attention_mask=MASK, hook=hook).sequences)
+    np.testing.assert_array_equal(jitted(Feedback(directions)), plain.sequences)
+
+
+def test_embeddings_need_a_negative_prompt_of_ids():
+    with pytest.raises(InputError, match="give negative_prompt_ids"):
+        run(CFG.replace(guidance_scale=2.0), None, inputs_embeds=PARAMS["model"]["embed_tokens"]["weight"][IDS])
