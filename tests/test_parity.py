@@ -12,7 +12,8 @@ import pytest
 
 from convert import load_hf
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
-from jaxgen.logits.pipeline import History, build_transform
+from jaxgen.logits.history import History
+from jaxgen.logits.pipeline import build_transform
 from tests.models import generated, left_pad, model_config
 
 GOLDENS = Path(os.environ.get("JAXGEN_GOLDENS") or Path(__file__).parent / "goldens" / "seed0")
@@ -183,7 +184,8 @@ def test_processed_scores_when_sampling(number, case):
     cfg = GenerationConfig(model=model_config(vocab_size=case["vocab"]), do_sample=True)
     cfg = cfg.replace(**{name: value for name, value in case["options"].items() if name != "do_sample"})
     ids = np.asarray(case["ids"])[None]
-    history = History.of_prompt(cfg, jnp.asarray(ids), jnp.ones(ids.shape, bool))
+    length = jnp.asarray([ids.shape[1]])
+    history = History.begin(cfg, jnp.asarray(ids), length, budget=jnp.asarray([100]))
     # The history goes on beyond the prompt: what comes after counts as generated.
     prompt = case["prompt_length"]
     history = history.replace(prompt_length=jnp.asarray([prompt]), step=jnp.asarray(ids.shape[1] - prompt))

@@ -1,15 +1,18 @@
 """Make tiny random checkpoints and what transformers 4.41.1 computes from them (README.md has the format).
 
-python make_441.py --seed N --out DIR, with a Python that has requirements-441.txt.
+python make_441.py --seed N --out DIR [--cases N], with a Python that has requirements-441.txt.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from options_441 import LONGEST, option_goldens, prepared_lists
 from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
-from transformers import GenerationConfig, LlamaConfig, Qwen2Config
-from transformers.generation.logits_process import LogitsProcessorList, TopPLogitsWarper
+from outputs_441 import output_goldens
+from processors_441 import probabilities, processor_goldens
+from transformers import LlamaConfig, Qwen2Config
+from transformers.generation.logits_process import TopPLogitsWarper
 
 CHECKPOINTS = {
     "qwen2-gqa-tied": Checkpoint(
@@ -94,7 +97,6 @@ CHECKPOINTS = {
     ),
 }
 FULL_OUTPUTS = ("qwen2-gqa-tied", "llama-gqa-biases-tied")  # with hidden states, attentions and a loss
-LONGEST = 24  # tokens of a greedy prompt
 
 
 def draw_lengths(group: int, rng: np.random.Generator) -> dict:
@@ -195,12 +197,6 @@ def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
     return kind, logits.astype(np.float32)
 
 
-def probabilities(scores: np.ndarray) -> np.ndarray:
-    """Return the softmax in float64."""
-    p = np.exp(scores.astype(np.float64) - np.max(scores))
-    return p / p.sum()
-
-
 def top_p_report(scores: np.ndarray, kept: np.ndarray, top_p: float) -> dict:
     """Say how near the cumulative mass comes to its boundary, and whether equal scores were parted."""
     cumulative = np.cumsum(np.sort(probabilities(scores)))[:-1]  # the best token stays in any case
@@ -215,28 +211,10 @@ def top_p_report(scores: np.ndarray, kept: np.ndarray, top_p: float) -> dict:
 
 def sampling_scores(oracle: Oracle, case: dict, logits: np.ndarray) -> tuple[np.ndarray, dict]:
     """Return the scores after the lists that generate builds for do_sample, and a report on boundaries."""
-    model, ids, width = oracle.model, torch.tensor([case["ids"]]), case["prompt_length"]
-    config = GenerationConfig(**case["options"])
-    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
-    model._prepare_generated_length(
-        config,
-        has_default_max_length=True,
-        has_default_min_length="min_length" not in case["options"],
-        model_input_name="input_ids",
-        input_ids_length=width,
-        inputs_tensor=ids[:, :width],
-    )
-    processors = model._get_logits_processor(
-        config,
-        input_ids_seq_length=width,
-        encoder_input_ids=ids[:, :width],
-        prefix_allowed_tokens_fn=None,
-        logits_processor=LogitsProcessorList(),
-        device="cpu",
-        model_kwargs={},
-    )
+    ids = torch.tensor([case["ids"]])
+    processors, warpers = prepared_lists(oracle.model, case["options"], ids[:, : case["prompt_length"]])
     scores, report = torch.from_numpy(logits.copy())[None], {}
-    for processor in [*processors, *model._get_logits_warper(config)]:
+    for processor in [*processors, *warpers]:
         before, scores = scores, processor(ids, scores)
         if isinstance(processor, TopPLogitsWarper):
             report |= top_p_report(before[0].numpy(), torch.isfinite(scores[0]).numpy(), processor.top_p)
@@ -264,7 +242,7 @@ def sampling_goldens(oracle: Oracle, rng: np.random.Generator) -> tuple[list[dic
 
 def main() -> None:
     """Make everything."""
-    seed, out = start("4.41.1")
+    seed, out, cases = start("4.41.1", cases=500)
     oracles = {}
     for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):
         rng = np.random.default_rng([seed, 0, i])
@@ -280,9 +258,20 @@ def main() -> None:
     write_lines(out / "greedy.json", groups)
     np.savez_compressed(out / "greedy_steps.npz", **steps)
 
-    cases, arrays = sampling_goldens(oracles["llama-mha"], np.random.default_rng([seed, 2]))
-    write_lines(out / "sampling.json", cases)
+    settings, arrays = sampling_goldens(oracles["llama-mha"], np.random.default_rng([seed, 2]))
+    write_lines(out / "sampling.json", settings)
     np.savez_compressed(out / "sampling.npz", **arrays)
+
+    np.savez_compressed(out / "processors.npz", **processor_goldens(cases, [seed, 4]))
+
+    groups, arrays = option_goldens(oracles, cases, np.random.default_rng([seed, 5]))
+    write_lines(out / "options.json", groups)
+    np.savez_compressed(out / "options.npz", **arrays)
+
+    rng = np.random.default_rng([seed, 6])
+    outputs = {name: output_goldens(oracles[name], rng) for name in FULL_OUTPUTS}
+    arrays = {f"{name}.{field}": value for name, fields in outputs.items() for field, value in fields.items()}
+    np.savez_compressed(out / "outputs.npz", **arrays)
 
 
 if __name__ == "__main__":

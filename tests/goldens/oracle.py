@@ -169,13 +169,18 @@ def write_lines(path: pathlib.Path, items: list[dict]) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(item) for item in items) + "\n]\n")
 
 
-def start(version: str) -> tuple[int, pathlib.Path]:
-    """Read the command line, check the release, and make the output folder anew with its manifest."""
+def start(version: str, **numbers: int) -> tuple:
+    """Read the command line, check the release, and make the output folder anew with its manifest.
+
+    `numbers`: further options, with their defaults. Returns the seed, the folder, and what was given for these.
+    """
     if transformers.__version__ != version:
         raise SystemExit(f"this needs transformers {version}, found {transformers.__version__}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     seed, out = arguments.seed, arguments.out
     if (out / "manifest.json").exists():
@@ -188,4 +193,4 @@ def start(version: str) -> tuple[int, pathlib.Path]:
     transformers.logging.set_verbosity(logging.ERROR)
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    return seed, out
+    return seed, out, *(getattr(arguments, name) for name in numbers)
