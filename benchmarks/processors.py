@@ -1,10 +1,10 @@
 """Measure each logits processor and warper, and how a token is chosen, each compiled alone.
 
-    python -m benchmarks.processors --vocab 151936 --rows 1 8
+    python -m benchmarks.processors --rows 1 8 --model random-0.5b
 
 Prints a table of microseconds, the median over turns. In a turn each of them runs a few times in a row, one after
 the other, so what slows the machine for a while slows all of them. In a program that does several they can be cheaper
-than their sum: the compiler joins passes over the scores.
+than their sum: the compiler joins passes over the scores. With --model, the time of a decode step stands beside them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.decode import machine
+from convert import load_hf
+from jaxgen import GenerationConfig, WatermarkingConfig, generate
 from jaxgen.decoding import sample
 from jaxgen.logits import processors, warpers
+from jaxgen.logits.watermark import watermark
 
 HISTORY = 512  # tokens of each row
 ENTRIES, WIDTH = 16, 4  # of the tables of sequences
@@ -33,6 +36,8 @@ def main() -> None:
     for rows in args.rows:
         calls = {name: _compiled(*call) for name, call in _calls(args.vocab, rows).items()}
         columns[rows] = _measure(calls, args.turns, args.repeat)
+        if args.model is not None:
+            columns[rows]["a decode step, greedy"] = _decode_step(args.model, rows)
     device = jax.devices()[0]
     print(f"{device.platform}: {device.device_kind}; host: {machine()}")
     print(f"{args.vocab} tokens in the vocabulary, {HISTORY} in the history; microseconds, median of {args.turns}\n")
@@ -43,6 +48,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocab", type=int, default=151_936, help="tokens in the vocabulary")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="rows of the batch, a column for each")
+    parser.add_argument("--model", help="a checkpoint, to measure a decode step of it as well")
     parser.add_argument("--turns", type=int, default=50, help="turns that the median is over")
     parser.add_argument("--repeat", type=int, default=4, help="runs in a row, of which a turn is the mean")
     args = parser.parse_args()
@@ -89,6 +95,7 @@ def _calls(vocab: int, rows: int) -> dict[str, tuple]:
         "force": (processors.force, scores, tokens, everywhere),
         "remove_invalid_values": (processors.remove_invalid_values, scores),
         "exponential_decay": (processors.exponential_decay, scores, tokens, length, per_row(1.01)),
+        "watermark": (watermark, scores, ids, length, WatermarkingConfig()),
         "renormalize": (processors.renormalize, scores),
         "token_set, 4 ids": (lambda ids: processors.token_set(ids, vocab), eos),
         "temperature": (warpers.temperature, scores, per_row(0.7)),
@@ -120,6 +127,21 @@ def _measure(calls: dict[str, Callable[[], jax.Array]], turns: int, repeat: int)
                 jax.block_until_ready(call())
             seconds[name].append((time.perf_counter() - start) / repeat)
     return {name: statistics.median(times) * 1e6 for name, times in seconds.items()}
+
+
+def _decode_step(path: str, rows: int, steps: int = 32, turns: int = 5) -> float:
+    """Return the microseconds of a step: of a run with so many more, and one without, the difference."""
+    params, cfg = load_hf(path)
+    ids = np.random.default_rng(0).integers(0, 1000, (rows, 32))
+    cfg = GenerationConfig(model=cfg.model, pad_token_id=0)
+
+    def seconds(new_tokens: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(generate(params, ids, None, cfg.replace(max_new_tokens=new_tokens)).sequences)
+        return time.perf_counter() - start
+
+    seconds(steps + 1)
+    return statistics.median(seconds(steps + 1) - seconds(1) for _ in range(turns)) / steps * 1e6
 
 
 def _print_table(columns: dict[int, dict[str, float]]) -> None:

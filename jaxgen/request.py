@@ -1,4 +1,4 @@
-"""What a request may hold: the checks before anything is compiled, and the buckets that sizes are rounded up to."""
+"""What a call of generate() asks for: checked before anything is compiled, and with its sizes rounded up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.decoding.prompt import UNKNOWN, Request, Sizes
 from jaxgen.decoding.rules import HostFunction, Rules
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.generation_config import GenerationConfig, warn, warn_unused
+from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.options import TRACED
+from jaxgen.prompts import (
+    check_mask_shape,
+    host_mask,
+    host_negative,
+    host_prompts,
+    inferred_mask,
+    traced_negative,
+    traced_prompts,
+)
 from jaxgen.support import check_options
 
 # Options that look at the tokens of a row.
@@ -36,13 +47,13 @@ def eager_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules:
     assert cfg.model is not None
     cache = given["cache"]
     without_ids = ids is None and given["inputs_embeds"] is not None
-    ids, embeds = _host_prompts(ids, given["inputs_embeds"], cfg, cache)
+    ids, embeds = host_prompts(ids, given["inputs_embeds"], cfg, cache)
     mask = host_mask(given["attention_mask"], ids, cfg, embeds is not None)
     prompts, width = ids.shape
     key = check_key(key, cfg, prompts)
     check_options(cfg, prompts)
     check_cache(cache, cfg, prompts, rules)
-    negative = _host_negative(given, cfg, prompts, without_ids)
+    negative = host_negative(given, cfg, prompts, without_ids)
     warn_unused(cfg)
     lengths = (mask & (ids != UNKNOWN)).sum(axis=-1, dtype=np.int32)
     held = mask.sum(axis=-1, dtype=np.int32)
@@ -54,6 +65,7 @@ def eager_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules:
         slots = prompt_bucket(int(held.max() if own else known.max()))
     budget = budgets(cfg, lengths)
     warn_unfeasible(cfg, lengths, held, budget)
+    check_grammar(rules, budget)
     new_tokens = int(budget.max())
     recorded = cfg.output_scores or bool(cfg.output_logits) or cfg.output_attentions or cfg.output_hidden_states
     padding = ((0, 0), (prompt_bucket(width) - width, 0))
@@ -79,9 +91,9 @@ def traced_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules
     cache, embeds = given["cache"], given["inputs_embeds"]
     without_ids = ids is None and embeds is not None
     if any(isinstance(x, Tracer) for x in (ids, embeds)):
-        ids, embeds = _traced_prompts(ids, embeds, cfg)
+        ids, embeds = traced_prompts(ids, embeds, cfg)
     else:
-        ids, embeds = _host_prompts(ids, embeds, cfg, cache)
+        ids, embeds = host_prompts(ids, embeds, cfg, cache)
         ids = jnp.asarray(ids)
     prompts, width = ids.shape
     mask = given["attention_mask"]
@@ -104,9 +116,9 @@ def traced_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules
         known = jnp.repeat(cache.total_known, prompts // cache.rows, total_repeat_length=prompts)
     negative = given["negative_prompt_ids"], given["negative_prompt_attention_mask"]
     if any(isinstance(x, Tracer) for x in negative):
-        negative = _traced_negative(*negative, cfg, prompts)
+        negative = traced_negative(*negative, cfg, prompts)
     else:
-        negative = _host_negative(given, cfg, prompts, without_ids)
+        negative = host_negative(given, cfg, prompts, without_ids)
     counted = mask & (ids != UNKNOWN)
     before = 0 if cache is None else cache.offset + cache.slots
     capacity, budget = traced_budgets(cfg, before + width, counted, known)
@@ -143,162 +155,6 @@ def check_params(params, cfg: GenerationConfig) -> None:
         raise InputError(f"params do not fit cfg.model: {'; '.join(problems[:4])}{more}")
 
 
-# --- What the request holds ---------------------------------------------------------------------------------------
-
-
-def check_ids_shape(ids) -> None:
-    """Raise unless ids are integers of shape [B, P]."""
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise InputError(f"ids must have shape [B, P] with B and P at least 1, got {list(ids.shape)}")
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"ids must be integers, got {ids.dtype}")
-
-
-def host_ids(ids, cfg: GenerationConfig) -> np.ndarray:
-    """Return the prompts as int32[B, P], checked against the vocabulary."""
-    assert cfg.model is not None
-    if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
-        raise TypeError("ids is a whole Batch: give batch.ids, and attention_mask=batch.attention_mask")
-    try:
-        ids = np.asarray(ids)
-    except ValueError as error:
-        raise InputError("ids must be one array [B, P]: pad the prompts on the left and give attention_mask") from error
-    check_ids_shape(ids)
-    if ids.min() < 0 or ids.max() >= cfg.model.vocab_size:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise InputError(f"ids has the token {wrong}, the vocabulary goes from 0 to {cfg.model.vocab_size - 1}")
-    return ids.astype(np.int32)
-
-
-def check_mask_shape(mask, ids) -> None:
-    """Raise unless the mask has the shape of ids."""
-    if mask.shape != ids.shape:
-        raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
-
-
-def host_mask(attention_mask, ids, cfg: GenerationConfig, embedded: bool = False) -> np.ndarray:
-    """Return the attention mask as bool[B, P]; every row has a token. `embedded`: ids says nothing of padding."""
-    if attention_mask is None and embedded:
-        mask = np.ones(ids.shape, bool)
-    elif attention_mask is None:
-        mask = np.asarray(inferred_mask(ids, cfg, np))
-        pad = cfg.pad_token_id
-        if pad is not None and ids.shape[1] > 1 and np.any(ids[:, 0] == pad) and np.all(mask):
-            warn(
-                f"attention_mask is missing and the pad id {pad} is an eos id too, so padding in ids counts as "
-                "text: give attention_mask"
-            )
-    else:
-        mask = np.asarray(attention_mask)
-        check_mask_shape(mask, ids)
-        if not np.all((mask == 0) | (mask == 1)):
-            raise InputError("attention_mask must hold 0 for padding and 1 for tokens only")
-        mask = mask != 0
-    if not np.all(mask.any(axis=-1)):
-        row = int(np.argmin(mask.any(axis=-1)))
-        raise InputError(f"prompt {row} is empty, all of it is padding: give it a token, the BOS for example")
-    return mask
-
-
-def inferred_mask(ids, cfg: GenerationConfig, xp=jnp):
-    """Pad tokens are padding unless the pad id is an eos id: `_prepare_attention_mask_for_generation`."""
-    if cfg.pad_token_id is None:
-        return xp.ones(ids.shape, bool)
-    mask = ids != cfg.pad_token_id
-    if cfg.eos_token_id is None:
-        return mask
-    eos = xp.atleast_1d(xp.asarray(cfg.eos_token_id))
-    return mask | xp.any(eos == cfg.pad_token_id)
-
-
-def _host_prompts(ids, embeds, cfg: GenerationConfig, cache) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return ids int32[B, P], `UNKNOWN` where there are embeddings alone, and the embeddings."""
-    assert cfg.model is not None
-    if embeds is not None:
-        embeds = np.asarray(embeds)
-        _check_embeds(embeds, cfg)
-        if ids is None:
-            return np.full(embeds.shape[:2], UNKNOWN, np.int32), embeds
-    if ids is None:
-        if cache is not None:
-            raise InputError("ids is None and cache= goes on: give the new tokens")
-        if cfg.bos_token_id is None:
-            raise InputError("ids is None and bos_token_id too: give prompts, or the id to begin with")
-        ids = [[cfg.bos_token_id]]
-    ids = host_ids(ids, cfg)
-    if embeds is not None and embeds.shape[:2] != ids.shape:
-        raise InputError(
-            f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must be of the same tokens: give as many, "
-            "or ids=None"
-        )
-    return ids, embeds
-
-
-def _traced_prompts(ids, embeds, cfg: GenerationConfig) -> tuple[jax.Array, jax.Array | None]:
-    if embeds is not None:
-        _check_embeds(embeds, cfg)
-        if ids is None:
-            ids = np.full(embeds.shape[:2], UNKNOWN, np.int32)
-    if not isinstance(ids, Tracer) and np.any(np.asarray(ids) != UNKNOWN):
-        ids = host_ids(ids, cfg)
-    ids = jnp.asarray(ids)
-    check_ids_shape(ids)
-    if embeds is not None and embeds.shape[:2] != ids.shape:
-        raise InputError(f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must be of the same tokens")
-    return ids.astype(jnp.int32), embeds
-
-
-def _check_embeds(embeds, cfg: GenerationConfig) -> None:
-    assert cfg.model is not None
-    if embeds.ndim != 3 or embeds.shape[-1] != cfg.model.hidden_size or 0 in embeds.shape:
-        raise InputError(
-            f"inputs_embeds must have shape [B, P, {cfg.model.hidden_size}] with B and P at least 1, got "
-            f"{list(embeds.shape)}"
-        )
-    if not jnp.issubdtype(embeds.dtype, jnp.floating):
-        raise TypeError(f"inputs_embeds must be floats, got {embeds.dtype}")
-
-
-def _host_negative(given, cfg: GenerationConfig, prompts: int, without_ids: bool):
-    """Return the negative prompts of guidance, int32[B, Q], and their mask, in a bucket; None, None without them."""
-    negative, mask = given["negative_prompt_ids"], given["negative_prompt_attention_mask"]
-    _check_guidance(negative, mask, cfg)
-    if negative is None:
-        if cfg.on("guidance_scale") and without_ids:
-            raise InputError("guidance_scale takes a prompt's last id as negative prompt: give negative_prompt_ids")
-        return None, None
-    try:
-        negative = host_ids(negative, cfg)
-        mask = np.ones(negative.shape, bool) if mask is None else host_mask(mask, negative, cfg)
-    except (InputError, TypeError) as error:
-        raise type(error)(f"negative_prompt_ids: {error}") from error
-    negative, mask = (_per_prompt(x, prompts, np) for x in (negative, mask))
-    padding = ((0, 0), (prompt_bucket(negative.shape[1]) - negative.shape[1], 0))
-    return np.pad(negative, padding), np.pad(mask, padding)
-
-
-def _traced_negative(negative, mask, cfg: GenerationConfig, prompts: int):
-    _check_guidance(negative, mask, cfg)
-    negative = jnp.asarray(negative)
-    check_ids_shape(negative)
-    mask = jnp.ones(negative.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
-    check_mask_shape(mask, negative)
-    return _per_prompt(negative.astype(jnp.int32), prompts, jnp), _per_prompt(mask, prompts, jnp)
-
-
-def _check_guidance(negative, mask, cfg: GenerationConfig) -> None:
-    if negative is None and mask is not None:
-        raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: give them too")
-    if negative is not None and not cfg.on("guidance_scale"):
-        raise InputError("negative_prompt_ids need guidance_scale, other than 1: set it with cfg.replace")
-
-
-def _per_prompt(x, prompts: int, xp):
-    if x.shape[0] not in (1, prompts):
-        raise InputError(f"negative_prompt_ids has {x.shape[0]} rows for {prompts} prompts: give one per prompt or one")
-    return xp.broadcast_to(x, (prompts, x.shape[1]))
-
-
 def check_cache(cache, cfg: GenerationConfig, prompts: int, rules: Rules) -> None:
     """Raise for a cache that these prompts cannot go on from."""
     if cache is None:
@@ -322,6 +178,17 @@ def check_cache(cache, cfg: GenerationConfig, prompts: int, rules: Rules) -> Non
             f"{looking[0]} looks at all tokens, and this cache does not know those that it holds: go on from the "
             "cache of a generate() output, or leave the option out"
         )
+
+
+def check_grammar(rules: Rules, budget: np.ndarray) -> None:
+    """Raise where an automaton's shortest text is longer than there is room for."""
+    if isinstance(rules.allowed, TokenAutomaton):
+        least = np.asarray(rules.allowed.shortest)[np.asarray(rules.allowed.start)]
+        if np.any(least > budget):
+            raise InputError(
+                f"the automaton's shortest text has {int(np.max(least))} tokens, and there is room for "
+                f"{int(budget.min())}: raise max_new_tokens"
+            )
 
 
 def _is_on(cfg: GenerationConfig, name: str) -> bool:
@@ -416,17 +283,3 @@ def traced_budgets(cfg: GenerationConfig, width: int, mask, known: jax.Array | N
 
 
 _total_known = jax.jit(lambda cache: cache.total_known)
-
-
-# --- Buckets ------------------------------------------------------------------------------------------------------
-
-
-def prompt_bucket(width: int) -> int:
-    """Round a prompt's width up: to a power of two, from 256 on to the half between two of them as well."""
-    power = max(32, 1 << (width - 1).bit_length())
-    return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
-
-
-def capacity_for(new_tokens: int, recorded: bool) -> int:
-    """Round the number of new tokens up; less where scores of the whole vocabulary are kept for each."""
-    return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))

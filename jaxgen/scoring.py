@@ -3,73 +3,74 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
+from jaxgen.buckets import prompt_bucket
+from jaxgen.decoding.logprobs import Scores, logprobs
+from jaxgen.decoding.replay import Replay
+from jaxgen.decoding.rules import Rules, functions
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.generation_config import GenerationConfig
-from jaxgen.model.causal_lm import CausalLM, forward
-from jaxgen.model.config import ModelConfig
-from jaxgen.request import (
-    check_ids_shape,
-    check_mask_shape,
-    check_params,
-    host_ids,
-    host_mask,
-    inferred_mask,
-    prompt_bucket,
-)
+from jaxgen.logits.automaton import TokenAutomaton
+from jaxgen.prompts import check_ids_shape, check_mask_shape, host_ids, host_mask, inferred_mask
+from jaxgen.request import check_params
+from jaxgen.support import check_options, normal_form
+from jaxgen.tables import TABLES
 
 # Logits that are held at a time unless `chunk` says otherwise: 128 MiB of float32.
 _HELD = 2**25
 
 
-@flax.struct.dataclass
-class Scores:
-    """What `score` returns; in the columns of the ids.
-
-    Attributes:
-        logprobs: float32[B, L], the log-probability of each token after those before it; 0 for a row's first token,
-            which nothing predicts, and for padding.
-        top_logprobs: float32[B, L, n], those of the n likeliest tokens in its place, the likeliest first; 0 where
-            `logprobs` is 0 by definition. None with `top=0`.
-        top_tokens: int32[B, L, n], these tokens.
-    """
-
-    logprobs: jax.Array
-    top_logprobs: jax.Array | None = None
-    top_tokens: jax.Array | None = None
-
-
-def score(params, ids, cfg: GenerationConfig, *, attention_mask=None, top: int = 0, chunk: int | None = None) -> Scores:
-    """Return the log-probability of every token given those before it, under the model's own distribution.
+def score(
+    params,
+    ids,
+    cfg: GenerationConfig,
+    *,
+    attention_mask=None,
+    of: str = "logits",
+    prompt_width: int | None = None,
+    logits_processor: Sequence[Callable] | None = None,
+    prefix_allowed_tokens_fn: TokenAutomaton | None = None,
+    top: int = 0,
+    chunk: int | None = None,
+) -> Scores:
+    """Return the log-probability of every token given those before it.
 
     >>> out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask)         # doctest: +SKIP
-    >>> scores = score(params, out.sequences, cfg, attention_mask=out.attention_mask)            # doctest: +SKIP
-    >>> scores.logprobs[:, out.prompt_width :].sum(axis=1)   # of each row's answer              # doctest: +SKIP
+    >>> given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}         # doctest: +SKIP
+    >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
+    >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
 
     One forward pass. Logits are computed for some positions at a time, and again for their gradient, so that those of
     all are never held. It can be differentiated with respect to `params` and called under the caller's jit, where an
-    id that the vocabulary does not have gives NaN. Called eagerly, it rounds the width up to a bucket, as `generate`
-    does, so that few programs are compiled. Processors and warpers of `cfg` are left aside.
+    id that the vocabulary does not have gives NaN. Called eagerly, it rounds the width up to buckets, as `generate`
+    does, so that few programs are compiled.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], text padded to one width.
-        cfg: `cfg.model` says for which model; no other option matters where the mask is given.
+        cfg: `cfg.model` says for which model. With `of="scores"` the config of `generate`; an option with one value
+            per prompt then holds for `num_return_sequences` rows each. To score other rows than those that `generate`
+            gave, set that to 1 and give one value per row.
         attention_mask: `[B, L]`, 0 where ids is padding, wherever that is. Left out, it is inferred as in `generate`.
+        of: "logits" for the model's own distribution; "scores" for the one that greedy search or sampling chooses
+            from, after all processors and warpers of `cfg`: what `output_logprobs` gives under these names.
+        prompt_width: the columns in front are not scored. With `of="scores"` they are the prompts, and tokens are
+            generated in the columns behind, one in each until the row's end; `forced_eos_token_id` comes where
+            `max_new_tokens` or `max_length` has it, or with the default of both in the last column.
+        logits_processor: as in `generate`, for `of="scores"`.
+        prefix_allowed_tokens_fn: a `TokenAutomaton`, for `of="scores"`.
         top: n, how many of the likeliest tokens to return for each position too.
         chunk: positions, of all rows, whose logits are held at a time; by default what 128 MiB have room for.
 
     Raises:
-        InputError: params, ids or mask that do not fit the model or each other.
-        ConfigError: `cfg` without a model, a `top` or `chunk` that is not possible.
+        InputError: params, ids or mask that do not fit the model or each other; rows that `generate` cannot give.
+        ConfigError: `cfg` without a model or for another mode; a `top`, `chunk` or `prompt_width` that is not possible.
         TypeError: an argument of the wrong type.
     """
     if not isinstance(cfg, GenerationConfig):
@@ -81,23 +82,87 @@ def score(params, ids, cfg: GenerationConfig, *, attention_mask=None, top: int =
     _check_size("top", top, 0, vocab)
     if chunk is not None:
         _check_size("chunk", chunk, 1)
-
-    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, cfg, attention_mask)))
+    rules = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, cfg, attention_mask, rules)))
     ids, mask = _checked(ids, attention_mask, cfg, traced)
     rows, width = ids.shape
-    bucket = width if traced else prompt_bucket(width)
-    if bucket > width:
-        ids, mask = (np.pad(x, ((0, 0), (0, bucket - width))) for x in (ids, mask))
+    if prompt_width is not None:
+        _check_size("prompt_width", prompt_width, 1, width - 1)
+    start = int(prompt_width or 0)
+    replay = None if rules is None else _replay(cfg, rules, ids, mask, start, traced)
+
+    left = right = 0
+    if not traced:
+        left, right = (prompt_bucket(size) - size if size else 0 for size in (start, width - start))
+        ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
+    columns = width - start + right
     if chunk is None:
-        chunks = -(-bucket // max(1, _HELD // (rows * vocab)))
-        size = -(-bucket // chunks)
-    else:
-        size = min(int(chunk), bucket)
-    scores = _score(params, ids, mask, model=cfg.model, top=int(top), chunk=size)
-    if bucket == width:
+        chunks = -(-columns // max(1, _HELD // (rows * vocab)))
+        chunk = -(-columns // chunks)
+    sizes = {"start": start + left, "top": int(top), "chunk": min(int(chunk), columns)}
+    scores = logprobs(params, ids, mask, replay, model=cfg.model, **sizes)
+    if left + right == 0:
         return scores
     # Cut on the host: a slice of a jax array would compile for each width.
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, :width]), scores)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
+
+
+def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Rules | None:
+    """Return what processed scores depend on besides the config; None for the model's own distribution."""
+    if of not in ("logits", "scores"):
+        raise ConfigError(
+            "of must be 'logits', for the model's own distribution, or 'scores', for the one that generate chooses "
+            f"from, got {of!r}"
+        )
+    if of == "logits":
+        for name, value in {"logits_processor": processors, "prefix_allowed_tokens_fn": allowed}.items():
+            if value is not None:
+                raise ConfigError(f"{name} does nothing to the model's own distribution: set of='scores'")
+        return None
+    if cfg.mode not in ("greedy_search", "sample"):
+        raise ConfigError(f"of='scores' is for greedy search and sampling, and cfg is for {cfg.mode}: use of='logits'")
+    if cfg.on("guidance_scale"):
+        raise ConfigError("guidance_scale is not offered with of='scores', it needs other prompts: use of='logits'")
+    if allowed is not None and not isinstance(allowed, TokenAutomaton):
+        raise TypeError(f"prefix_allowed_tokens_fn must be a TokenAutomaton here, got {type(allowed).__name__}")
+    return Rules(processors=functions("logits_processor", processors), allowed=allowed)
+
+
+def _replay(cfg: GenerationConfig, rules: Rules, ids, mask, start: int, traced: bool) -> Replay:
+    """Check that the rows are what `generate` gives, and return what their tokens were chosen by."""
+    if not start:
+        raise ConfigError("of='scores' needs prompt_width, the first generated column: out.prompt_width of the output")
+    rows, width = ids.shape
+    prompts, rest = divmod(rows, cfg.num_return_sequences)
+    check_options(cfg, rows if rest else prompts)
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((ids, mask, cfg.eos_token_id))):
+        _check_rows(cfg, ids, np.asarray(mask), start)
+    counts_prompt = not cfg.on("max_new_tokens") and cfg.max_length != GenerationConfig.max_length
+    longest = cfg.max_length if counts_prompt else np.iinfo(np.int32).max
+    new_tokens = cfg.max_new_tokens if cfg.on("max_new_tokens") else width - start
+    leaves = cfg if traced else normal_form(cfg)
+    # As a program gets the numbers, also where jax.disable_jit holds.
+    return Replay(jax.tree.map(jnp.asarray, leaves), rules, jnp.asarray(new_tokens, jnp.int32), jnp.int32(longest))
+
+
+def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start: int) -> None:
+    """Raise for a row of `[rows, L]` that `generate` cannot have given."""
+    tokens, live = ids[:, start:], mask[:, start:]
+    ended = ~live
+    if cfg.on("eos_token_id"):
+        eos = np.atleast_2d(TABLES["eos_token_id"].leaf(cfg.eos_token_id))
+        eos = np.repeat(eos, len(ids) // len(eos), axis=0)
+        ended |= np.any(tokens[:, :, None] == eos[:, None, :], axis=-1)
+    ended = np.logical_or.accumulate(ended, axis=-1)
+    problems = {
+        "has no token in front of prompt_width": ~np.any(mask[:, :start], axis=-1),
+        "goes on behind its end, an eos token or padding: give attention_mask and prompt_width of the output": np.any(
+            live[:, 1:] & ended[:, :-1], axis=-1
+        ),
+    }
+    for text, found in problems.items():
+        if np.any(found):
+            raise InputError(f"row {np.argmax(found)} {text}")
 
 
 def _checked(ids, attention_mask, cfg: GenerationConfig, traced: bool):
@@ -121,72 +186,6 @@ def _check_size(name: str, value: int, least: int, most: int | None = None) -> N
     if value < least or (most is not None and value > most):
         limits = f">= {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(f"{name} must be {limits}, got {value}")
-
-
-@functools.partial(jax.jit, static_argnames=("model", "top", "chunk"))
-def _score(params, ids: jax.Array, mask: jax.Array, *, model: ModelConfig, top: int, chunk: int) -> Scores:
-    ids = jnp.where(mask, ids, 0)  # whatever padding holds, an embedding that is not a number would spread
-    # The logits of one position are left out again by the compiler, as nothing uses them.
-    out = forward(model, params, ids, attention_mask=mask, logits_to_keep=1, output_hidden_states=True)
-    assert out.hidden_states is not None
-    before = _column_before(mask)
-    predicted = mask & (before >= 0)
-    hidden = jnp.take_along_axis(out.hidden_states[-1], jnp.maximum(before, 0)[..., None], axis=1)
-
-    def of_chunk(part) -> Scores:
-        hidden, targets, predicted = part
-        logits = _head(model, params, hidden)
-        return _pick(logits, targets, predicted, top)
-
-    parts = jax.tree.map(lambda x: _split(x, chunk), (hidden, ids, predicted))
-    with jax.named_scope("score"):
-        scores = lax.map(jax.checkpoint(of_chunk, prevent_cse=False), parts)
-    return jax.tree.map(lambda x: _joined(x)[:, : ids.shape[1]], scores)
-
-
-def _column_before(mask: jax.Array) -> jax.Array:
-    """int32[B, L]: the column of the last token before each column, -1 where there is none; `mask bool[B, L]`."""
-    column = jnp.where(mask, jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :], -1)
-    return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-
-
-def _head(model: ModelConfig, params, hidden: jax.Array) -> jax.Array:
-    """Map normed hidden states `[B, T, D]` to logits float32[B, T, V], as `CausalLM` does."""
-
-    def head(module: CausalLM, x: jax.Array) -> jax.Array:
-        return module.model.embed_tokens.attend(x) if model.tie_word_embeddings else module.lm_head(x)
-
-    logits = CausalLM(model).apply({"params": params}, hidden, method=head)
-    assert isinstance(logits, jax.Array)
-    return logits.astype(jnp.float32)
-
-
-def _pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> Scores:
-    """Return the log-probabilities of `targets int32[B, T]` under `logits float32[B, T, V]`; 0 where not `predicted`.
-
-    `predicted`: bool[B, T].
-    """
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan) - total
-    logprobs = jnp.where(predicted, chosen[..., 0], 0.0)
-    if not top:
-        return Scores(logprobs)
-    best, tokens = lax.top_k(logits, top)
-    held = predicted[..., None]
-    return Scores(logprobs, jnp.where(held, best - total, 0.0), jnp.where(held, tokens.astype(jnp.int32), 0))
-
-
-def _split(x: jax.Array, size: int) -> jax.Array:
-    """Cut `[B, L, ...]` into `[ceil(L / size), B, size, ...]`, filled up with zeros."""
-    padding = [(0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, padding).reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
-
-
-def _joined(x: jax.Array) -> jax.Array:
-    """Undo `_split`."""
-    x = x.swapaxes(0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def compute_transition_scores(

@@ -1,8 +1,9 @@
 import os
 from pathlib import Path
 
-# Compiling is most of the time, and LLVM's optimisations are a third of it. CI runs with them: XLA_FLAGS is set there.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Compiling is most of the time, and a half of it optimisations and the newer way to emit fusions. CI has both: XLA_FLAGS
+# is set there.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 import jax
 import pytest
@@ -19,6 +20,13 @@ def _find_data() -> Path | None:
 
 
 DATA = _find_data()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Drop the programs of each file: those of all would take gigabytes, and more memory maps than Linux allows."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

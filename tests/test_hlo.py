@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig
+from jaxgen.decoding.prompt import Request, Sizes
+from jaxgen.decoding.rules import Rules
 from jaxgen.generate import _run
-from jaxgen.request import normal_form
+from jaxgen.support import normal_form
 from tests.models import model_config
 
 # Sizes that tell the arrays apart: prompt slots, generated slots and the weights' sides are all different.
@@ -34,7 +36,7 @@ def compile_loop(copies: int, dtype: str, do_sample: bool):
     params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
-    lowered = _run.lower(params, normal_form(cfg), ids, ids == 0, budget, key, None, NEW, 0)
+    lowered = _run.lower(params, normal_form(cfg), Rules(), Request(ids, ids == 0, budget, key), sizes=Sizes(NEW))
     return lowered.compile(), params
 
 

@@ -62,7 +62,8 @@ class Static:
 
 def as_pytree(value: Any) -> Any:
     """Return a pytree for a function or object: itself where it is one, else without leaves."""
-    return Static(value) if jax.tree.leaves(value) == [value] else value
+    leaves = jax.tree.leaves(value)
+    return Static(value) if len(leaves) == 1 and leaves[0] is value else value
 
 
 def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:

@@ -37,12 +37,14 @@ class TokenAutomaton:
         classes: the class of each token.
         transitions: the state behind each class of token, -1 where it is not allowed and to fill up the size.
         accepting: the text so far is complete.
+        shortest: how many tokens at least complete the text.
         start: the first state, or one for each prompt (`stack`).
     """
 
     classes: jax.Array  # int32[V]
     transitions: jax.Array  # int32[states, classes]
     accepting: jax.Array  # bool[states]
+    shortest: jax.Array  # int32[states]
     start: jax.Array  # int32[] or int32[B]
 
     @classmethod
@@ -130,14 +132,22 @@ class TokenAutomaton:
             raise InputError(f"{rows} rows are no multiple of the {prompts} prompts that the automaton was stacked for")
         return jnp.repeat(self.start.reshape(-1), rows // prompts, total_repeat_length=rows)
 
-    def allowed(self, state: jax.Array, eos: jax.Array | None) -> jax.Array:
+    def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
         """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
 
         `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text: they are allowed where it is
         complete and nowhere else, whatever they are in the grammar. In state -1 nothing is allowed.
+
+        `remaining` int32[rows] is for how many tokens there is room, eos not counted: those are allowed then behind
+        which the text can still be completed, so that it is complete when the room is used up. Where there is too
+        little room from the beginning, it changes nothing.
         """
         inside, row = state >= 0, jnp.maximum(state, 0)
-        following = (self.transitions[row] >= 0) & inside[:, None]
+        behind = self.transitions[row]
+        following = (behind >= 0) & inside[:, None]
+        if remaining is not None:
+            in_time = self.shortest[jnp.maximum(behind, 0)] < remaining[:, None]
+            following &= in_time | (self.shortest[row] > remaining)[:, None]
         allowed = jnp.take(following, self.classes, axis=1)
         if eos is None:
             return allowed
@@ -213,11 +223,24 @@ def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray,
     complete = np.zeros(len(table), bool)
     complete[:states] = accepting
     return TokenAutomaton(
+        shortest=jnp.asarray(_shortest(table, complete)),
         classes=jnp.asarray(classes, jnp.int32),
         transitions=jnp.asarray(table),
         accepting=jnp.asarray(complete),
         start=jnp.asarray(start, jnp.int32),
     )
+
+
+def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
+    """int32[states]: the length of the shortest way to an accepting state; large where there is none."""
+    never = np.int32(2**30)
+    length = np.where(accepting, np.int32(0), never)
+    while True:
+        behind = np.where(table >= 0, length[table], never).min(axis=1)
+        shorter = np.minimum(length, np.minimum(behind, never - 1) + 1)
+        if np.array_equal(shorter, length):
+            return length
+        length = shorter
 
 
 def _rounded(size: int) -> int:

@@ -68,7 +68,7 @@ def build_transform(
     # 7. Only what an automaton or a function allows.
     if isinstance(allowed, TokenAutomaton):
         eos = knobs.ids("eos_token_id") if cfg.on("eos_token_id") else None
-        steps.append(lambda h, s: processors.allow_only(s, allowed.allowed(_kept(h.state), eos)))
+        steps.append(lambda h, s: processors.allow_only(s, allowed.allowed(_kept(h.state), eos, h.budget - h.step)))
     elif allowed is not None:
         steps.append(lambda h, s: processors.allow_only(s, allowed(h)))
     # 8. Forced tokens: after a prompt of one token, and as the last one that there is room for.
@@ -194,7 +194,7 @@ class Knobs:
         """int32[rows]: the step that begin_suppress_tokens is for, the first that nothing is forced in."""
         begin = jnp.zeros(self.rows, jnp.int32)
         if self.cfg.on("forced_bos_token_id"):
-            begin = begin + (history.prompt_length <= 1)
+            begin = begin + (history.prompt_length <= 1).astype(jnp.int32)
         if self.cfg.on("forced_decoder_ids"):
             forced = per_row(self.cfg.forced_decoder_ids, self.rows, 2)
             count = jnp.sum(forced[..., 0] >= 0, axis=-1)

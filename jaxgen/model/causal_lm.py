@@ -22,7 +22,6 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.attention import attention
@@ -31,6 +30,7 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.model.linear import embed, linear
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import first_of_segment, hidden_by, key_order, row_order, visible
+from jaxgen.model.placement import place
 from jaxgen.model.rope import rope_angles, rotate
 
 _ACTIVATIONS: dict[str, Callable] = {
@@ -285,6 +285,8 @@ class CausalLM(nn.Module):
             cache: holds the tokens before these, and takes these; None for a pass on its own.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the
                 first free one. Tokens from there on are forgotten.
+            key_mask: bool[B, n], which of a row's first n tokens may be attended to; padding is not counted. By
+                default all of them.
             labels: int32[B, T], the ids again, with -100 where no loss is wanted; they are shifted here.
             logits_to_keep: n for the last n positions, 0 for all, or int32[B, n] positions per row.
             output_hidden_states: return them.
@@ -308,7 +310,7 @@ class CausalLM(nn.Module):
         else:
             if segment_ids is not None:
                 raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
-            cache, order, slots, overflow = _place(cache, cache_position, mask)
+            cache, order, slots, overflow = place(cache, cache_position, mask)
             orders = [spread(part.token_order(), batch) for part in cache.parts]
             cache.check_model(self.cfg)
 
@@ -319,6 +321,8 @@ class CausalLM(nn.Module):
         cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, x.dtype)
         windows = set(self.cfg.windows)
         if key_mask is not None:
+            if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
+                raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
             orders = [hidden_by(key_mask, keys) for keys in orders]
         masks = {window or 0: tuple(visible(order, keys, window, first) for keys in orders) for window in windows}
         states, attentions, cache = self.model(x, _Tokens(cos, sin, slots, masks), cache)
@@ -374,55 +378,6 @@ def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array
             "the cache knows its own tokens"
         )
     return attention_mask.astype(bool)
-
-
-def _place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Array):
-    """Find the slots of the new tokens and update the cache's lengths.
-
-    Returns the cache, the tokens' order int32[B, T] in their rows, their slots int32[B, T] in the last part
-    (padding past its end), and bool[B], the rows that do not fit.
-    """
-    batch, steps = mask.shape
-    if cache.rows != batch:
-        raise InputError(f"the cache has {cache.rows} rows, the input has {batch}")
-    start = cache.length if cache_position is None else _first_slot(cache_position, batch) - cache.offset
-    slots = row_order(mask, start)
-    length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)
-    _check_fits(cache, start, length)
-    order = slots + cache.prefix_length[:, None]
-    # Each dropped token has a slot of its own past the end: a scatter's indices are promised to be unique.
-    dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
-    slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
-    misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
-    return dataclasses.replace(cache, length=length, tokens=None, known=None), order, slots, misplaced
-
-
-def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:
-    position = jnp.asarray(cache_position)
-    if not jnp.issubdtype(position.dtype, jnp.integer) or position.shape not in ((), (batch,)):
-        raise InputError(
-            f"cache_position must be the slot of the first new token, one integer or one per row, [{batch}], "
-            f"got {position.dtype}{list(position.shape)}"
-        )
-    return jnp.broadcast_to(position.astype(jnp.int32), (batch,))
-
-
-def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
-    if isinstance(length, Tracer) or isinstance(start, Tracer):
-        return
-    if int(jnp.min(start)) < 0:
-        raise InputError(
-            f"cache_position must be at least {cache.offset}, the cache's first slot outside of its prefix"
-        )
-    if bool(jnp.any(start > cache.length)):
-        raise InputError(
-            f"cache_position leaves a gap: the rows are filled up to {(cache.length + cache.offset).tolist()}"
-        )
-    if int(jnp.max(length)) > cache.slots:
-        raise InputError(
-            f"the cache is full: it has {cache.slots} slots and the new tokens end at {int(jnp.max(length))}; "
-            "create it with more slots"
-        )
 
 
 def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:

@@ -234,11 +234,33 @@ def test_a_json_schema_is_kept_to(storyteller, seeds):
     ids = np.repeat(chat("Tell me a story about a fox"), seeds, axis=0)
     out = generate(params, ids, keys, cfg.replace(max_new_tokens=128), prefix_allowed_tokens_fn=automaton)
     for text, reason in zip(TOKENIZER.decode_batch(out), out.stop_reasons.tolist(), strict=True):
-        assert reason == StopReason.EOS
+        assert reason in (StopReason.EOS, StopReason.LENGTH)  # a long number is brought to its end in time
         value = json.loads(text)
         assert value.keys() == {"name", "age", "kind", "friends"}
         assert len(value["name"]) <= 12
         assert value["kind"] in ("fox", "owl")
+
+
+@pytest.mark.parametrize("room", [30, 45])
+def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_json_schema({"type": "array", "items": {"type": "string"}}, TOKENIZER)
+    ids = np.repeat(chat("Tell me a story about a fox"), 8, axis=0)
+    hot = cfg.replace(max_new_tokens=room, temperature=3.0, top_p=1.0)
+    out = generate(params, ids, jax.random.key(0), hot, prefix_allowed_tokens_fn=automaton)
+    assert StopReason.LENGTH in out.stop_reasons.tolist()
+    for text in TOKENIZER.decode_batch(out):
+        assert isinstance(json.loads(text), list)
+
+
+def test_too_little_room_for_a_grammar_is_refused(storyteller):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_regex("[0-9]{30}", TOKENIZER)
+    with pytest.raises(
+        InputError, match=r"shortest text has \d+ tokens, and there is room for 4: raise max_new_tokens"
+    ):
+        generate(params, chat("A number"), jax.random.key(0), cfg.replace(max_new_tokens=4),
+                 prefix_allowed_tokens_fn=automaton)  # fmt: skip
 
 
 def test_a_grammar_per_prompt(storyteller):

@@ -11,6 +11,7 @@ from options_441 import LONGEST, option_goldens, prepared_lists
 from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
 from outputs_441 import output_goldens
 from processors_441 import probabilities, processor_goldens
+from statistics_441 import write_statistics
 from transformers import LlamaConfig, Qwen2Config
 from transformers.generation.logits_process import TopPLogitsWarper
 
@@ -272,6 +273,8 @@ def main() -> None:
     outputs = {name: output_goldens(oracles[name], rng) for name in FULL_OUTPUTS}
     arrays = {f"{name}.{field}": value for name, fields in outputs.items() for field, value in fields.items()}
     np.savez_compressed(out / "outputs.npz", **arrays)
+
+    write_statistics(oracles, "llama-mha", out, 20 * cases, [seed, 7])
 
 
 if __name__ == "__main__":

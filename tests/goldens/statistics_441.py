@@ -1,4 +1,4 @@
-"""What sampling of transformers 4.41.1 draws from under settings of its options, and what each warper keeps of a row."""
+"""What sampling of transformers 4.41.1 draws from under some settings, and what each warper keeps of random rows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,12 @@
+"""What sizes are rounded up to, so that few programs serve all requests."""
+
+
+def prompt_bucket(width: int) -> int:
+    """Round a prompt's width up: to a power of two, from 256 on to the half between two of them as well."""
+    power = max(32, 1 << (width - 1).bit_length())
+    return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
+
+
+def capacity_for(new_tokens: int, recorded: bool) -> int:
+    """Round the number of new tokens up; less where scores of the whole vocabulary are kept for each."""
+    return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))

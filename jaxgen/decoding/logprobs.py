@@ -1,0 +1,124 @@
+"""The compiled part of `score`: one forward pass, then logits and log-probabilities for some columns at a time."""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.decoding.replay import Replay
+from jaxgen.model.causal_lm import CausalLM, forward
+from jaxgen.model.config import ModelConfig
+
+
+@flax.struct.dataclass
+class Scores:
+    """What `score` returns; in the columns of the ids.
+
+    Attributes:
+        logprobs: float32[B, L], the log-probability of each token after those before it; 0 for a row's first token,
+            which nothing predicts, for padding and for columns in front of `prompt_width`.
+        top_logprobs: float32[B, L, n], those of the n likeliest tokens in its place, the likeliest first; 0 where
+            `logprobs` is 0 by definition. None with `top=0`.
+        top_tokens: int32[B, L, n], these tokens.
+    """
+
+    logprobs: jax.Array
+    top_logprobs: jax.Array | None = None
+    top_tokens: jax.Array | None = None
+
+
+@functools.partial(jax.jit, static_argnames=("model", "start", "top", "chunk"))
+def logprobs(
+    params,
+    ids: jax.Array,
+    mask: jax.Array,
+    replay: Replay | None,
+    *,
+    model: ModelConfig,
+    start: int,
+    top: int,
+    chunk: int,
+) -> Scores:
+    """Return the log-probabilities of the tokens in the columns from `start` on, from one forward pass.
+
+    Args:
+        params: the parameters.
+        ids: int32[B, L].
+        mask: bool[B, L], where they are tokens.
+        replay: what makes the scores that they were chosen from; None for the model's own distribution.
+        model: the model's shape.
+        start: 0, or the width of the prompts.
+        top: n, how many of the likeliest tokens are wanted.
+        chunk: columns whose logits are held at a time.
+    """
+    ids = jnp.where(mask, ids, 0)  # whatever padding holds, an embedding that is not a number would spread
+    # The logits of one position are left out again by the compiler, as nothing uses them.
+    out = forward(model, params, ids, attention_mask=mask, logits_to_keep=1, output_hidden_states=True)
+    assert out.hidden_states is not None
+    before = _column_before(mask)[:, start:]
+    predicted = mask[:, start:] & (before >= 0)
+    hidden = jnp.take_along_axis(out.hidden_states[-1], jnp.maximum(before, 0)[..., None], axis=1)
+    pick = functools.partial(_pick, top=top)
+
+    def of_chunk(history, part):
+        hidden, tokens, predicted = part
+        logits = _head(model, params, hidden)
+        if replay is None:
+            return None, pick(logits, tokens, predicted)
+        return replay.run(history, logits, tokens, predicted, pick)
+
+    parts = jax.tree.map(lambda x: _split(x, chunk), (hidden, ids[:, start:], predicted))
+    with jax.named_scope("score"):
+        history = None if replay is None else replay.begin(ids, mask, start)
+        _, scores = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), history, parts)
+    return jax.tree.map(lambda x: _joined(x, start, ids.shape[1]), scores)
+
+
+def _column_before(mask: jax.Array) -> jax.Array:
+    """int32[B, L]: the column of the last token before each column, -1 where there is none; `mask bool[B, L]`."""
+    column = jnp.where(mask, jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :], -1)
+    return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+
+
+def _head(model: ModelConfig, params, hidden: jax.Array) -> jax.Array:
+    """Map normed hidden states `[B, T, D]` to logits float32[B, T, V], as `CausalLM` does."""
+
+    def head(module: CausalLM, x: jax.Array) -> jax.Array:
+        return module.model.embed_tokens.attend(x) if model.tie_word_embeddings else module.lm_head(x)
+
+    logits = CausalLM(model).apply({"params": params}, hidden, method=head)
+    assert isinstance(logits, jax.Array)
+    return logits.astype(jnp.float32)
+
+
+def _pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> Scores:
+    """Return the log-probabilities of `targets int32[...]` under `logits float32[..., V]`; 0 where not `predicted`.
+
+    `predicted`: bool[...].
+    """
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan) - total
+    logprobs = jnp.where(predicted, chosen[..., 0], 0.0)
+    if not top:
+        return Scores(logprobs)
+    best, tokens = lax.top_k(logits, top)
+    held = predicted[..., None]
+    return Scores(logprobs, jnp.where(held, best - total, 0.0), jnp.where(held, tokens.astype(jnp.int32), 0))
+
+
+def _split(x: jax.Array, size: int) -> jax.Array:
+    """Cut `[B, L, ...]` into `[ceil(L / size), B, size, ...]`, filled up with zeros."""
+    padding = [(0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding).reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _joined(x: jax.Array, start: int, width: int) -> jax.Array:
+    """Undo `_split` and put the result into the columns from `start` on of `[B, width, ...]`."""
+    x = x.swapaxes(0, 1)
+    x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : width - start]
+    return jnp.pad(x, [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)])
