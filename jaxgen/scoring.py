@@ -61,8 +61,9 @@ def score(
         of: "logits" for the model's own distribution; "scores" for the one that greedy search or sampling chooses
             from, after all processors and warpers of `cfg`: what `output_logprobs` gives under these names.
         prompt_width: the columns in front are not scored. With `of="scores"` they are the prompts, and tokens are
-            generated in the columns behind, one in each until the row's end; `forced_eos_token_id` comes where
-            `max_new_tokens` or `max_length` has it, or with the default of both in the last column.
+            generated in the columns behind, one in each until the row's end. The room for them, which
+            `forced_eos_token_id` and an automaton look at, is `max_new_tokens`, or what `max_length` leaves, or with
+            the default of both the number of these columns.
         logits_processor: as in `generate`, for `of="scores"`.
         prefix_allowed_tokens_fn: a `TokenAutomaton`, for `of="scores"`.
         top: n, how many of the likeliest tokens to return for each position too.
@@ -93,18 +94,23 @@ def score(
 
     left = right = 0
     if not traced:
-        left, right = (prompt_bucket(size) - size if size else 0 for size in (start, width - start))
+        left, right = (prompt_bucket(part) - part if part else 0 for part in (start, width - start))
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
-    columns = width - start + right
-    if chunk is None:
-        chunks = -(-columns // max(1, _HELD // (rows * vocab)))
-        chunk = -(-columns // chunks)
-    sizes = {"start": start + left, "top": int(top), "chunk": min(int(chunk), columns)}
+    size = _chunk_size(chunk, width - start + right, rows * vocab)
+    sizes = {"start": start + left, "top": int(top), "chunk": size}
     scores = logprobs(params, ids, mask, replay, model=cfg.model, **sizes)
     if left + right == 0:
         return scores
     # Cut on the host: a slice of a jax array would compile for each width.
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
+
+
+def _chunk_size(given: int | None, columns: int, logits: int) -> int:
+    """Return how many columns a chunk has; `logits`: how many there are for one."""
+    if given is not None:
+        return min(int(given), columns)
+    chunks = -(-columns // max(1, _HELD // logits))
+    return -(-columns // chunks)
 
 
 def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Rules | None:

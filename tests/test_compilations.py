@@ -34,7 +34,7 @@ def test_the_counter_counts():
     assert count[0] >= 1
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sample", "greedy"])
+@pytest.mark.parametrize("do_sample", [pytest.param(True, marks=pytest.mark.slow), False], ids=["sample", "greedy"])
 def test_fifty_requests_are_served_by_at_most_six_programs(do_sample):
     rng = np.random.default_rng(0)
     keys = [jax.random.key(seed) for seed in range(50)]
@@ -146,7 +146,7 @@ def test_the_table_has_every_traced_option():
 
 
 @pytest.mark.filterwarnings("ignore:min_new_tokens and min_length are both set")
-@pytest.mark.parametrize("per_prompt", [False, True], ids=["one", "per-prompt"])
+@pytest.mark.parametrize("per_prompt", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one", "per-prompt"])
 def test_another_value_of_any_option_compiles_nothing(per_prompt):
     ids, key = [[1, 2, 3], [4, 5, 6]], jax.random.key(0)
 
@@ -163,8 +163,9 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
             return tuple(zip(*(values[which], values[1 - which]), strict=True))
         return [values[which], values[1 - which]]
 
-    first = generate(PARAMS, ids, key, config(0))
+    mask = np.ones((2, 3), int)
+    first = generate(PARAMS, ids, key, config(0), attention_mask=mask)
     with compilations() as count:
-        second = generate(PARAMS, ids, key, config(1))
+        second = generate(PARAMS, ids, key, config(1), attention_mask=mask)
     assert count[0] == 0
     assert first.sequences.tolist() != second.sequences.tolist()

@@ -233,9 +233,9 @@ def test_ids_become_tables_whose_sizes_are_rounded_up(name, case):
     with pytest.raises(ConfigError, match=f"{name} has one value per prompt"):
         GenerationConfig(**{name: per_prompt}).to_hf()
     # What jit gives back is the same config, and its fields can be set anew.
-    for cfg in (cfg, GenerationConfig(**{name: per_prompt})):
-        through = jax.jit(lambda cfg: cfg.replace(temperature=0.5))(cfg)
-        assert through.replace(temperature=1.0) == cfg
+    for given in (cfg, GenerationConfig(**{name: per_prompt})):
+        through = jax.jit(lambda cfg: cfg.replace(temperature=0.5))(given)
+        assert through.replace(temperature=1.0) == given
 
 
 def test_biases():

@@ -38,6 +38,7 @@ def blocks(language: str) -> list[str]:
     return [block for name, block in fenced if name == language]
 
 
+@pytest.mark.slow
 def test_python(workplace, monkeypatch):
     found = blocks("python")
     assert len(found) >= 8

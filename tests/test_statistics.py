@@ -25,7 +25,6 @@ SIGNIFICANCE = 1e-4
 DRAWS, CHUNK = 50_000, 1000
 COPIES = 5000  # sequences per prompt
 SETTINGS = json.loads((GOLDENS / "441" / "statistics.json").read_text())
-QUICK = 2  # of which the others are slow
 
 
 # --- Pearson's test -----------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def test_the_test_rarely_fails():
 def settings(of_the_model):
     chosen = [setting for setting in SETTINGS if ("checkpoint" in setting) == of_the_model]
     for number, setting in enumerate(chosen):
-        marks = [pytest.mark.slow] if number >= (1 if of_the_model else QUICK) else []
+        marks = [pytest.mark.slow] if number > 0 else []
         names = "-".join(f"{name}={value}" for name, value in setting["options"].items() if name != "sequence_bias")
         yield pytest.param(setting, id=f"{number}-{names}", marks=marks)
 

@@ -208,7 +208,7 @@ def _after(cfg: GenerationConfig, rules: Rules, state: State, token: jax.Array, 
         grammar = rules.allowed.push(history.state, token, eos)
         history = dataclasses.replace(history, state=grammar)
         if eos is None:
-            holds["COMPLETE"] = rules.allowed.exhausted(grammar)
+            holds["COMPLETE"] = rules.allowed.exhausted(grammar, history.budget - history.step)
     stop_state = state.stop_state
     if rules.stop_strings is not None and stop_state is not None:
         stop_state, holds["STOP_STRING"] = rules.stop_strings.push(stop_state, token)

@@ -142,16 +142,11 @@ class TokenAutomaton:
         which the text can still be completed, so that it is complete when the room is used up. Where there is too
         little room from the beginning, it changes nothing.
         """
-        inside, row = state >= 0, jnp.maximum(state, 0)
-        behind = self.transitions[row]
-        following = (behind >= 0) & inside[:, None]
-        if remaining is not None:
-            in_time = self.shortest[jnp.maximum(behind, 0)] < remaining[:, None]
-            following &= in_time | (self.shortest[row] > remaining)[:, None]
+        following = self._following(state, remaining)
         allowed = jnp.take(following, self.classes, axis=1)
         if eos is None:
             return allowed
-        complete = self.accepting[row] & inside
+        complete = self.accepting[jnp.maximum(state, 0)] & (state >= 0)
         return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
 
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
@@ -165,9 +160,22 @@ class TokenAutomaton:
             stays |= jnp.take_along_axis(self._per_row(eos, state), tokens[:, None], axis=1)[:, 0]
         return jnp.where(stays, state, following)
 
-    def exhausted(self, state: jax.Array) -> jax.Array:
-        """Return the rows after whose text nothing but eos can follow, bool[rows]; those in state -1 as well."""
-        return (state < 0) | jnp.all(self.transitions[jnp.maximum(state, 0)] < 0, axis=-1)
+    def exhausted(self, state: jax.Array, remaining: jax.Array | None = None) -> jax.Array:
+        """Return the rows after whose text nothing but eos can follow, bool[rows]; those in state -1 as well.
+
+        `remaining` is as in `allowed`.
+        """
+        return ~jnp.any(self._following(state, remaining), axis=-1)
+
+    def _following(self, state: jax.Array, remaining: jax.Array | None) -> jax.Array:
+        """bool[rows, classes]: which classes of tokens may follow."""
+        row = jnp.maximum(state, 0)
+        behind = self.transitions[row]
+        following = (behind >= 0) & (state >= 0)[:, None]
+        if remaining is None:
+            return following
+        in_time = self.shortest[jnp.maximum(behind, 0)] < remaining[:, None]
+        return following & (in_time | (self.shortest[row] > remaining)[:, None])
 
     def _per_row(self, eos: jax.Array, state: jax.Array) -> jax.Array:
         if eos.shape[-1] != self.classes.shape[0]:

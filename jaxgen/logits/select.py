@@ -29,7 +29,7 @@ def largest(holds: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) 
     """
 
     def settle(step: jax.Array, found: jax.Array) -> jax.Array:
-        candidate = found | (jnp.uint32(1) << (bits - 1 - step).astype(jnp.uint32))
+        candidate = found | (jnp.uint32(1) << jnp.uint32(bits - 1 - step))
         return jnp.where(holds(candidate), candidate, found)
 
     return lax.fori_loop(0, bits, settle, jnp.zeros(rows, jnp.uint32))

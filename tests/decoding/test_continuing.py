@@ -164,8 +164,8 @@ SYSTEM = [40, 41, 42, 43]
     [
         {},
         {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "prefill_chunk_size": 2},
-        {"do_sample": True, "num_return_sequences": 2, "top_k": 0},
-        {"guidance_scale": 1.5},
+        pytest.param({"do_sample": True, "num_return_sequences": 2, "top_k": 0}, marks=pytest.mark.slow),
+        pytest.param({"guidance_scale": 1.5}, marks=pytest.mark.slow),
     ],
 )
 def test_a_prefix_is_shared_by_many_prompts(fields):
@@ -185,6 +185,7 @@ def test_a_prefix_is_shared_by_many_prompts(fields):
         assert on == run(whole, cfg, key)[1]
 
 
+@pytest.mark.slow
 def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
     two = prefill(PARAMS, [[50], [51]], CFG, cache=prefill(PARAMS, [SYSTEM], CFG))
     said = run([[1], [2], [3], [4]], cache=two)[1]
@@ -193,6 +194,7 @@ def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
         run([[1], [2], [3]], cache=two)
 
 
+@pytest.mark.slow
 def test_prefill_under_jit_and_out_of_a_finished_run():
     held = jax.jit(lambda params, ids: prefill(params, ids, CFG))(PARAMS, jnp.asarray([SYSTEM]))
     assert run(PROMPTS, cache=held)[1] == run([SYSTEM + prompt for prompt in PROMPTS])[1]
@@ -210,6 +212,7 @@ def test_crop_takes_back_what_was_said():
         out.cache.crop(jnp.asarray([1, 2]))
 
 
+@pytest.mark.slow
 def test_reorder_and_expand():
     out, said = run(PROMPTS)
     order = [2, 0, 2]

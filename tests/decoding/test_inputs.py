@@ -60,7 +60,7 @@ def guided(prompt, negative, scale, steps=6):
     return said
 
 
-@pytest.mark.parametrize("scale", [1.7, 0.4])
+@pytest.mark.parametrize("scale", [1.7, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_guidance(scale):
     cfg = CFG.replace(guidance_scale=scale)
     assert rows(run(cfg)) == [guided(prompt, prompt[-1:], scale) for prompt in PROMPTS]
@@ -73,6 +73,7 @@ def test_guidance(scale):
     assert rows(same) == [guided(prompt, [9], scale) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_guidance_goes_on_from_its_cache():
     cfg = CFG.replace(guidance_scale=1.5)
     first = run(cfg)
@@ -82,6 +83,7 @@ def test_guidance_goes_on_from_its_cache():
     assert rows(on) == [guided(prompt, [4, 5], 1.5) for prompt in whole]
 
 
+@pytest.mark.slow
 def test_guidance_of_several_sequences():
     cfg = CFG.replace(guidance_scale=1.5, do_sample=True, num_return_sequences=2, top_k=0)
     out = generate(PARAMS, IDS, jax.random.key(0), cfg, attention_mask=MASK)
@@ -91,7 +93,7 @@ def test_guidance_of_several_sequences():
     assert rows(out)[4:] == rows(alone)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+@pytest.mark.parametrize("chunk", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 100))])
 def test_a_prompt_in_chunks_is_the_whole(chunk):
     cfg = CFG.replace(prefill_chunk_size=chunk, output_logits=True)
     whole = run(cfg.replace(prefill_chunk_size=None))
@@ -101,6 +103,7 @@ def test_a_prompt_in_chunks_is_the_whole(chunk):
     np.testing.assert_allclose(out.cache.prefix.keys[1][2, :, :5], whole.cache.prefix.keys[1][2, :, :5], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_chunks_bound_the_memory_of_a_prefill():
     ids = jnp.ones((1, 1024), jnp.int32)
 
@@ -148,7 +151,7 @@ def fed_back(prompt, directions, steps=6):
     return said
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("chunk", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_hook_that_adds_an_embedding_at_every_step(chunk):
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     out = run(CFG.replace(prefill_chunk_size=chunk), hook=Feedback(directions))
@@ -175,6 +178,7 @@ class See(StepHook):
 @pytest.mark.parametrize(
     "fields", [{}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}, {"guidance_scale": 2.0}]
 )
+@pytest.mark.slow
 def test_a_hook_sees_hidden_states_and_changes_logits(fields):
     out = generate(PARAMS, IDS, jax.random.key(0), CFG.replace(**fields), attention_mask=MASK, hook=See())
     if "guidance_scale" in fields:  # both rows get the same bonus
@@ -193,6 +197,7 @@ class Hide(StepHook):
         return dataclasses.replace(inputs, attention_mask=visible), state
 
 
+@pytest.mark.slow
 def test_a_hook_that_changes_the_mask():
     out = run(CFG.replace(output_attentions=True), hook=Hide())
     weights = np.stack([np.asarray(layer) for layer in out.attentions.decode])  # [L, steps, rows, heads, columns]
@@ -202,6 +207,7 @@ def test_a_hook_that_changes_the_mask():
         assert (weights[:, 1:, row, :, column[row]] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_hook_that_changes_positions():
     class Shift(StepHook):
         def before(self, state, history, inputs):
@@ -218,6 +224,7 @@ def test_a_hook_that_changes_positions():
     assert rows(run(hook=Same())) != rows(plain)
 
 
+@pytest.mark.slow
 def test_a_hook_is_streamed_and_jitted_alike():
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     plain = run(hook=Feedback(directions))

@@ -74,6 +74,7 @@ def test_to_hf_is_what_transformers_returns(name):
         close(np.asarray(found)[live.T], expected[live.T])
 
 
+@pytest.mark.slow
 def test_layers_are_those_of_one_pass():
     out = generate(PARAMS, IDS, None, CFG.replace(**EVERYTHING), attention_mask=MASK)
     width, heads = out.sequences.shape[1] - 1, MODEL.num_attention_heads
@@ -96,6 +97,7 @@ def test_layers_are_those_of_one_pass():
 @pytest.mark.parametrize(
     "fields", [{"do_sample": True, "num_return_sequences": 2, "top_k": 0}, {"guidance_scale": 1.5}]
 )
+@pytest.mark.slow
 def test_layers_with_several_rows_per_prompt(fields):
     cfg = CFG.replace(**EVERYTHING, **fields)
     out = generate(PARAMS, IDS, jax.random.key(0), cfg, attention_mask=MASK)
@@ -110,6 +112,7 @@ def test_layers_with_several_rows_per_prompt(fields):
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attentions_with_a_cache_are_refused():
     first = generate(PARAMS, IDS, None, CFG, attention_mask=MASK)
     with pytest.raises(ConfigError, match="output_attentions is not offered with cache="):

@@ -95,20 +95,21 @@ def not_the_last_token(history, scores):
 
 
 def in_turns(start):
-    """After a token of the form 3n comes one of 3n + 1, and so on; the text is complete where a round is."""
+    """After a token 3n comes one of the form 3n + 1, then 3n + 2, and so on; the text is complete where a round is."""
     following = np.full((3, 3), -1)
     following[np.arange(3), np.arange(3)] = [1, 2, 0]
     return TokenAutomaton(
         classes=jnp.arange(97, dtype=jnp.int32) % 3,
         transitions=jnp.asarray(following, jnp.int32),
         accepting=jnp.asarray([True, False, False]),
+        shortest=jnp.asarray([0, 2, 1], jnp.int32),
         start=jnp.asarray(start, jnp.int32),
     )
 
 
 @pytest.mark.parametrize("eos", [EOS, pytest.param(None, marks=pytest.mark.slow)], ids=["eos", "no-eos"])
 def test_processors_of_the_users_own_and_an_automaton(eos):
-    cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos)
+    cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # whole rounds
     rules = {"logits_processor": [Discourage(np.arange(30, 50), np.float32(7)), not_the_last_token]}
     rules["prefix_allowed_tokens_fn"] = in_turns([0, 1, 2])
     out = run(cfg, **rules)

@@ -253,6 +253,16 @@ def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
         assert isinstance(json.loads(text), list)
 
 
+def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_regex("(zq[)]){1,99}", TOKENIZER)
+    for room in (7, 8, 9):
+        limited = cfg.replace(max_new_tokens=room, eos_token_id=None)
+        out = generate(params, chat("A"), jax.random.key(0), limited, prefix_allowed_tokens_fn=automaton)
+        assert out.stop_reasons.tolist()[0] in (StopReason.COMPLETE, StopReason.LENGTH)
+        assert set(TOKENIZER.decode_batch(out)[0].split(")")) == {"zq", ""}
+
+
 def test_too_little_room_for_a_grammar_is_refused(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("[0-9]{30}", TOKENIZER)
@@ -263,6 +273,7 @@ def test_too_little_room_for_a_grammar_is_refused(storyteller):
                  prefix_allowed_tokens_fn=automaton)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_grammar_per_prompt(storyteller):
     params, cfg = storyteller
     both = TokenAutomaton.stack([TokenAutomaton.from_regex(text, TOKENIZER) for text in ("[0-9]{4}", "one|two")])
@@ -293,6 +304,7 @@ def test_stop_strings_end_their_row(storyteller):
     assert count[0] == 0
 
 
+@pytest.mark.slow
 def test_left_padding_makes_no_difference_to_rules(storyteller):
     params, cfg = storyteller
     cfg = cfg.replace(do_sample=False, max_new_tokens=24, temperature=1.0, top_p=1.0, top_k=50, stop_strings=["a", "."])
