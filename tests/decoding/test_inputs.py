@@ -94,6 +94,7 @@ def test_guidance_of_several_sequences():
 
 
 @pytest.mark.parametrize("chunk", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 100))])
+@pytest.mark.slow
 def test_a_prompt_in_chunks_is_the_whole(chunk):
     cfg = CFG.replace(prefill_chunk_size=chunk, output_logits=True)
     whole = run(cfg.replace(prefill_chunk_size=None))

@@ -125,6 +125,7 @@ def test_attentions_with_a_cache_are_refused():
 
 
 @pytest.mark.parametrize("source", ["logits", "scores"])
+@pytest.mark.slow
 def test_log_probabilities(source):
     cfg = CFG.replace(do_sample=True, temperature=1.7, top_k=30, repetition_penalty=1.2, eos_token_id=list(range(30)))
     cfg = cfg.replace(output_logprobs=source, top_logprobs=3, output_scores=True, output_logits=True)
