@@ -12,7 +12,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import CausalLM, ModelOutput
 from jaxgen.model.config import ModelConfig, RopeConfig
 from jaxgen.output import GenerateOutput
-from jaxgen.scoring import Scores, compute_transition_scores, score
+from jaxgen.scoring import LogProbs, compute_transition_scores, score
 from jaxgen.streaming import TextIteratorStreamer, TextStream, TextStreamer
 from jaxgen.tokenizer import Batch, Tokenizer
 
@@ -30,11 +30,11 @@ __all__ = [
     "JaxgenError",
     "JaxgenWarning",
     "KVCache",
+    "LogProbs",
     "ModelConfig",
     "ModelOutput",
     "NotBuiltYetError",
     "RopeConfig",
-    "Scores",
     "StepHook",
     "StepInputs",
     "StepOutput",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -22,15 +22,18 @@ from jaxgen.stats import Stats
 from jaxgen.tokenizer import Tokenizer
 
 
-class Request(NamedTuple):
-    """One line of the input: what it asked, as it is given back, and its ids."""
+class Line(NamedTuple):
+    """One line of the input: what it asked, as it is given back, its ids, and how many tokens may follow."""
 
     asked: dict[str, Any]
     ids: list[int]
+    budget: int
 
 
-def read_requests(source: str, system: str | None, tokenizer: Tokenizer, raw: bool) -> list[Request]:
-    """Read a file, or stdin where `source` is "-".
+def read_lines(
+    source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[int], int]
+) -> list[Line]:
+    """Read a file, or stdin where `source` is "-". `budget`: how many tokens may follow a prompt of so many.
 
     Its lines are prompts; or, where the first one is a JSON object, JSON objects with `prompt` or `messages`. Empty
     lines are left out.
@@ -43,18 +46,19 @@ def read_requests(source: str, system: str | None, tokenizer: Tokenizer, raw: bo
     if not lines:
         raise InputError(f"--input {source} has no prompt: write one per line")
     as_json = _is_object(lines[0][1])
-    requests = []
+    read = []
     for number, line in lines:
         try:
             asked = _entry(line) if as_json else {"prompt": line}
-            requests.append(Request(asked, _ids(asked, system, tokenizer, raw)))
+            ids = _ids(asked, system, tokenizer, raw)
+            read.append(Line(asked, ids, budget(len(ids))))
         except (ValueError, TypeError) as error:
             raise InputError(f"--input {source}, line {number}: {error}") from error
-    return requests
+    return read
 
 
 def write_answers(
-    requests: list[Request],
+    lines: list[Line],
     params,
     cfg: GenerationConfig,
     key: jax.Array | None,
@@ -64,32 +68,29 @@ def write_answers(
     stats: Stats,
     more: Mapping[str, Any],
 ) -> None:
-    """Answer the requests and write a JSON line for each answer, in the order of the input, as they are ready.
+    """Answer the lines and write a JSON line for each answer, in the order of the input, as they are ready.
 
-    What a request gets depends on its place in the input and not on the size of the batches. `more`: further keywords
-    of `generate`.
+    What a line gets depends on its place in the input and not on the other lines or the size of the batches. `more`:
+    further keywords of `generate`.
 
     Raises:
         InputError: the file exists.
     """
     with _opened(target) as stream:
-        for start in range(0, len(requests), batch_size):
-            part = requests[start : start + batch_size]
-            width = max(len(request.ids) for request in part)
-            ids = np.zeros((len(part), width), np.int32)
-            mask = np.zeros((len(part), width), np.int32)
-            for row, request in enumerate(part):
-                ids[row, width - len(request.ids) :] = request.ids
-                mask[row, width - len(request.ids) :] = 1
+        for start in range(0, len(lines), batch_size):
+            part = lines[start : start + batch_size]
+            ids, mask = tokenizer.pad([line.ids for line in part])
+            ids = ids * mask  # the tokenizer may pad with an id that the model lacks
+            cfg = cfg.replace(max_new_tokens=[line.budget for line in part])
             keys = None if key is None else _keys(key, start, len(part))
             with stats.generating() as generated:
                 out = generate(params, ids, keys, cfg, attention_mask=mask, **more)
                 generated(out.lengths)
-            for line in _answers(part, out, cfg, tokenizer):
-                print(json.dumps(line, ensure_ascii=False), file=stream, flush=True)
+            for answer in _answers(part, out, cfg, tokenizer):
+                print(json.dumps(answer, ensure_ascii=False), file=stream, flush=True)
 
 
-def _answers(part: list[Request], out: GenerateOutput, cfg: GenerationConfig, tokenizer: Tokenizer) -> Iterator[dict]:
+def _answers(part: list[Line], out: GenerateOutput, cfg: GenerationConfig, tokenizer: Tokenizer) -> Iterator[dict]:
     lengths, reasons = np.asarray(out.lengths), np.asarray(out.stop_reasons)
     copies = cfg.num_return_sequences
     for row, text in enumerate(tokenizer.decode_batch(out)):

@@ -1,9 +1,14 @@
 """What sizes are rounded up to, so that few programs serve all requests."""
 
 
+def power_of_two(size: int, least: int) -> int:
+    """Round a size up to a power of two, at least `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
 def prompt_bucket(width: int) -> int:
     """Round a prompt's width up: to a power of two, from 256 on to the half between two of them as well."""
-    power = max(32, 1 << (width - 1).bit_length())
+    power = power_of_two(width, 32)
     return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import textwrap
@@ -18,7 +19,7 @@ import numpy as np
 from convert import CheckpointError, load_hf
 from convert.hf import open_checkpoint
 from jaxgen import arguments, demo
-from jaxgen.batch_run import read_requests, write_answers
+from jaxgen.batch_run import read_lines, write_answers
 from jaxgen.chat import Chat, converse
 from jaxgen.errors import InputError, JaxgenError, JaxgenWarning
 from jaxgen.generate import generate
@@ -142,17 +143,16 @@ def _run(options: argparse.Namespace) -> None:
     cfg = _with_options(open_checkpoint(directory).cfg, options)
     assert cfg.model is not None
     tokenizer = Tokenizer.from_pretrained(directory)
-    requests = read_requests(options.input, options.system, tokenizer, options.raw) if options.input else None
-    batch = _encode(tokenizer, options) if requests is None and not options.chat else None
+    room = functools.partial(budget, cfg, options)
+    lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
+    batch = _encode(tokenizer, options) if lines is None and not options.chat else None
     chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
-    if batch is not None:
-        cfg = limit(cfg, options, batch.ids.shape[1])
     rows, width = (1, 1) if batch is None else batch.ids.shape
-    if requests is not None:
-        rows, width = min(options.batch_size, len(requests)), max(len(request.ids) for request in requests)
-        cfg = limit(cfg, options, width)
-    if chat is not None:
-        cfg = limit(cfg, options, 0)
+    if lines is None:
+        cfg = cfg.replace(max_new_tokens=room(0 if batch is None else width))
+    else:
+        rows, width = min(options.batch_size, len(lines)), max(len(line.ids) for line in lines)
+        cfg = cfg.replace(max_new_tokens=max(line.budget for line in lines))
     more = _more(cfg, options, tokenizer)
     streams = 2 if cfg.on("guidance_scale") else 1
     check_memory(directory, cfg, rows * streams, width, dtype=options.dtype)
@@ -163,8 +163,8 @@ def _run(options: argparse.Namespace) -> None:
     key = jax.random.key(options.seed) if cfg.do_sample else None
     if chat is not None:
         converse(chat, params, cfg, key, stats, more)
-    elif requests is not None:
-        write_answers(requests, params, cfg, key, tokenizer, options.batch_size, options.output, stats, more)
+    elif lines is not None:
+        write_answers(lines, params, cfg, key, tokenizer, options.batch_size, options.output, stats, more)
     elif batch is not None:
         _answer(batch, params, cfg, key, tokenizer, stats, more)
     if options.stats:
@@ -230,12 +230,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace) -> Batch:
-    if tokenizer.chat_template is not None and not options.raw:
-        return _encode_text(tokenizer, options, options.prompt)
-    if options.system is not None:
-        raise InputError("--system needs a chat template, which this tokenizer lacks: put the text into the prompt")
-    if not options.prompt and not tokenizer.encode(""):
-        raise InputError("the prompt is empty and this tokenizer puts no BOS token in front: write a prompt")
+    if tokenizer.chat_template is None or options.raw:
+        if options.system is not None:
+            raise InputError("--system needs a chat template, which this tokenizer lacks: put the text into the prompt")
+        if not options.prompt and not tokenizer.encode(""):
+            raise InputError("the prompt is empty and this tokenizer puts no BOS token in front: write a prompt")
     return _encode_text(tokenizer, options, options.prompt)
 
 
@@ -259,8 +258,8 @@ def _with_options(cfg: GenerationConfig, options: argparse.Namespace) -> Generat
     return cfg.replace(**given)
 
 
-def limit(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> GenerationConfig:
-    """Settle how many tokens may follow the longest prompt, of `prompt` tokens."""
+def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> int:
+    """Return how many tokens may follow a prompt of so many."""
     assert cfg.model is not None
     held = cfg.model.context_length
     if prompt >= held:
@@ -271,17 +270,17 @@ def limit(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> Ge
                 f"--max-length {options.max_length} counts the prompt, which has {prompt} tokens: raise it, "
                 "or give --max-new-tokens"
             )
-        new_tokens = options.max_length - prompt
+        new_tokens = int(options.max_length) - prompt
     elif options.max_new_tokens is not None:
-        new_tokens = options.max_new_tokens
+        new_tokens = int(options.max_new_tokens)
     else:
-        return cfg.replace(max_new_tokens=min(_default_new_tokens(cfg, prompt), held - prompt))
+        return min(_default_new_tokens(cfg, prompt), held - prompt)
     if prompt + new_tokens > held:
         raise InputError(
             f"the model holds {held} tokens, of which the prompt takes {prompt}: "
             f"--max-new-tokens can be {held - prompt} at most"
         )
-    return cfg.replace(max_new_tokens=new_tokens)
+    return new_tokens
 
 
 def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:

@@ -17,20 +17,22 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxgen.decoding import loop
+from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.prompt import Request, Sizes
 from jaxgen.decoding.rules import HostCalls, Rules, as_pytree, functions
 from jaxgen.decoding.stop_strings import StopStrings
 from jaxgen.decoding.stopping import StopReason
-from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
+from jaxgen.errors import InputError, NotBuiltYetError
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, output, raise_failures
-from jaxgen.request import check_params, eager_request, traced_request
+from jaxgen.request import Inputs, check_call, eager_request, is_traced, traced_request, under_jit
+from jaxgen.streaming import TextStreamer
 from jaxgen.support import normal_form, refuse_options, refuse_unbuilt
+from jaxgen.tables import eos_list
 
 _CHUNK = 4  # tokens per call of the compiled loop where the host looks on: with a streamer, or max_time
 
@@ -112,26 +114,22 @@ def generate(
     refuse_options(options)
     if assistant is not None:
         raise NotBuiltYetError("not built yet: assistant")
-    if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
+    check_call(params, cfg)
     refuse_unbuilt(cfg)
-    if cfg.model is None:
-        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
-    check_params(params, cfg)
-    given = {
-        "attention_mask": attention_mask,
-        "inputs_embeds": inputs_embeds,
-        "cache": cache,
-        "negative_prompt_ids": negative_prompt_ids,
-        "negative_prompt_attention_mask": negative_prompt_attention_mask,
-    }
+    given = Inputs(attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask)
     rules = Rules(
         processors=functions("logits_processor", logits_processor),
         criteria=functions("stopping_criteria", stopping_criteria),
         stop_strings=_stop_strings(cfg, tokenizer),
-        hook=None if hook is None else as_pytree(hook),
+        hook=_hook(hook),
     )
-    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, key, cfg, given, rules)))
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
+    if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
+        raise InputError(
+            f"a TextStreamer prints one row, and there are num_return_sequences={cfg.num_return_sequences}"
+        )
+    traced = is_traced(params, ids, key, cfg, given, rules) or under_jit()
     with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
         rules = dataclasses.replace(rules, allowed=allowed)
         if not traced:
@@ -148,7 +146,7 @@ def prefill(params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: K
     A prefix that many requests share, a system prompt for example, is computed once and read from one place: a cache of
     one row serves any number of prompts, and one of n rows any multiple of n.
 
-    >>> system = prefill(params, tok.encode(text)[None], cfg)                                    # doctest: +SKIP
+    >>> system = prefill(params, [tok.encode(text)], cfg)                                        # doctest: +SKIP
     >>> out = generate(params, ids, key, cfg, attention_mask=mask, cache=system)                 # doctest: +SKIP
 
     Args:
@@ -161,19 +159,16 @@ def prefill(params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: K
     Raises:
         InputError, ConfigError, TypeError: as `generate`.
     """
-    if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
-    if cfg.model is None:
-        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
-    check_params(params, cfg)
+    check_call(params, cfg)
     looked_at = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in looked_at})
-    given = {"attention_mask": attention_mask, "cache": cache, "inputs_embeds": None}
-    given |= {"negative_prompt_ids": None, "negative_prompt_attention_mask": None}
-    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, cfg, given)))
+    if not is_traced(cfg):  # ids per prompt are those of other prompts than these
+        cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
+    given = Inputs(attention_mask, cache=cache)
+    traced = is_traced(params, ids, cfg, given) or under_jit()
     prepare, run = (traced_request, loop.hold) if traced else (eager_request, _hold)
     request, sizes, _, _ = prepare(ids, None, cfg, given, Rules())
-    return run(params, normal_form(cfg), request, sizes)
+    return run(params, cfg if traced else normal_form(cfg), request, sizes)
 
 
 def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:
@@ -182,8 +177,15 @@ def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:
     if tokenizer is None:
         raise InputError("stop_strings are text: give the tokenizer too, generate(..., tokenizer=tokenizer)")
     assert cfg.model is not None
-    strings = [cfg.stop_strings] if isinstance(cfg.stop_strings, str) else cfg.stop_strings
-    return StopStrings.build(strings, tokenizer, cfg.model.vocab_size)
+    return StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
+
+
+def _hook(given):
+    if given is None:
+        return None
+    if not isinstance(given, StepHook):
+        raise TypeError(f"hook must be an object of a class derived from jaxgen.StepHook, got {given!r}")
+    return as_pytree(given)
 
 
 @contextlib.contextmanager
@@ -248,10 +250,13 @@ def _advance(params, cfg, rules: Rules, state: loop.State):
     return state, _progress(state)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def _finish(state: loop.State, out_of_time: jax.Array) -> loop.State:
+def _finish_late(state: loop.State, out_of_time: jax.Array) -> loop.State:
     reasons = jnp.where(out_of_time & (state.reasons == StopReason.NONE), jnp.int32(StopReason.TIME), state.reasons)
     return loop.finish(dataclasses.replace(state, reasons=reasons))
+
+
+_finish = jax.jit(_finish_late, donate_argnames="state")
+_finish_half = jax.jit(_finish_late)  # of what guidance leaves half is dropped, and cannot be taken over
 
 
 def _progress(state: loop.State):
@@ -274,4 +279,5 @@ def _watched(params, cfg, rules, request, sizes, prompt, streamer: Streamer | No
             for column in range(shown, int(step)):
                 streamer.put(tokens[:, column])
         shown, progress = int(step), following
-    return _finish(state, np.bool_(late and not finished))
+    finish = _finish_half if cfg.on("guidance_scale") else _finish
+    return finish(state, np.bool_(late and not finished))

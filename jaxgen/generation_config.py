@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -31,9 +31,9 @@ _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 class GenerationConfig:
     """How to generate. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
-    Fields that came with later releases are None, off. A float option is one number or one per prompt, `[B]`, and
-    so are `top_k`, `max_new_tokens`, `min_new_tokens` and `min_length`. An option that jaxgen knows but cannot do
-    yet is accepted here, so that every checkpoint's config can be read, and refused by `generate`.
+    Fields that came with later releases are None, off. Most options take one value for all prompts or one for each:
+    OPTIONS.md has the forms. An option that jaxgen knows but cannot do yet is accepted here, so that every
+    checkpoint's config can be read, and refused by `generate`.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -173,15 +173,16 @@ class GenerationConfig:
             name, value = field.name, getattr(self, field.name)
             if name in TRACED and TRACED[name].prompts(value) is not None:
                 raise ConfigError(f"{name} has one value per prompt; generation_config.json holds a single one")
-            if isinstance(value, np.ndarray | jax.Array):
-                value = TRACED[name].normal(name, np.asarray(value))
+            if name in TRACED:
+                value = TRACED[name].normal(name, jax.tree.map(_on_host, value))
             if name not in _OWN and value != field.default:
                 fields[name] = thawed(value)
         return fields
 
     def on(self, name: str) -> bool:
-        """Whether a traced option is on: not at the value that leaves everything as it is."""
-        return not TRACED[name].is_off(getattr(self, name))
+        """Whether an option is on: not at the value that leaves everything as it is."""
+        value = getattr(self, name)
+        return not TRACED[name].is_off(value) if name in TRACED else bool(value)
 
     @property
     def mode(self) -> str:
@@ -238,6 +239,10 @@ class GenerationConfig:
         return f"GenerationConfig({', '.join(shown)})"
 
 
+def _on_host(value: Any) -> Any:
+    return np.asarray(value) if isinstance(value, jax.Array) else value
+
+
 _NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
 _STATIC = tuple(name for name in _NAMES if name not in (*TRACED, "model"))
 _OWN = ("model", "output_logprobs", "top_logprobs")  # what transformers does not have
@@ -245,8 +250,14 @@ _BOOLEANS = (
     "do_sample use_cache renormalize_logits remove_invalid_values output_attentions output_hidden_states output_scores "
     "output_logits return_dict_in_generate"
 ).split()
-WARPERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "typical_p": 1.0}
-WARPERS |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
+# Static options that are whole numbers, with their least values; those that are needed cannot be None.
+_WHOLE_NUMBERS = {
+    **{"max_length": 1, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "top_logprobs": 0},
+    **{"bos_token_id": 0, "decoder_start_token_id": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
+    **{"prefill_chunk_size": 1, "num_assistant_tokens": 1, "max_matching_ngram_size": 1, "prompt_lookup_num_tokens": 1},
+}
+_NEEDED = ("max_length", "num_beams", "num_beam_groups", "num_return_sequences", "top_logprobs")
+WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 
 def warn_unused(cfg: GenerationConfig) -> None:
@@ -255,17 +266,18 @@ def warn_unused(cfg: GenerationConfig) -> None:
     Of a traced value it is not known whether it is the default.
     """
     if not cfg.do_sample:
-        looked_at = {"top_k"} if cfg.on("penalty_alpha") else set()
-        _warn_of_others({name: WARPERS[name] for name in WARPERS if name not in looked_at}, cfg, "do_sample=False")
+        looked_at = ("top_k",) if cfg.on("penalty_alpha") else ()
+        _warn_of_others([name for name in WARPERS if name not in looked_at], cfg, "do_sample=False")
     if cfg.on("min_new_tokens") and cfg.on("min_length"):
         warn("min_new_tokens and min_length are both set: min_new_tokens holds, min_length does not")
     if cfg.num_beams == 1:
-        beams = {"early_stopping": False, "num_beam_groups": 1, "diversity_penalty": 0.0, "length_penalty": 1.0}
+        beams = ("early_stopping", "num_beam_groups", "diversity_penalty", "length_penalty")
         _warn_of_others(beams, cfg, "num_beams=1")
 
 
-def _warn_of_others(defaults: dict[str, Any], cfg: GenerationConfig, mode: str) -> None:
-    given = {name: getattr(cfg, name) for name in defaults if not isinstance(getattr(cfg, name), Tracer)}
+def _warn_of_others(names: Iterable[str], cfg: GenerationConfig, mode: str) -> None:
+    given = {name: getattr(cfg, name) for name in names if not isinstance(getattr(cfg, name), Tracer)}
+    defaults = {name: getattr(GenerationConfig, name) for name in given}
     unused = [
         f"{name}={value}"
         for name, value in given.items()
@@ -297,20 +309,14 @@ def _check(cfg: GenerationConfig) -> None:
         value = getattr(cfg, name)
         if not isinstance(value, bool) and not (value is None and name in ("output_logits", "use_cache")):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-    for name, least in {"max_length": 1, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1}.items():
+    for name, least in _WHOLE_NUMBERS.items():
         value = getattr(cfg, name)
+        if value is None and name not in _NEEDED:
+            continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
-        if value < least:
-            raise ConfigError(f"{name} must be >= {least}, got {value}")
-    for name in ("bos_token_id", "decoder_start_token_id"):
-        value = getattr(cfg, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
-        value = getattr(cfg, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ConfigError(f"{name} must be a whole number >= 0, got {value!r}")
+        if not least <= value <= np.iinfo(np.int32).max:
+            raise ConfigError(f"{name} must be >= {least} and fit into 32 bits, got {value}")
     _check_more(cfg)
     if not (isinstance(cfg.early_stopping, bool) or cfg.early_stopping == "never"):
         raise ConfigError(f"early_stopping must be True, False or 'never', got {cfg.early_stopping!r}")
@@ -326,9 +332,8 @@ def _check(cfg: GenerationConfig) -> None:
 def _check_more(cfg: GenerationConfig) -> None:
     """Refuse wrong values of the static options that no release of transformers checks, or that are jaxgen's own."""
     strings = cfg.stop_strings
-    if strings is not None and not (isinstance(strings, str | tuple)):
-        raise TypeError(f"stop_strings must be a string or a list of them, got {strings!r}")
-    if isinstance(strings, tuple) and not all(isinstance(string, str) for string in strings):
+    listed = isinstance(strings, tuple) and all(isinstance(string, str) for string in strings)
+    if not (strings is None or isinstance(strings, str) or listed):
         raise TypeError(f"stop_strings must be a string or a list of them, got {strings!r}")
     if strings is not None and (not strings or "" in ([strings] if isinstance(strings, str) else strings)):
         raise ConfigError(f"stop_strings must not be empty, got {strings!r}: leave it out to stop at none")
@@ -337,12 +342,6 @@ def _check_more(cfg: GenerationConfig) -> None:
             raise TypeError(f"max_time must be a number of seconds, got {cfg.max_time!r}")
         if not cfg.max_time >= 0:
             raise ConfigError(f"max_time must be >= 0 seconds, got {cfg.max_time}")
-    for name, least in {"prefill_chunk_size": 1, "top_logprobs": 0}.items():
-        value = getattr(cfg, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-        if value is not None and value < least:
-            raise ConfigError(f"{name} must be >= {least}, got {value}")
     if cfg.output_logprobs not in (None, "logits", "scores"):
         raise ConfigError(
             "output_logprobs must be 'logits', for the model's own distribution, 'scores', for the one that is chosen "

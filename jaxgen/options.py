@@ -14,14 +14,14 @@ from jax.core import Tracer
 
 from jaxgen.errors import ConfigError
 from jaxgen.logits.watermark import WatermarkingConfig
-from jaxgen.tables import TABLES
+from jaxgen.tables import TABLES, Option
 
 # A number, one number per prompt, or the same as an array.
 Number = int | float | np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob:
+class Knob(Option):
     """A number: its dtype, the value that means "off", other spellings of that, and what is allowed."""
 
     dtype: type
@@ -113,7 +113,8 @@ def _normal_number(name: str, value: Any, knob: Knob) -> Any:
         raise ConfigError(f"{name} must be {shape}, got shape {list(array.shape)}")
     if whole and knob.dtype is int and np.any(np.abs(array) > np.iinfo(np.int32).max):
         raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
-    array = array.astype(np.float32 if knob.dtype is float else np.int32)
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        array = array.astype(np.float32 if knob.dtype is float else np.int32)
     if not np.all(knob.holds(array)) or (knob.dtype is float and not np.all(np.isfinite(array))):
         raise ConfigError(f"{name} must be {knob.allowed or 'finite'}, got {value!r}")
     if array.ndim == 1:
@@ -133,16 +134,11 @@ def _traced_number(name: str, value: Tracer, knob: Knob) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decay:
+class Decay(Option):
     """`(start, factor)`, each a number or one per prompt. Leaf: `(int32, float32)`."""
 
-    off: Any = None
     start: Knob = Knob(int, None, **_NOT_NEGATIVE)
     factor: Knob = Knob(float, None, **_POSITIVE)
-
-    def is_off(self, value: Any) -> bool:
-        """Whether nothing decays."""
-        return value is None
 
     def normal(self, name: str, value: Any) -> Any:
         """Return None or the pair."""
@@ -150,7 +146,10 @@ class Decay:
             return None
         if not isinstance(value, list | tuple) or len(value) != 2 or any(part is None for part in value):
             raise ConfigError(f"{name} must be a pair, (start, factor), got {value!r}")
-        return self.start.normal(f"{name}'s start", value[0]), self.factor.normal(f"{name}'s factor", value[1])
+        pair = self.start.normal(f"{name}'s start", value[0]), self.factor.normal(f"{name}'s factor", value[1])
+        if all(np.ndim(part) for part in pair) and len(pair[0]) != len(pair[1]):
+            raise ConfigError(f"{name} must have as many starts as factors, got {len(pair[0])} and {len(pair[1])}")
+        return pair
 
     def leaf(self, value: Any) -> Any:
         """Return the pair with its dtypes, or None."""
@@ -161,14 +160,8 @@ class Decay:
         return None if value is None else self.start.prompts(value[0]) or self.factor.prompts(value[1])
 
 
-class Watermark:
+class Watermark(Option):
     """A `WatermarkingConfig` or the dict of one; it is its own leaf."""
-
-    off: Any = None
-
-    def is_off(self, value: Any) -> bool:
-        """Whether there is no watermark."""
-        return value is None
 
     def normal(self, name: str, value: Any) -> Any:
         """Return None or a WatermarkingConfig."""
@@ -178,16 +171,9 @@ class Watermark:
             raise TypeError(f"{name} must be a WatermarkingConfig or a dict, got {type(value).__name__}")
         return value
 
-    def leaf(self, value: Any) -> Any:
-        """Return it."""
-        return value
-
-    def prompts(self, value: Any) -> None:
-        """One holds for all prompts."""
-
 
 # Every option whose value is an argument of the compiled program.
-TRACED: dict[str, Any] = {
+TRACED: dict[str, Option] = {
     **KNOBS,
     **TABLES,
     "exponential_decay_length_penalty": Decay(),

@@ -56,7 +56,10 @@ def host_mask(attention_mask, ids, cfg: GenerationConfig, embedded: bool = False
                 "text: give attention_mask"
             )
     else:
-        mask = np.asarray(attention_mask)
+        try:
+            mask = np.asarray(attention_mask)
+        except ValueError as error:
+            raise InputError("attention_mask must be one array of the shape of ids") from error
         check_mask_shape(mask, ids)
         if not np.all((mask == 0) | (mask == 1)):
             raise InputError("attention_mask must hold 0 for padding and 1 for tokens only")
@@ -75,7 +78,8 @@ def inferred_mask(ids, cfg: GenerationConfig, xp=jnp):
     if cfg.eos_token_id is None:
         return mask
     eos = xp.atleast_1d(xp.asarray(cfg.eos_token_id))
-    return mask | xp.any(eos == cfg.pad_token_id)
+    ends = xp.any(eos == cfg.pad_token_id, axis=-1)
+    return mask | (ends[:, None] if ends.ndim else ends)
 
 
 def host_prompts(ids, embeds, cfg: GenerationConfig, cache) -> tuple[np.ndarray, np.ndarray | None]:
@@ -107,7 +111,9 @@ def traced_prompts(ids, embeds, cfg: GenerationConfig) -> tuple[jax.Array, jax.A
         _check_embeds(embeds, cfg)
         if ids is None:
             ids = np.full(embeds.shape[:2], UNKNOWN, np.int32)
-    if not isinstance(ids, Tracer) and np.any(np.asarray(ids) != UNKNOWN):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(ids)):
+        ids = jnp.asarray(ids)
+    elif np.any(np.asarray(ids) != UNKNOWN):
         ids = host_ids(ids, cfg)
     ids = jnp.asarray(ids)
     check_ids_shape(ids)
@@ -127,9 +133,8 @@ def _check_embeds(embeds, cfg: GenerationConfig) -> None:
         raise TypeError(f"inputs_embeds must be floats, got {embeds.dtype}")
 
 
-def host_negative(given, cfg: GenerationConfig, prompts: int, without_ids: bool):
+def host_negative(negative, mask, cfg: GenerationConfig, prompts: int, without_ids: bool):
     """Return the negative prompts of guidance, int32[B, Q], and their mask, in a bucket; None, None without them."""
-    negative, mask = given["negative_prompt_ids"], given["negative_prompt_attention_mask"]
     _check_guidance(negative, mask, cfg)
     if negative is None:
         if cfg.on("guidance_scale") and without_ids:

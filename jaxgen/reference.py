@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.options import TRACED, Decay, Knob, Watermark
-from jaxgen.support import NEVER, UNBUILT
+from jaxgen.support import NEVER, UNBUILT, UNUSED_BY_THE_LOOP
 from jaxgen.tables import Biases, IdSet, Sequences
 
 
@@ -30,7 +30,9 @@ _LENGTH = {
         "padding is not counted",
     ),
     "max_time": Option(
-        "seconds after which no more tokens are begun", "MaxTimeCriteria", "looked at after every few tokens"
+        "seconds after which no more tokens are begun",
+        "MaxTimeCriteria",
+        "looked at after every few tokens; compiling counts",
     ),
     "stop_strings": Option(
         "texts that end a row when they end in its newest token; generate() needs tokenizer=",
@@ -61,7 +63,7 @@ _SCORES = {
     "guidance_scale": Option(
         "classifier-free guidance: how far to go from what follows the negative prompt, 1 is not at all",
         "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "a negative prompt per prompt, or one for all; its padding is invisible; beams keep their own",
+        "a negative prompt per prompt, or one for all; its padding is invisible",
     ),
     "sequence_bias": Option(
         "add a bias to tokens and to the last tokens of sequences, {(id, ...): bias}",
@@ -105,7 +107,8 @@ _SCORES = {
     "watermarking_config": Option(
         "a WatermarkingConfig: mark the text statistically",
         "WatermarkLogitsProcessor",
-        "a keyed hash of our own in place of torch's random numbers; jaxgen.WatermarkDetector finds it",
+        "a keyed hash of our own in place of torch's random numbers; jaxgen.WatermarkDetector finds it; its scheme and "
+        "context are static",
     ),
     "renormalize_logits": Option("make the scores log-probabilities at the end", "LogitNormalization"),
 }
@@ -142,7 +145,7 @@ GROUPS = {
     "Choosing a token": _CHOICE,
     "Scores, in the order in which they are applied": _SCORES,
     "Output and input": _OUTPUT,
-    "Of modes that are not built yet: read, and without meaning for greedy search and sampling": _BEAMS,
+    "Of modes that are not built yet: a value that chooses such a mode is refused, others do nothing": _BEAMS,
 }
 OPTIONS = {name: option for group in GROUPS.values() for name, option in group.items()}
 
@@ -153,9 +156,11 @@ def reference() -> str:
         "# Options",
         "",
         "The fields of `GenerationConfig`, by transformers' names. The value of a *traced* option is an argument of",
-        "the compiled program: changing it compiles nothing. A *static* one shapes the program, and so does whether a",
-        "traced one is on; what is *host* is settled by the call itself, before or between runs of the program.",
-        "*Per prompt*: a list has one value for each prompt. This page is made by `python -m jaxgen.reference`.",
+        "the compiled program: changing it compiles nothing (lists of ids have room for 4, 8, 16, ... of them). A",
+        "*static* one shapes the program, and so does whether a traced one is on; what is *host* is settled by the",
+        "call itself, before or between runs of the program.",
+        "*Per prompt* is how to give each of two prompts a value of its own; in arrays of ids -1 stands for none. This",
+        "page is made by `python -m jaxgen.reference`.",
     ]
     for title, options in GROUPS.items():
         lines += [
@@ -175,13 +180,13 @@ def reference() -> str:
 def _line(name: str, option: Option) -> str:
     field = GenerationConfig.__dataclass_fields__[name]
     traced = TRACED.get(name)
-    several = traced is not None and not isinstance(traced, Watermark) and getattr(traced, "per_prompt", True)
-    # The length is settled by the call of generate(), which gives the program a number per row.
-    kind = "host" if name in ("max_time", "stop_strings", "max_length") else "traced" if traced else "static"
+    kind = "traced" if traced or name == "stop_strings" else "static"
+    if name in UNUSED_BY_THE_LOOP and name not in ("stop_strings", "max_new_tokens"):
+        kind = "host"
     source = f"`{option.hf}`" if option.hf and " " not in option.hf else option.hf
     source += f"; {option.differs}" if option.differs and source else option.differs
     default = "" if field.default is None else f"`{field.default!r}`"
-    per_prompt = "yes" if several else ""
+    per_prompt = _PER_PROMPT.get(type(traced), "") if getattr(traced, "per_prompt", True) else ""
     return f"| `{name}` | {_type(name)} | {default} | {per_prompt} | {kind} | {option.text} | {source} |"
 
 
@@ -201,6 +206,15 @@ _TYPES = {
     Biases: "dict",
     Decay: "(int, float)",
     Watermark: "WatermarkingConfig or dict",
+}
+
+
+_PER_PROMPT = {
+    Knob: "`[1, 2]`",
+    IdSet: "`[[1, 2], [3]]`",
+    Sequences: "`[[[1, 2]], [[3, 4], [5, 6]]]`",
+    Biases: "`[{(1,): 0.5}, {(1, 2): -1.0}]`",
+    Decay: "`([1, 2], [1.5, 2.0])`",
 }
 
 

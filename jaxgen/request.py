@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flax.core
+import flax.struct
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,13 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxgen.buckets import capacity_for, prompt_bucket
-from jaxgen.decoding.prompt import UNKNOWN, Request, Sizes
+from jaxgen.decoding.prompt import Request, Sizes
 from jaxgen.decoding.rules import HostFunction, Rules
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.generation_config import GenerationConfig, warn, warn_unused
 from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import param_shapes
-from jaxgen.options import TRACED
 from jaxgen.prompts import (
     check_mask_shape,
     host_mask,
@@ -34,38 +34,51 @@ from jaxgen.support import check_options
 # Options that look at the tokens of a row.
 _OF_TOKENS = (
     "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "sequence_bias watermarking_config stop_strings"
+    "sequence_bias watermarking_config stop_strings forced_bos_token_id forced_decoder_ids"
 ).split()
 
 
-def eager_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules: Rules):
+@flax.struct.dataclass
+class Inputs:
+    """The arrays that `generate` takes beside ids and key, as they are given."""
+
+    attention_mask: Any = None
+    inputs_embeds: Any = None
+    cache: Any = None
+    negative_prompt_ids: Any = None
+    negative_prompt_attention_mask: Any = None
+
+
+def eager_request(ids, key, cfg: GenerationConfig, given: Inputs, rules: Rules):
     """Check concrete arguments and round their sizes up.
 
     Returns the request, its sizes, the prompt as given (ids int32[B, P], mask bool[B, P], the mask's P) and the number
     of new tokens.
     """
     assert cfg.model is not None
-    cache = given["cache"]
-    without_ids = ids is None and given["inputs_embeds"] is not None
-    ids, embeds = host_prompts(ids, given["inputs_embeds"], cfg, cache)
-    mask = host_mask(given["attention_mask"], ids, cfg, embeds is not None)
+    cache = given.cache
+    without_ids = ids is None and given.inputs_embeds is not None
+    ids, embeds = host_prompts(ids, given.inputs_embeds, cfg, cache)
+    mask = host_mask(given.attention_mask, ids, cfg, embeds is not None)
     prompts, width = ids.shape
     key = check_key(key, cfg, prompts)
     check_options(cfg, prompts)
     check_cache(cache, cfg, prompts, rules)
-    negative = host_negative(given, cfg, prompts, without_ids)
+    check_grammar(rules, cfg, prompts)
+    negative = given.negative_prompt_ids, given.negative_prompt_attention_mask
+    negative = host_negative(*negative, cfg, prompts, without_ids)
     warn_unused(cfg)
-    lengths = (mask & (ids != UNKNOWN)).sum(axis=-1, dtype=np.int32)
-    held = mask.sum(axis=-1, dtype=np.int32)
+    lengths = mask.sum(axis=-1, dtype=np.int32)
     slots = 0
     if cache is not None:
         known = np.repeat(np.asarray(_total_known(cache)), prompts // cache.rows)
-        lengths, held = lengths + known, held + known
+        lengths = lengths + known
         own = cache.rows == prompts or cfg.on("guidance_scale")
-        slots = prompt_bucket(int(held.max() if own else known.max()))
+        negatives = 0 if negative[1] is None else negative[1].sum(axis=-1).max()
+        slots = prompt_bucket(int(max(lengths.max() if own else known.max(), negatives)))
     budget = budgets(cfg, lengths)
-    warn_unfeasible(cfg, lengths, held, budget)
-    check_grammar(rules, budget)
+    warn_unfeasible(cfg, lengths, budget)
+    check_room(rules, budget)
     new_tokens = int(budget.max())
     recorded = cfg.output_scores or bool(cfg.output_logits) or cfg.output_attentions or cfg.output_hidden_states
     padding = ((0, 0), (prompt_bucket(width) - width, 0))
@@ -85,18 +98,18 @@ def eager_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules:
     return request, Sizes(capacity_for(new_tokens, recorded), slots), shown, new_tokens
 
 
-def traced_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules: Rules):
+def traced_request(ids, key, cfg: GenerationConfig, given: Inputs, rules: Rules):
     """Check arguments some of which are traced, what is concrete as it is eagerly; the results are as there."""
     assert cfg.model is not None
-    cache, embeds = given["cache"], given["inputs_embeds"]
+    cache, embeds = given.cache, given.inputs_embeds
     without_ids = ids is None and embeds is not None
-    if any(isinstance(x, Tracer) for x in (ids, embeds)):
+    if is_traced(ids, embeds):
         ids, embeds = traced_prompts(ids, embeds, cfg)
     else:
         ids, embeds = host_prompts(ids, embeds, cfg, cache)
         ids = jnp.asarray(ids)
     prompts, width = ids.shape
-    mask = given["attention_mask"]
+    mask = given.attention_mask
     if isinstance(mask, Tracer):
         mask = mask.astype(bool)
         check_mask_shape(mask, ids)
@@ -107,21 +120,23 @@ def traced_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules
     warn_unused(cfg)
     check_options(cfg, prompts)
     check_cache(cache, cfg, prompts, rules)
+    check_grammar(rules, cfg, prompts)
     key = check_key(key, cfg, prompts)
     slots = 0
     known = None
     if cache is not None:
         own = cache.rows == prompts or cfg.on("guidance_scale")
         slots = cache.offset + cache.slots + (width if own else 0)
+        if given.negative_prompt_ids is not None:
+            slots = max(slots, np.shape(given.negative_prompt_ids)[-1])
         known = jnp.repeat(cache.total_known, prompts // cache.rows, total_repeat_length=prompts)
-    negative = given["negative_prompt_ids"], given["negative_prompt_attention_mask"]
-    if any(isinstance(x, Tracer) for x in negative):
+    negative = given.negative_prompt_ids, given.negative_prompt_attention_mask
+    if is_traced(negative):
         negative = traced_negative(*negative, cfg, prompts)
     else:
-        negative = host_negative(given, cfg, prompts, without_ids)
-    counted = mask & (ids != UNKNOWN)
+        negative = host_negative(*negative, cfg, prompts, without_ids)
     before = 0 if cache is None else cache.offset + cache.slots
-    capacity, budget = traced_budgets(cfg, before + width, counted, known)
+    capacity, budget = traced_budgets(cfg, before + width, mask, known)
     request = Request(ids, mask, budget, key, cache, embeds, *negative)
     shown = (ids, mask, width)
     if without_ids:
@@ -129,9 +144,22 @@ def traced_request(ids, key, cfg: GenerationConfig, given: dict[str, Any], rules
     return request, Sizes(capacity, slots), shown, capacity
 
 
-def check_params(params, cfg: GenerationConfig) -> None:
-    """Raise where the parameters are not those of `cfg.model`, naming what is missing, unexpected or misshapen."""
-    assert cfg.model is not None
+def is_traced(*trees) -> bool:
+    """Whether some array in them is traced by the caller's own transformation."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def under_jit() -> bool:
+    """Whether the caller's code is being traced, whatever the arguments are."""
+    return isinstance(jnp.zeros(()), Tracer)
+
+
+def check_call(params, cfg: GenerationConfig) -> None:
+    """Raise where `cfg` is no config with a model, or the parameters are not the model's, naming what is wrong."""
+    if not isinstance(cfg, GenerationConfig):
+        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
+    if cfg.model is None:
+        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
     if not isinstance(params, dict | flax.core.FrozenDict):
         raise TypeError(f"params must be the dict of parameters, got {type(params).__name__}")
     if set(params) == {"params"}:
@@ -141,15 +169,21 @@ def check_params(params, cfg: GenerationConfig) -> None:
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in wanted]
     problems += [
-        f"{name} has shape {list(given[name].shape)}, wanted {list(shape)}"
+        f"{name} has shape {list(np.shape(given[name]))}, wanted {list(shape)}"
         for name, shape in wanted.items()
-        if name in given and given[name].shape != shape
+        if name in given and np.shape(given[name]) != shape
     ]
     problems += [
-        f"{name} has dtype {given[name].dtype}, wanted a float"
+        f"{name} is {getattr(given[name], 'dtype', type(given[name]).__name__)}, wanted an array of floats"
         for name in wanted
-        if name in given and not jnp.issubdtype(given[name].dtype, jnp.floating)
+        if name in given and not jnp.issubdtype(getattr(given[name], "dtype", int), jnp.floating)
     ]
+    dtype = None if problems else given["model.embed_tokens.weight"].dtype
+    if dtype is not None and dtype != cfg.model.dtype:
+        problems.append(
+            f"they are {dtype} and cfg.model.dtype is {cfg.model.dtype}: make that the same, "
+            f"dataclasses.replace(cfg.model, dtype={str(dtype)!r})"
+        )
     if problems:
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise InputError(f"params do not fit cfg.model: {'; '.join(problems[:4])}{more}")
@@ -170,7 +204,7 @@ def check_cache(cache, cfg: GenerationConfig, prompts: int, rules: Rules) -> Non
     cache.check_model(cfg.model)
     if cfg.output_attentions:
         raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to see them")
-    looking = [name for name in _OF_TOKENS if getattr(cfg, name) not in (None, 0) and _is_on(cfg, name)]
+    looking = [name for name in _OF_TOKENS if cfg.on(name)]
     looking += ["logits_processor"] * bool(rules.processors) + ["stopping_criteria"] * bool(rules.criteria)
     looking += ["prefix_allowed_tokens_fn"] * isinstance(rules.allowed, HostFunction)
     if looking and any(part.tokens is None for part in cache.parts):
@@ -180,7 +214,22 @@ def check_cache(cache, cfg: GenerationConfig, prompts: int, rules: Rules) -> Non
         )
 
 
-def check_grammar(rules: Rules, budget: np.ndarray) -> None:
+def check_grammar(rules: Rules, cfg: GenerationConfig, prompts: int) -> None:
+    """Raise for an automaton of another vocabulary, or one that is stacked for another number of prompts."""
+    if not isinstance(rules.allowed, TokenAutomaton):
+        return
+    assert cfg.model is not None
+    tokens, starts = rules.allowed.classes.shape[0], rules.allowed.start.size
+    if tokens != cfg.model.vocab_size:
+        raise InputError(
+            f"the automaton is of {tokens} tokens and the model has {cfg.model.vocab_size}: build it with "
+            f"vocab_size={cfg.model.vocab_size}"
+        )
+    if starts not in (1, prompts):
+        raise InputError(f"the automaton is stacked for {starts} prompts and there are {prompts}: stack one for each")
+
+
+def check_room(rules: Rules, budget: np.ndarray) -> None:
     """Raise where an automaton's shortest text is longer than there is room for."""
     if isinstance(rules.allowed, TokenAutomaton):
         least = np.asarray(rules.allowed.shortest)[np.asarray(rules.allowed.start)]
@@ -189,10 +238,6 @@ def check_grammar(rules: Rules, budget: np.ndarray) -> None:
                 f"the automaton's shortest text has {int(np.max(least))} tokens, and there is room for "
                 f"{int(budget.min())}: raise max_new_tokens"
             )
-
-
-def _is_on(cfg: GenerationConfig, name: str) -> bool:
-    return cfg.on(name) if name in TRACED else bool(getattr(cfg, name))
 
 
 def check_key(key, cfg: GenerationConfig, prompts: int):
@@ -225,19 +270,18 @@ def budgets(cfg: GenerationConfig, lengths: np.ndarray) -> np.ndarray:
     return (cfg.max_length - lengths).astype(np.int32)
 
 
-def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, held: np.ndarray, budget: np.ndarray) -> None:
+def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
     """Warn where a row must not end before its budget is spent, or may outgrow the model.
 
     `_validate_generated_length`, `MaxLengthCriteria`.
 
     Args:
         cfg: the config.
-        lengths: int32[B], the prompts' tokens.
-        held: int32[B], likewise, with those that came as embeddings.
+        lengths: int32[B], the prompts' tokens, those that came as embeddings too.
         budget: int32[B].
     """
     assert cfg.model is not None
-    if (longest := int((held + budget).max())) > cfg.model.context_length:
+    if (longest := int((lengths + budget).max())) > cfg.model.context_length:
         warn(
             f"prompt and answer may reach {longest} tokens and the model was trained for {cfg.model.context_length}: "
             "beyond, what it says may get worse"

@@ -11,15 +11,15 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxgen.buckets import prompt_bucket
-from jaxgen.decoding.logprobs import Scores, logprobs
+from jaxgen.decoding.logprobs import LogProbs, logprobs
 from jaxgen.decoding.replay import Replay
 from jaxgen.decoding.rules import Rules, functions
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.prompts import check_ids_shape, check_mask_shape, host_ids, host_mask, inferred_mask
-from jaxgen.request import check_params
-from jaxgen.support import check_options, normal_form
+from jaxgen.request import check_call, check_grammar, is_traced, under_jit
+from jaxgen.support import check_options, normal_form, refuse_unbuilt
 from jaxgen.tables import TABLES
 
 # Logits that are held at a time unless `chunk` says otherwise: 128 MiB of float32.
@@ -36,9 +36,9 @@ def score(
     prompt_width: int | None = None,
     logits_processor: Sequence[Callable] | None = None,
     prefix_allowed_tokens_fn: TokenAutomaton | None = None,
-    top: int = 0,
+    top_logprobs: int = 0,
     chunk: int | None = None,
-) -> Scores:
+) -> LogProbs:
     """Return the log-probability of every token given those before it.
 
     >>> out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask)         # doctest: +SKIP
@@ -62,29 +62,26 @@ def score(
             from, after all processors and warpers of `cfg`: what `output_logprobs` gives under these names.
         prompt_width: the columns in front are not scored. With `of="scores"` they are the prompts, and tokens are
             generated in the columns behind, one in each until the row's end. The room for them, which
-            `forced_eos_token_id` and an automaton look at, is `max_new_tokens`, or what `max_length` leaves, or with
-            the default of both the number of these columns.
+            `forced_eos_token_id` and an automaton look at, is `max_new_tokens`, or what `max_length` leaves, or the
+            number of these columns where the default of both does not allow such rows.
         logits_processor: as in `generate`, for `of="scores"`.
         prefix_allowed_tokens_fn: a `TokenAutomaton`, for `of="scores"`.
-        top: n, how many of the likeliest tokens to return for each position too.
+        top_logprobs: n, how many of the likeliest tokens to return for each position too.
         chunk: positions, of all rows, whose logits are held at a time; by default what 128 MiB have room for.
 
     Raises:
         InputError: params, ids or mask that do not fit the model or each other; rows that `generate` cannot give.
-        ConfigError: `cfg` without a model or for another mode; a `top`, `chunk` or `prompt_width` that is not possible.
+        ConfigError: `cfg` without a model or for another mode; `top_logprobs`, `chunk` or `prompt_width` out of range.
         TypeError: an argument of the wrong type.
     """
-    if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
-    if cfg.model is None:
-        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
-    check_params(params, cfg)
+    check_call(params, cfg)
+    assert cfg.model is not None
     vocab = cfg.model.vocab_size
-    _check_size("top", top, 0, vocab)
+    _check_size("top_logprobs", top_logprobs, 0, vocab)
     if chunk is not None:
         _check_size("chunk", chunk, 1)
     rules = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
-    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, ids, cfg, attention_mask, rules)))
+    traced = is_traced(params, ids, cfg, attention_mask, rules) or under_jit()
     ids, mask = _checked(ids, attention_mask, cfg, traced)
     rows, width = ids.shape
     if prompt_width is not None:
@@ -97,7 +94,7 @@ def score(
         left, right = (prompt_bucket(part) - part if part else 0 for part in (start, width - start))
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
     size = _chunk_size(chunk, width - start + right, rows * vocab)
-    sizes = {"start": start + left, "top": int(top), "chunk": size}
+    sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
     scores = logprobs(params, ids, mask, replay, model=cfg.model, **sizes)
     if left + right == 0:
         return scores
@@ -127,6 +124,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Rules | None:
         return None
     if cfg.mode not in ("greedy_search", "sample"):
         raise ConfigError(f"of='scores' is for greedy search and sampling, and cfg is for {cfg.mode}: use of='logits'")
+    refuse_unbuilt(cfg)
     if cfg.on("guidance_scale"):
         raise ConfigError("guidance_scale is not offered with of='scores', it needs other prompts: use of='logits'")
     if allowed is not None and not isinstance(allowed, TokenAutomaton):
@@ -140,10 +138,15 @@ def _replay(cfg: GenerationConfig, rules: Rules, ids, mask, start: int, traced: 
         raise ConfigError("of='scores' needs prompt_width, the first generated column: out.prompt_width of the output")
     rows, width = ids.shape
     prompts, rest = divmod(rows, cfg.num_return_sequences)
-    check_options(cfg, rows if rest else prompts)
-    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((ids, mask, cfg.eos_token_id))):
+    prompts = rows if rest else prompts
+    check_options(cfg, prompts)
+    check_grammar(rules, cfg, prompts)
+    if not is_traced(ids, mask, cfg.eos_token_id):
         _check_rows(cfg, ids, np.asarray(mask), start)
-    counts_prompt = not cfg.on("max_new_tokens") and cfg.max_length != GenerationConfig.max_length
+    # Rows that the default length does not allow are of another origin: it says nothing of them.
+    longest_row = width if is_traced(mask) else int(np.sum(mask, axis=-1).max())
+    fits = cfg.max_length != GenerationConfig.max_length or longest_row <= cfg.max_length
+    counts_prompt = not cfg.on("max_new_tokens") and fits
     longest = cfg.max_length if counts_prompt else np.iinfo(np.int32).max
     new_tokens = cfg.max_new_tokens if cfg.on("max_new_tokens") else width - start
     leaves = cfg if traced else normal_form(cfg)

@@ -30,7 +30,7 @@ NEVER = {
     "return_legacy_cache": "is not offered: GenerateOutput.to_hf() gives tuples; leave it out",
 }
 # What is settled before the loop, or belongs to other modes.
-_UNUSED_BY_THE_LOOP = (
+UNUSED_BY_THE_LOOP = (
     "max_length max_new_tokens return_dict_in_generate bos_token_id early_stopping length_penalty diversity_penalty "
     "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size cache_implementation stop_strings "
     "max_time penalty_alpha"
@@ -88,17 +88,21 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
         given = option.prompts(getattr(cfg, name))
         if given is not None and given != prompts:
             raise InputError(f"{name} has {given} values for {prompts} prompts: give one per prompt or one for all")
+    if cfg.prefill_chunk_size is not None and cfg.model.rope.type == "dynamic":
+        raise ConfigError("prefill_chunk_size is not offered with dynamic RoPE, which looks at the length of the whole")
+    if cfg.on("exponential_decay_length_penalty") and not cfg.on("eos_token_id"):
+        raise ConfigError("exponential_decay_length_penalty makes an end likelier: give eos_token_id too")
     vocab = cfg.model.vocab_size
+    if cfg.top_logprobs > vocab:
+        raise ConfigError(f"top_logprobs={cfg.top_logprobs} is more than the {vocab} tokens of the vocabulary")
     for name in ("forced_bos_token_id", *TABLES):
         value = getattr(cfg, name)
         if name == "eos_token_id" or value is None or any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
             continue
-        if name == "forced_bos_token_id":
-            largest = int(np.max(value))
-        elif name == "forced_decoder_ids":
-            largest = int(np.max(np.asarray(TABLES[name].leaf(value))[..., 1]))
-        else:
-            largest = max(TABLES[name].tokens(value), default=0)
+        ids = np.ravel(value) if name == "forced_bos_token_id" else TABLES[name].tokens(value)
+        if name == "forced_decoder_ids":
+            ids = ids[1::2]  # pairs of a position and a token
+        largest = max(map(int, ids), default=0)
         if largest >= vocab:
             raise ConfigError(f"{name} has the token {largest}, the vocabulary goes from 0 to {vocab - 1}")
 
@@ -106,7 +110,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:
     """Drop what no longer matters, so that it makes no difference to which program runs."""
     defaults = GenerationConfig.__dataclass_fields__
-    unused: dict[str, Any] = {name: defaults[name].default for name in _UNUSED_BY_THE_LOOP}
+    unused: dict[str, Any] = {name: defaults[name].default for name in UNUSED_BY_THE_LOOP}
     if not cfg.do_sample:
         unused |= dict.fromkeys(WARPERS)
     if cfg.pad_token_id is None:  # as in the loop, here so that the program is that of a given pad id

@@ -15,13 +15,37 @@ import numpy as np
 from flax.core import FrozenDict
 from jax.core import Tracer
 
+from jaxgen.buckets import power_of_two
 from jaxgen.errors import ConfigError
 
 _LEAST = 4  # entries of a table
 
 
-def _rounded(size: int, least: int = _LEAST) -> int:
-    return max(least, 1 << (size - 1).bit_length())
+class Option:
+    """An option whose value is an argument of the compiled program."""
+
+    off: Any = None  # the value that leaves everything as it is
+
+    def is_off(self, value: Any) -> bool:
+        """Whether the value leaves everything as it is."""
+        return value is None
+
+    def normal(self, name: str, value: Any) -> Any:
+        """Return the one form that equal values have, of Python numbers where there is one value for all prompts.
+
+        Raises:
+            ConfigError: a value that is not allowed.
+            TypeError: a value of the wrong type.
+        """
+        raise NotImplementedError
+
+    def leaf(self, value: Any) -> Any:
+        """Return the arrays for a value in its normal form, or None where the option is off."""
+        return value
+
+    def prompts(self, value: Any) -> int | None:
+        """For how many prompts it has a value each; None where one holds for all."""
+        return None
 
 
 def _is_array(value: Any) -> bool:
@@ -49,8 +73,8 @@ def _token(name: str, token: Any, given: Any) -> int:
     return token
 
 
-def _filled(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    return [[*row, *[-1] * (size - len(row))] for row in rows]
+def _filled(row: Sequence[int], size: int) -> list[int]:
+    return [*row, *[-1] * (size - len(row))]
 
 
 def _traced_table(name: str, value: Tracer, *ranks: int) -> Tracer:
@@ -61,15 +85,31 @@ def _traced_table(name: str, value: Tracer, *ranks: int) -> Tracer:
     return value
 
 
-@dataclasses.dataclass(frozen=True)
-class IdSet:
+class _Table(Option):
+    """Token ids: Python numbers for all prompts, or an array with one more axis than `rank`, one value per prompt."""
+
+    rank: int
+
+    def ids(self, value: Any) -> Any:
+        """The ids of the leaf of a value, which is not None."""
+        return self.leaf(value)
+
+    def prompts(self, value: Any) -> int | None:
+        """For how many prompts it has a value each; None where one holds for all."""
+        if value is None:
+            return None
+        ids = self.ids(value)
+        return ids.shape[0] if ids.ndim > self.rank else None
+
+    def tokens(self, value: Any) -> list[int]:
+        """Every id of a concrete value."""
+        return [] if value is None else [int(token) for token in np.ravel(np.asarray(self.ids(value))) if token >= 0]
+
+
+class IdSet(_Table):
     """One id, a list of ids, or a list of such lists, one per prompt. Leaf: int32[E] or int32[B, E]."""
 
-    off: Any = None
-
-    def is_off(self, value: Any) -> bool:
-        """Whether there is no id in it."""
-        return value is None
+    rank = 1
 
     def normal(self, name: str, value: Any) -> Any:
         """Return None, an int, a tuple of ints, or int32[B, E]; in an array -1 stands for none."""
@@ -89,39 +129,29 @@ class IdSet:
             return _token(name, ids, value)
         if _depth(ids) == 2:
             rows = [row(tokens) for tokens in ids]
-            return np.asarray(_filled(rows, _rounded(max(map(len, rows)))), np.int32)
+            return np.asarray([_filled(row, power_of_two(max(map(len, rows)), _LEAST)) for row in rows], np.int32)
         return tuple(row(ids)) or None
 
     def leaf(self, value: Any) -> Any:
         """Return the table, or None where the option is off."""
         if isinstance(value, int):
             value = (value,)
-        if isinstance(value, tuple):
-            return np.asarray(_filled([value], _rounded(len(value)))[0], np.int32)
-        return value
-
-    def prompts(self, value: Any) -> int | None:
-        """For how many prompts it has a value each; None where one holds for all."""
-        return value.shape[0] if _is_array(value) and value.ndim == 2 else None
-
-    def tokens(self, value: Any) -> list[int]:
-        """Every id of a concrete value."""
-        return [] if value is None else [int(token) for token in np.ravel(np.asarray(value)) if token >= 0]
+        return (
+            np.asarray(_filled(value, power_of_two(len(value), _LEAST)), np.int32)
+            if isinstance(value, tuple)
+            else value
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Sequences:
+class Sequences(_Table):
     """A list of sequences of ids, or a list of such lists, one per prompt. Leaf: int32[S, W] or int32[B, S, W]."""
 
     width: int | None = None  # of each sequence, where it is fixed
-    off: Any = None
-
-    def is_off(self, value: Any) -> bool:
-        """Whether there is no sequence in it."""
-        return value is None
+    rank = 2
 
     def normal(self, name: str, value: Any) -> Any:
-        """Return None, a tuple of tuples of ints or, per prompt, a tuple of those."""
+        """Return None, a tuple of tuples of ints, or int32[B, S, W]; in an array -1 stands for none."""
         if value is None:
             return None
         if isinstance(value, Tracer):
@@ -131,7 +161,7 @@ class Sequences:
         if not isinstance(rows, list) or not rows or _depth(rows) not in (2, 3):
             raise ConfigError(f"{name} must be a list of lists of ids that is not empty, got {value!r}")
         if _depth(rows) == 3:
-            return tuple(self._one(name, row, value, holes) for row in rows)
+            return _stacked([self._one(name, row, value, holes) for row in rows])
         return self._one(name, rows, value, holes)
 
     def _one(self, name: str, rows: Any, given: Any, holes: bool) -> tuple[tuple[int, ...], ...]:
@@ -147,53 +177,42 @@ class Sequences:
 
     def leaf(self, value: Any) -> Any:
         """Return the table, or None where the option is off."""
-        if not isinstance(value, tuple):
-            return value
-        several = self.prompts(value) is not None
-        tables = value if several else (value,)
-        width = _rounded(max((len(row) for table in tables for row in table), default=1), 2)
-        size = _rounded(max(len(table) for table in tables))
-        filled = [_filled([*table, *[()] * (size - len(table))], width) for table in tables]
-        return np.asarray(filled if several else filled[0], np.int32)
-
-    def prompts(self, value: Any) -> int | None:
-        """For how many prompts it has a value each; None where one holds for all."""
-        if isinstance(value, tuple):
-            return (
-                len(value)
-                if any(isinstance(item, tuple) and (not item or isinstance(item[0], tuple)) for item in value)
-                else None
-            )
-        return value.shape[0] if _is_array(value) and value.ndim == 3 else None
-
-    def tokens(self, value: Any) -> list[int]:
-        """Every id of a concrete value."""
-        return [] if value is None else [int(token) for token in np.ravel(self.leaf(value)) if token >= 0]
+        return _stacked([value])[0] if isinstance(value, tuple) else value
 
 
-class Biases:
+def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+    """int32[B, S, W]: the tables filled up to one size."""
+    width = power_of_two(max((len(row) for table in tables for row in table), default=1), 2)
+    size = power_of_two(max(map(len, tables)), _LEAST)
+    return np.asarray(
+        [[_filled(row, width) for row in [*table, *[()] * (size - len(table))]] for table in tables], np.int32
+    )
+
+
+class Biases(_Table):
     """A bias per sequence of ids: `{(1, 2): 0.5}`, `[[[1, 2], 0.5]]`, or a list of such dicts, one per prompt.
 
     Leaf: `(int32[S, W], float32[S])`, both with a leading B where there is one per prompt.
     """
 
-    off: Any = None
-    sequences = Sequences()
+    rank = 2
 
-    def is_off(self, value: Any) -> bool:
-        """Whether there is no bias in it."""
-        return value is None
+    def ids(self, value: Any) -> Any:
+        """The ids of the leaf of a value, which is not None."""
+        return self.leaf(value)[0]
 
     def normal(self, name: str, value: Any) -> Any:
-        """Return None, a FrozenDict of floats by tuples of ints or, per prompt, a tuple of those."""
-        if value is None or (isinstance(value, tuple) and len(value) == 2 and all(map(_is_array, value))):
-            return value  # as a leaf
+        """Return None, a FrozenDict of floats by tuples of ints or, per prompt, the leaf."""
+        if value is None:
+            return None
+        if isinstance(value, tuple) and len(value) == 2 and all(map(_is_array, value)):
+            return value if any(isinstance(part, Tracer) for part in value) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:
             raise ConfigError(f"{name} must be a dict that is not empty, {{(id, ...): bias}}, got {value!r}")
         if isinstance(value, Mapping):
             return self._one(name, value.items(), value)
         if all(isinstance(item, Mapping) for item in value):
-            return tuple(self._one(name, item.items(), value) for item in value)
+            return _biases([self._one(name, item.items(), value) for item in value])
         if not all(isinstance(item, list | tuple) and len(item) == 2 for item in value):
             raise ConfigError(f"{name} must be a dict {{(id, ...): bias}} or a list [[[id, ...], bias]], got {value!r}")
         return self._one(name, value, value)
@@ -211,27 +230,27 @@ class Biases:
 
     def leaf(self, value: Any) -> Any:
         """Return the tables, or None where the option is off."""
-        if value is None or (isinstance(value, tuple) and all(map(_is_array, value))):
-            return value
-        several = isinstance(value, tuple)
-        dicts = value if several else (value,)
-        ids = tuple(tuple(table) for table in dicts)
-        sequences = self.sequences.leaf(ids if several else ids[0])
-        biases = [[*table.values(), *[0.0] * (sequences.shape[-2] - len(table))] for table in dicts]
-        return sequences, np.asarray(biases if several else biases[0], np.float32)
-
-    def prompts(self, value: Any) -> int | None:
-        """For how many prompts it has a value each; None where one holds for all."""
-        if isinstance(value, tuple) and not any(map(_is_array, value)):
-            return len(value)
-        return self.sequences.prompts(value[0]) if isinstance(value, tuple) else None
-
-    def tokens(self, value: Any) -> list[int]:
-        """Every id of a concrete value."""
-        return [] if value is None else self.sequences.tokens(self.leaf(value)[0])
+        return jax.tree.map(lambda table: table[0], _biases([value])) if isinstance(value, FrozenDict) else value
 
 
-TABLES: dict[str, Any] = {
+def _biases(dicts: Sequence[Mapping]) -> tuple[np.ndarray, np.ndarray]:
+    """int32[B, S, W] and float32[B, S]: the sequences and their biases."""
+    sequences = _stacked([tuple(table) for table in dicts])
+    biases = [[*table.values(), *[0.0] * (sequences.shape[1] - len(table))] for table in dicts]
+    return sequences, np.asarray(biases, np.float32)
+
+
+def _from_leaf(sequences: np.ndarray, biases: np.ndarray) -> Any:
+    """Return the normal form of a leaf."""
+    if sequences.ndim == 3:
+        return sequences, biases
+    rows = (
+        (tuple(int(token) for token in row if token >= 0), bias) for row, bias in zip(sequences, biases, strict=True)
+    )
+    return FrozenDict({row: float(bias) for row, bias in rows if row})
+
+
+TABLES: dict[str, _Table] = {
     "eos_token_id": IdSet(),
     "forced_eos_token_id": IdSet(),
     "suppress_tokens": IdSet(),

@@ -191,7 +191,7 @@ class Tokenizer:
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             raise TypeError(f"batch takes a list of str, got {type(texts).__name__}; give [text] for one text")
-        return self._pad([self.encode(text, max_length=max_length) for text in texts])
+        return self.pad([self.encode(text, max_length=max_length) for text in texts])
 
     def chat(
         self,
@@ -218,7 +218,7 @@ class Tokenizer:
             self.render_chat(c, add_generation_prompt, tools=tools, documents=documents, **template_kwargs)
             for c in conversations
         ]
-        return self._pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
+        return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
 
     def render_chat(
         self,
@@ -295,7 +295,8 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return backend
 
-    def _pad(self, rows: list[list[int]]) -> Batch:
+    def pad(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """Left-pad rows of ids to the longest, as `batch` does."""
         if not rows:
             raise InputError("the list is empty; give at least one prompt")
         for i, row in enumerate(rows):

@@ -1,13 +1,15 @@
 """Models for tests: random ones, and one that counts."""
 
 import dataclasses
+import functools
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxgen import GenerationConfig, ModelConfig
+from jaxgen import CausalLM, GenerationConfig, ModelConfig
 from jaxgen.model.causal_lm import param_shapes
 
 CONFIG = {
@@ -64,6 +66,22 @@ def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
     return dataclasses.replace(cfg, num_hidden_layers=layers, windows=(None,) * layers)
 
 
+def last_logits(model: ModelConfig, params, inputs_embeds: jax.Array) -> jax.Array:
+    """The logits float32[V] after `[T, D]` without a cache; of one width, so that one program serves all texts."""
+    length = inputs_embeds.shape[0]
+    padded = jnp.pad(inputs_embeds, ((0, 64 - length), (0, 0)))
+    return _last_logits(model, params, padded[None], jnp.int32(length - 1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_logits(model, params, inputs_embeds, last):
+    return (
+        CausalLM(model)
+        .apply({"params": params}, inputs_embeds=inputs_embeds, logits_to_keep=last[None, None])
+        .logits[0, 0]
+    )
+
+
 def left_pad(rows: list[list[int]], width: int | None = None, pad: int = 0):
     width = width or max(len(row) for row in rows)
     ids = np.full((len(rows), width), pad, np.int32)
@@ -78,3 +96,8 @@ def generated(out, row: int) -> list[int]:
     """The tokens that were generated for a row, without padding."""
     start = out.prompt_width
     return np.asarray(out.sequences)[row, start : start + int(out.lengths[row])].tolist()
+
+
+def slow(*values):
+    """Parameters of a test that are left to CI, one each; a tuple has the values of several arguments."""
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]

@@ -7,15 +7,28 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from convert import load_hf, save_hf
 from jaxgen import cli, generate
 from jaxgen.tokenizer import Tokenizer
 from tests.models import counting_config, counting_params
+from tests.programs import programs_in
 from tests.tokenizers import CHATML, byte_level_backend, save
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+# What is drawn: one program for all of it, as temperature, seed and length are arguments.
+DRAWN = ("--dtype", "bfloat16", "--do-sample", "--temperature", 9, "--max-new-tokens", 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs(tmp_path_factory):
+    """The environment of processes that need not compile again what was compiled here."""
+    with programs_in(tmp_path_factory.mktemp("programs")) as environment:
+        yield environment
 
 
 @pytest.fixture(scope="session")
@@ -77,31 +90,34 @@ class TestText:
         assert run("--model", copy, "", "--max-new-tokens", 5) == (0, '!"#$%\n', "")
 
     def test_seed(self, run, checkpoint):
-        arguments = ("--model", checkpoint, "A", "--do-sample", "--temperature", 9, "--max-new-tokens", 20)
+        arguments = ("--model", checkpoint, "A", *DRAWN)
         first = run(*arguments)
         assert first == run(*arguments, "--seed", 0) == run(*arguments, "--seed=0")
         assert first[0] == 0
         assert first != run(*arguments, "--seed", 1)
 
-    def test_streamed_is_unstreamed(self, run, checkpoint):
+    def test_several_answers_and_a_streamed_one(self, run, checkpoint):
         tokenizer = Tokenizer.from_pretrained(checkpoint)
-        params, cfg = load_hf(checkpoint)
-        cfg = cfg.replace(do_sample=True, temperature=9.0, max_new_tokens=20)
+        params, cfg = load_hf(checkpoint, dtype="bfloat16")
+        cfg = cfg.replace(do_sample=True, temperature=9.0, max_new_tokens=20, num_return_sequences=3)
         batch = tokenizer.batch(["A"])
         out = generate(params, batch.ids, jax.random.key(3), cfg, attention_mask=batch.attention_mask)
-        options = ("--do-sample", "--temperature", 9, "--max-new-tokens", 20, "--seed", 3)
-        status, text, _ = run("--model", checkpoint, "A", *options)
-        assert (status, text) == (0, tokenizer.decode_batch(out)[0] + "\n")
+        texts = tokenizer.decode_batch(out)
+        assert len(set(texts)) == 3
+        arguments = ("--model", checkpoint, "A", *DRAWN, "--seed", 3)
+        assert run(*arguments, "--num-return-sequences", 3) == (0, "\n\n".join(texts) + "\n", "")
+        assert run(*arguments) == (0, texts[0] + "\n", "")
 
-    def test_several_answers(self, run, checkpoint):
-        options = ("--do-sample", "--num-return-sequences", 3, "--temperature", 0.01, "--max-new-tokens", 3)
-        assert run("--model", checkpoint, "A", *options) == (0, "BCD\n\nBCD\n\nBCD\n", "")
+    def test_dtype(self, run, checkpoint, monkeypatch):
+        dtypes = set()
 
-    def test_dtype(self, run, checkpoint):
-        assert run("--model", checkpoint, "A", "--max-new-tokens", 4, "--dtype", "bfloat16")[:2] == (
-            0,
-            "BCDE\n",
-        )
+        def watching(params, *arguments, **options):
+            dtypes.update(leaf.dtype.name for leaf in jax.tree.leaves(params))
+            return generate(params, *arguments, **options)
+
+        monkeypatch.setattr(cli, "generate", watching)
+        assert run("--model", checkpoint, "A", *DRAWN, "--temperature", 0.01, "--max-new-tokens", 4)[1] == "BCDE\n"
+        assert dtypes == {"bfloat16"}
 
     def test_prompt_that_looks_like_an_option(self, run, checkpoint):
         assert run("--model", checkpoint, "--max-new-tokens", 2, "--", "--A")[:2] == (0, "BC\n")
@@ -111,6 +127,15 @@ class TestText:
         assert (status, out) == (0, "BCD\n")
         assert err.startswith("jaxgen: warning: top_p=0.5 ")
         assert err.count("\n") == 1
+
+    @pytest.mark.parametrize(("options", "tokens"), [((), 5), ((*DRAWN, "--num-return-sequences", 3), 15)])
+    def test_stats(self, run, checkpoint, options, tokens):
+        status, _, err = run("--model", checkpoint, "A", "--stats", *options, "--max-new-tokens", 5)
+        lines = err.splitlines()
+        assert status == 0
+        assert all(line.startswith("jaxgen: stats: ") for line in lines)
+        assert lines[0].startswith("jaxgen: stats: load ")
+        assert lines[-1].startswith(f"jaxgen: stats: {tokens} tokens, ")
 
     @pytest.mark.parametrize("prompt", ["", "Once upon a time"])
     def test_real_greedy_runs(self, run, data, prompt):
@@ -127,9 +152,16 @@ class TestLength:
         assert run("--model", checkpoint, "--max-length", 5, "ABC") == (0, "DE\n", "")
         assert run("--model", checkpoint, "--max-length", 20, "ABC") == (0, "DEFGHIJKLMNOPQRST\n", "")
 
-    def test_default(self, run, checkpoint):
+    def test_default(self, run, checkpoint, monkeypatch):
         status, out, err = run("--model", checkpoint, "A")
         assert (status, len(out) - 1, err) == (0, cli.DEFAULT_NEW_TOKENS, "")
+        asked = []
+        monkeypatch.setattr(cli, "generate", lambda params, ids, key, cfg, **options: asked.append(cfg.max_new_tokens))
+        assert run("--model", checkpoint, "A" * 500)[0] == 0
+        assert np.max(asked) == 12
+
+    @pytest.mark.slow
+    def test_no_more_than_the_model_holds(self, run, checkpoint):
         assert len(run("--model", checkpoint, "A" * 500)[1]) - 1 == 12
 
     @pytest.mark.parametrize(("field", "value", "length"), [("max_new_tokens", 7, 7), ("max_length", 9, 6)])
@@ -138,7 +170,9 @@ class TestLength:
         assert run("--model", copy, "ABC") == (0, "DEFGHIJKL"[:length] + "\n", "")
         assert run("--model", copy, "ABC", "--max-length", 5) == (0, "DE\n", "")
 
-    @pytest.mark.parametrize(("option", "length"), [("--min-new-tokens", 8), ("--min-length", 6)])
+    @pytest.mark.parametrize(
+        ("option", "length"), [("--min-new-tokens", 8), pytest.param("--min-length", 6, marks=pytest.mark.slow)]
+    )
     def test_minimum_wins_over_the_checkpoints(self, run, copy, option, length):
         eos = Tokenizer.from_pretrained(copy).encode("C")[0]
         config = {"eos_token_id": eos, "min_new_tokens": 1, "max_new_tokens": 12}
@@ -267,8 +301,8 @@ class TestMistakes:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes are POSIX's")
 class TestProcess:
-    def test_closed_pipe(self, checkpoint):
-        with process("--model", checkpoint, "A", "--max-new-tokens", 500) as command:
+    def test_closed_pipe(self, checkpoint, programs):
+        with process("--model", checkpoint, "A", **programs) as command:
             assert command.stdout.read(1) == "B"
             command.stdout.close()
             assert command.stderr.read() == ""
@@ -284,11 +318,11 @@ class TestProcess:
         assert (command.returncode, out) == (130, "")
         assert "Traceback" not in err
 
-    def test_text_that_stdout_cannot_show(self, copy):
+    def test_text_that_stdout_cannot_show(self, copy, programs):
         (copy / "tokenizer.json").write_text(
             (copy / "tokenizer.json").read_text(encoding="utf-8").replace('"B"', '"Ã©"'), encoding="utf-8"
         )
         arguments = ("--model", copy, "A", "--max-new-tokens", 2)
-        with process(*arguments, PYTHONIOENCODING="ascii") as command:
+        with process(*arguments, PYTHONIOENCODING="ascii", **programs) as command:
             assert command.communicate(timeout=60) == ("?C\n", "")
         assert command.returncode == 0

@@ -1,4 +1,4 @@
-"""The command's other ways: a conversation, a file of prompts, figures."""
+"""The command's other ways: a conversation, a file of prompts."""
 
 import io
 import json
@@ -19,6 +19,14 @@ def talking(copy):  # noqa: F811
 
 
 @pytest.fixture
+def ending(copy):  # noqa: F811
+    """A model that ends with Z."""
+    eos = Tokenizer.from_pretrained(copy).encode("Z")[0]
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+    return copy
+
+
+@pytest.fixture
 def say(run, talking, monkeypatch):  # noqa: F811
     """Hold a conversation with these lines; returns status, answers and notes."""
 
@@ -31,8 +39,9 @@ def say(run, talking, monkeypatch):  # noqa: F811
 
 class TestChat:
     # The model counts: after the newline that ends a prompt comes "!" and so on, whatever was said.
-    def test_turns(self, say):
-        assert say("A\nB\n\nC") == (0, '!"#$\n' * 3, "")
+    @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
+    def test_turns(self, say, turns):
+        assert say("\n\n".join("ABC"[:turns])) == (0, '!"#$\n' * turns, "")
 
     @pytest.mark.slow
     def test_the_cache_is_kept_and_says_the_same(self, say, monkeypatch):
@@ -60,7 +69,7 @@ class TestChat:
         assert [cache is None for _, cache, _ in asked] == [True, False, False, True, True, True]
 
     def test_commands(self, say):
-        status, out, err = say("/help\nA\n/reset\n/system Be brief.\nB\n/typo\n/exit\nC")
+        status, out, err = say("/help\nA\n/reset\n/system S\nB\n/typo\n/exit\nC")
         assert (status, out) == (0, '!"#$\n' * 2)
         assert "/reset" in err
         assert "/typo is no command" in err
@@ -78,8 +87,8 @@ class TestChat:
         assert set(rendered) == {"one\ntwo", "three\n\nfour"}
 
     def test_the_oldest_is_forgotten(self, say):
-        status, out, err = say("A" * 300 + "\n" + "B" * 300 + "\n" + "C" * 600 + "\nD")
-        assert (status, out) == (0, '!"#$\n' * 3)
+        status, out, err = say("A" * 300 + "\n" + "B" * 600 + "\n" + "C" * 300)
+        assert (status, out) == (0, '!"#$\n' * 2)
         assert "The oldest 2 messages were forgotten: the model holds 512 tokens" in err
         assert "this message is too long" in err
 
@@ -95,43 +104,43 @@ class TestInput:
     def lines(self, out):
         return [json.loads(line) for line in out.splitlines()]
 
-    def test_lines(self, run, checkpoint, tmp_path):  # noqa: F811
-        (tmp_path / "prompts.txt").write_text("A\n\nABC\nX\n", encoding="utf-8")
-        options = ("--model", checkpoint, "--input", tmp_path / "prompts.txt", "--max-new-tokens", 3)
-        status, out, err = run(*options, "--batch-size", 2)
+    def test_lines(self, run, ending, tmp_path):  # noqa: F811
+        (tmp_path / "prompts.txt").write_text("A\n\nABC\nX\nUVW\n", encoding="utf-8")
+        options = ("--model", ending, "--input", tmp_path / "prompts.txt", "--max-new-tokens", 3, "--batch-size", 2)
+        status, out, err = run(*options)
         assert (status, err) == (0, "")
         assert self.lines(out) == [
             {"prompt": "A", "text": "BCD", "tokens": 3, "finish": "length"},
             {"prompt": "ABC", "text": "DEF", "tokens": 3, "finish": "length"},
-            {"prompt": "X", "text": "YZ[", "tokens": 3, "finish": "length"},
+            {"prompt": "X", "text": "YZ", "tokens": 2, "finish": "eos"},
+            {"prompt": "UVW", "text": "XYZ", "tokens": 3, "finish": "eos"},
         ]
         target = tmp_path / "answers.jsonl"
         assert run(*options, "--output", target) == (0, "", "")
         assert target.read_text(encoding="utf-8") == out
 
     def test_batches_do_not_matter(self, run, checkpoint, tmp_path):  # noqa: F811
-        (tmp_path / "prompts").write_text("A\nBCD\nE\nFGHIJ\n", encoding="utf-8")
+        (tmp_path / "prompts").write_text("A\nBCD\nE\nFGHIJ\nK\n", encoding="utf-8")
         options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
         options += ("--max-new-tokens", 6, "--num-return-sequences", 2)
         one, four = run(*options, "--batch-size", 1), run(*options, "--batch-size", 4)
         assert one == four
-        assert [line["sequence"] for line in self.lines(one[1])] == [0, 1] * 4
-        assert len({line["text"] for line in self.lines(one[1])}) > 4
+        assert [line["sequence"] for line in self.lines(one[1])] == [0, 1] * 5
+        assert len({line["text"] for line in self.lines(one[1])}) > 5
 
-    def test_json_from_stdin(self, run, talking, monkeypatch):  # noqa: F811
+    @pytest.mark.slow
+    def test_a_line_has_the_room_that_it_has_alone(self, run, checkpoint, tmp_path):  # noqa: F811
+        (tmp_path / "prompts").write_text("A\nBCDEF\n", encoding="utf-8")
+        out = run("--model", checkpoint, "--input", tmp_path / "prompts", "--max-length", 8)[1]
+        assert [line["tokens"] for line in self.lines(out)] == [7, 3]
+
+    def test_json_from_stdin(self, run, talking, ending, monkeypatch):  # noqa: F811
         messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}]
         entries = [{"prompt": "A", "id": 7}, {"messages": messages}]
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, entries))))
         status, out, _ = run("--model", talking, "--input", "-", "--max-new-tokens", 2, "--system", "T")
         assert status == 0
         assert self.lines(out) == [entry | {"text": '!"', "tokens": 2, "finish": "length"} for entry in entries]
-
-    def test_an_end_is_told(self, run, copy, tmp_path):  # noqa: F811
-        eos = Tokenizer.from_pretrained(copy).encode("C")[0]
-        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
-        (tmp_path / "prompts").write_text("A", encoding="utf-8")
-        (line,) = self.lines(run("--model", copy, "--input", tmp_path / "prompts", "--max-new-tokens", 9)[1])
-        assert (line["tokens"], line["finish"]) == (2, "eos")
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -165,19 +174,9 @@ def test_system(run, refused, talking, checkpoint, monkeypatch):  # noqa: F811
     monkeypatch.setattr(
         Tokenizer, "chat", lambda self, c, **options: conversations.append(c) or chat(self, c, **options)
     )
-    assert run("--model", talking, "A", "--system", "Be brief.", "--max-new-tokens", 2) == (0, '!"\n', "")
-    assert conversations[0][0][0] == {"role": "system", "content": "Be brief."}
+    assert run("--model", talking, "A", "--system", "S", "--max-new-tokens", 2) == (0, '!"\n', "")
+    assert conversations[0][0][0] == {"role": "system", "content": "S"}
     assert "needs a chat template" in refused("--model", checkpoint, "A", "--system", "Be brief.")
-
-
-@pytest.mark.parametrize("options", [(), ("--do-sample", "--num-return-sequences", 2)])
-def test_stats(run, checkpoint, options):  # noqa: F811
-    status, _, err = run("--model", checkpoint, "A", "--max-new-tokens", 5, "--stats", *options)
-    lines = err.splitlines()
-    assert status == 0
-    assert all(line.startswith("jaxgen: stats: ") for line in lines)
-    assert lines[0].startswith("jaxgen: stats: load ")
-    assert lines[-1].startswith(f"jaxgen: stats: {10 if options else 5} tokens, ")
 
 
 def test_a_request_that_memory_cannot_hold(refused, checkpoint, monkeypatch):  # noqa: F811

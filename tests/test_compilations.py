@@ -8,7 +8,7 @@ import pytest
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.options import TRACED
-from tests.models import left_pad, model_config, random_params
+from tests.models import left_pad, model_config, random_params, slow
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 COMPILED = []
@@ -34,7 +34,7 @@ def test_the_counter_counts():
     assert count[0] >= 1
 
 
-@pytest.mark.parametrize("do_sample", [pytest.param(True, marks=pytest.mark.slow), False], ids=["sample", "greedy"])
+@pytest.mark.parametrize("do_sample", [False, *slow(True)], ids=["greedy", "sample"])
 def test_fifty_requests_are_served_by_at_most_six_programs(do_sample):
     rng = np.random.default_rng(0)
     keys = [jax.random.key(seed) for seed in range(50)]
@@ -146,7 +146,7 @@ def test_the_table_has_every_traced_option():
 
 
 @pytest.mark.filterwarnings("ignore:min_new_tokens and min_length are both set")
-@pytest.mark.parametrize("per_prompt", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one", "per-prompt"])
+@pytest.mark.parametrize("per_prompt", [True, *slow(False)], ids=["per-prompt", "one"])
 def test_another_value_of_any_option_compiles_nothing(per_prompt):
     ids, key = [[1, 2, 3], [4, 5, 6]], jax.random.key(0)
 

@@ -27,10 +27,12 @@ from jaxgen.model.causal_lm import param_shapes
 from jaxgen.train import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
 from jaxgen.train_state import alone_in, write_state
 from tests.models import model_config, random_params
+from tests.programs import programs_in
 from tests.tokenizers import CHATML, byte_level, byte_level_backend, save
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = len(byte_level())
+LOW_RANK = {"steps": 80, "learning_rate": 2e-2, "lora": 4, "lora_alpha": 8}
 CHATS = [("Who are you?", "A fox."), ("Where is the hen?", "Over the hill."), ("Why?", "I do not know.")]
 SMALL = {"vocab_size": VOCABULARY, "intermediate_size": 48, "num_hidden_layers": 1, "tie_word_embeddings": True}
 
@@ -41,6 +43,13 @@ def write_checkpoint(folder: Path, dtype: str = "float32", **changes) -> Path:
     save_hf(random_params(model, scale=0.1), GenerationConfig(model=model, eos_token_id=eos, pad_token_id=0), folder)
     config = {"eos_token": "<|im_end|>", "pad_token": "<|end|>", "chat_template": CHATML}
     return save(folder, byte_level_backend(), tokenizer_config=config, special_tokens_map={})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs(tmp_path_factory):
+    """Each run compiles its step anew, and those of the same steps, rate, batch and width have the same step."""
+    with programs_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +68,11 @@ def data(tmp_path) -> Path:
 @pytest.fixture
 def run(checkpoint, data, tmp_path, capsys):
     """Run the command, by default to fine-tune `checkpoint` on `data`: its status and what it wrote to stderr."""
+    default = {"data": data, "model": checkpoint, "out": tmp_path / "out", "batch": 2, "width": 64, "steps": 8}
 
     def run(*words, **options) -> tuple[int, str]:
-        given = {"data": data, "model": checkpoint, "out": tmp_path / "out", "batch": 2, "width": 64, **options}
-        pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
+        given = (default | options).items()
+        pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given if value is not None]
         status = cli.main(["train", *(word for pair in pairs for word in pair), *words])
         out, err = capsys.readouterr()
         assert out == ""
@@ -108,7 +118,7 @@ class TestResult:
         assert old.keys() == new.keys()
 
     def test_low_rank_updates_change_their_targets_only(self, run, checkpoint, data, tmp_path):
-        status, err = run(steps=80, learning_rate=2e-2, lora=4, lora_alpha=8, eval_data=data)
+        status, err = run(**LOW_RANK, eval_data=data)
         assert status == 0, err
         before, after = held_out(err)
         assert after < 0.7 * before
@@ -129,31 +139,33 @@ class TestResult:
         assert {leaf.dtype for leaf in weights(tmp_path / "out").values()} == {jnp.dtype(jnp.bfloat16)}
 
     def test_the_epochs_decide_the_steps(self, run, tmp_path):
-        assert "in 3 rows of 40 tokens" in (err := run(width=40, epochs=5, report_every=100)[1])
+        assert "in 3 rows of 64 tokens" in (err := run(steps=None, epochs=5, report_every=100)[1])
         assert "8 steps of 2 rows" in err
         assert "step 8/8" in err
 
+    @pytest.mark.slow
     def test_fewer_rows_than_a_batch_has(self, run):
-        status, err = run(width=200, batch=8, steps=2, accumulate=4)
+        status, err = run(width=200, batch=8, accumulate=4)
         assert (status, "1 rows of 200 tokens" in err) == (0, True)
 
     def test_examples_that_are_too_long(self, run, data):
-        lengths = sorted(len(example.ids) for example in read_examples(data, byte_level()))
-        status, err = run(width=lengths[1], steps=1)
+        data.write_text(data.read_text() + '\n{"prompt": "Who?", "completion": "%s"}' % ("A fox. " * 9))
+        assert sum(len(example.ids) > 64 for example in read_examples(data, byte_level())) == 1
+        status, err = run()
         assert status == 0
         (line,) = [line for line in err.splitlines() if line.startswith("jaxgen: warning:")]
-        assert f"1 of 3 examples are longer than {lengths[1]} tokens and lost their end" in line
+        assert "1 of 4 examples are longer than 64 tokens and lost their end" in line
 
     @pytest.mark.slow
     def test_an_end_that_the_checkpoint_does_not_know(self, run, checkpoint, tmp_path):
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         (base / "generation_config.json").write_text('{"eos_token_id": 3}')
-        status, err = run(model=base, steps=1)
+        status, err = run(model=base)
         assert (status, "end with <|im_end|>" in err) == (0, True)
         eos = byte_level().eos_token_id
         assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [3, eos]}
         (base / "generation_config.json").unlink()
-        assert run("--overwrite", model=base, steps=1)[0] == 0
+        assert run("--overwrite", model=base)[0] == 0
         assert not (tmp_path / "out" / "generation_config.json").exists()
         assert load_hf(tmp_path / "out")[1].eos_token_id == eos
 
@@ -161,7 +173,7 @@ class TestResult:
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         data.write_text('{"text": "Over the hill"}')
-        assert "jaxgen: warning: not all examples end with a special token" in run(model=base, steps=1)[1]
+        assert "jaxgen: warning: not all examples end with a special token" in run(model=base)[1]
 
 
 def _is_target(name: str) -> bool:
@@ -170,15 +182,15 @@ def _is_target(name: str) -> bool:
 
 class TestGoingOn:
     def test_a_run_that_was_stopped(self, run, tmp_path, monkeypatch):
-        options = {"steps": 9, "save_every": 2, "lora": 2}
+        options = LOW_RANK | {"save_every": 20}
         assert run(**options, out=tmp_path / "whole")[0] == 0
 
-        def stops_at_5(*arguments):
+        def stops_at_50(*arguments):
             batches = shuffled(*arguments)
-            return lambda step: batches(step) if step < 5 else _interrupt()
+            return lambda step: batches(step) if step < 50 else _interrupt()
 
         with monkeypatch.context() as patch:
-            patch.setattr(finetune, "shuffled", stops_at_5)
+            patch.setattr(finetune, "shuffled", stops_at_50)
             assert run(**options)[0] == 130
         assert not (tmp_path / "out").exists()
         for other in ({"steps": 10}, {"batch": 4}, {"width": 50}, {"lora": 3}, {"seed": 1}):
@@ -191,18 +203,18 @@ class TestGoingOn:
 
     def test_other_data_or_another_checkpoint(self, run, checkpoint, data, tmp_path, monkeypatch):
         monkeypatch.setattr(finetune, "_write", _interrupt)
-        assert run(steps=1)[0] == 130
+        assert run()[0] == 130
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         params, cfg = load_hf(base)
         params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"] *= 2
         save_hf(params, cfg, base, overwrite=True)
-        assert "of a run with other settings or data" in run(steps=1, model=base)[1]
+        assert "of a run with other settings or data" in run(model=base)[1]
         data.write_text(data.read_text().replace("fox", "cow"))
-        assert "of a run with other settings or data" in run(steps=1)[1]
+        assert "of a run with other settings or data" in run()[1]
 
     def test_two_at_once(self, run, tmp_path):
         with alone_in(tmp_path / "out.training"):
-            assert "another process trains in" in run(steps=1)[1]
+            assert "another process trains in" in run()[1]
         assert not (tmp_path / "out.training").exists()
 
     def test_damaged_states(self, run, tmp_path):
@@ -211,7 +223,7 @@ class TestGoingOn:
         content = (work / "state.npz").read_bytes()
         for damaged in (b"", b"PK", content[:-40], content[:60], b"\0" * 200):
             (work / "state.npz").write_bytes(damaged)
-            status, err = run(steps=1)
+            status, err = run()
             assert (status, "is damaged" in err) == (2, True)
             assert f"remove {work} to begin anew" in err
 
@@ -267,7 +279,7 @@ class TestMistakes:
             ([], {"eval_data": "nowhere.jsonl"}, "--eval-data nowhere.jsonl is no file"),
             ([], {"model": "no where"}, "'no where' is neither a directory nor a hub id"),
             ([], {"out": "nowhere/out"}, "nowhere is not a directory: create it first"),
-            ([], {"steps": 5, "epochs": 1}, "not allowed with argument"),
+            ([], {"epochs": 1}, "not allowed with argument"),
             ([], {"steps": 0}, "--steps: 0 must be at least 1"),
             ([], {"learning_rate": "inf"}, "--learning-rate: inf must be above 0 and finite"),
             ([], {"warmup": 1}, "--warmup: 1 must be at least 0 and below 1"),
@@ -293,13 +305,14 @@ class TestMistakes:
         data.write_text('{"text": "hello"}\n{"txt": "hello"}')
         assert "data.jsonl, line 2: each line must be" in run()[1]
 
-    def test_out_is_in_the_way(self, run, checkpoint, tmp_path):
+    def test_out_is_in_the_way(self, run, checkpoint, data, tmp_path):
         assert "--model and --out are both" in run(out=checkpoint)[1]
         (tmp_path / "out").mkdir()
-        assert run(steps=1)[0] == 0
-        assert "exists: choose another name, or overwrite=True (--overwrite)" in run(steps=1)[1]
+        assert run()[0] == 0
+        assert "exists: choose another name, or overwrite=True (--overwrite)" in run()[1]
         old = files(tmp_path / "out")
-        assert run("--overwrite", steps=2)[0] == 0
+        data.write_text(data.read_text().replace("fox", "cow"))
+        assert run("--overwrite")[0] == 0
         assert files(tmp_path / "out") != old
 
     def test_a_tokenizer_of_another_model(self, run, checkpoint, data, tmp_path):
@@ -330,12 +343,15 @@ class TestMistakes:
 
 class TestParts:
     MODEL = model_config(**SMALL)
+    CFG = TrainConfig(steps=8, learning_rate=finetune.FULL_RATE, weight_decay=0.0)  # the command's, here by default
 
-    def rows(self) -> TrainBatch:
-        return pack([text_example(byte_level(), text) for pair in CHATS for text in pair], 40)[0]
+    def rows(self, count: int = 3) -> TrainBatch:
+        rows = pack([text_example(byte_level(), text) for pair in CHATS * 2 for text in pair], 64)[0]
+        return jax.tree.map(lambda leaf: leaf[:count], rows)
 
     def test_held_out_loss_does_not_depend_on_the_batch(self):
         params = random_params(self.MODEL)
+        assert len(self.rows().ids) == 3
         losses = [evaluate(params, self.rows(), model=self.MODEL, dtype="float32", rows=n) for n in (1, 2, 3, 16)]
         np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
         assert np.isfinite(losses[0])
@@ -365,17 +381,17 @@ class TestParts:
 
         def batches(step):
             assert alive[0]() is None
-            return self.rows()
+            return self.rows(2)
 
-        train(begin(), batches, model=self.MODEL, cfg=TrainConfig(steps=1))
+        train(begin(), batches, model=self.MODEL, cfg=self.CFG)
 
     def test_can_resume_looks_at_the_settings_alone(self, tmp_path):
-        cfg = TrainConfig(steps=1)
-        assert not can_resume(tmp_path, model=self.MODEL, cfg=cfg)
-        train(random_params(self.MODEL), lambda step: self.rows(), model=self.MODEL, cfg=cfg, directory=tmp_path)
-        assert can_resume(tmp_path, model=self.MODEL, cfg=cfg)
+        settings = {"model": self.MODEL, "cfg": self.CFG}
+        assert not can_resume(tmp_path, **settings)
+        train(random_params(self.MODEL), lambda step: self.rows(2), **settings, directory=tmp_path)
+        assert can_resume(tmp_path, **settings)
         with pytest.raises(InputError, match="other settings"):
-            can_resume(tmp_path, model=self.MODEL, cfg=cfg, run="another")
+            can_resume(tmp_path, **settings, run="another")
 
     def test_frozen_dicts_are_taken(self):
         params = random_params(self.MODEL)

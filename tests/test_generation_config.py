@@ -127,6 +127,13 @@ def test_values_per_prompt():
         ({"suppress_tokens": "x"}, TypeError, "suppress_tokens"),
         ({"exponential_decay_length_penalty": 3}, ConfigError, "exponential_decay_length_penalty must be a pair"),
         ({"exponential_decay_length_penalty": (1, -1.0)}, ConfigError, "exponential_decay_length_penalty's factor"),
+        ({"exponential_decay_length_penalty": ([1, 2], [1.0] * 3)}, ConfigError, "as many starts as factors, got 2"),
+        ({"no_repeat_ngram_size": "a"}, TypeError, "no_repeat_ngram_size must be a whole number"),
+        ({"encoder_no_repeat_ngram_size": -1}, ConfigError, "encoder_no_repeat_ngram_size must be >= 0"),
+        ({"max_length": 10**30}, ConfigError, "max_length must be >= 1 and fit into 32 bits"),
+        ({"temperature": 1e39}, ConfigError, "temperature must be > 0"),
+        ({"bos_token_id": -1}, ConfigError, "bos_token_id must be >= 0"),
+        ({"num_assistant_tokens": "x"}, TypeError, "num_assistant_tokens must be a whole number"),
         ({"exponential_decay_length_penalty": (1.5, 1.0)}, TypeError, "exponential_decay_length_penalty's start"),
         ({"watermarking_config": 3}, TypeError, "watermarking_config"),
         ({"watermarking_config": {"greenlist_ratio": 2.0}}, ConfigError, "greenlist_ratio"),
@@ -200,6 +207,12 @@ def test_numpy_and_jax_scalars_are_fine():
     cfg = GenerationConfig(do_sample=np.bool_(True), num_return_sequences=np.int64(2), max_length=np.int32(9))
     assert cfg == GenerationConfig(do_sample=True, num_return_sequences=2, max_length=9)
     assert GenerationConfig(eos_token_id=jnp.asarray([3, 4])).to_hf() == {"eos_token_id": [3, 4]}
+    fields = {"sequence_bias": {(1, 2): 0.5, (3,): -1.0}, "exponential_decay_length_penalty": (2, 1.5)}
+    on_device = jax.tree.map(jnp.asarray, GenerationConfig(**fields))
+    assert json.loads(json.dumps(on_device.to_hf())) == {
+        "sequence_bias": [[[1, 2], 0.5], [[3], -1.0]],
+        "exponential_decay_length_penalty": [2, 1.5],
+    }
     through = jax.jit(lambda cfg: cfg)(GenerationConfig(max_new_tokens=5, temperature=0.5))
     assert through.to_hf() == {"max_new_tokens": 5, "temperature": 0.5}
 

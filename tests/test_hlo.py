@@ -13,7 +13,7 @@ from jaxgen.decoding.prompt import Request, Sizes
 from jaxgen.decoding.rules import Rules
 from jaxgen.generate import _run
 from jaxgen.support import normal_form
-from tests.models import model_config
+from tests.models import model_config, slow
 
 # Sizes that tell the arrays apart: prompt slots, generated slots and the weights' sides are all different.
 PROMPT, NEW, ROWS = 160, 224, 2
@@ -88,8 +88,8 @@ def big_operations(lines, sizes) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("copies", "do_sample"), [(1, False), (1, True), (3, True)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("copies", "do_sample"), [(3, True), *slow((1, False), (1, True))])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
     compiled, params = compile_loop(copies, dtype, do_sample)
     computations = parse(compiled.as_text())

@@ -26,19 +26,34 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 API = re.compile(r"/api/models/(?P<model>.+?)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
 FILE = re.compile(r"/(?P<model>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
-# Calls local_directory for each argument and prints, as JSON, what it returns or raises. Retries come at once.
+# Reads lines of JSON, each with hub ids, an environment, and files for the output and the errors. A process of its own
+# for each, as huggingface_hub looks at the environment once, calls local_directory and writes, as JSON, what it returns
+# or raises; what comes back is its status. They are forked from one process, which has imported jax. Retries come at
+# once.
 CALLS = """
-import json, sys, time
+import json, os, signal, sys, time
 
 time.sleep = lambda seconds: None
 from jaxgen.errors import JaxgenError
 from jaxgen.hub import local_directory
 
-for model in sys.argv[1:]:
-    try:
-        print(json.dumps(["path", str(local_directory(model))]))
-    except JaxgenError as error:
-        print(json.dumps([type(error).__name__, str(error)]))
+for line in sys.stdin:
+    models, environment, out, err = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    assert "huggingface_hub" not in sys.modules
+    signal.alarm(120)
+    os.environ |= environment
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    for model in models:
+        try:
+            print(json.dumps(["path", str(local_directory(model))]))
+        except JaxgenError as error:
+            print(json.dumps([type(error).__name__, str(error)]))
+    sys.exit()
 """
 
 
@@ -163,31 +178,35 @@ def hub(checkpoint):
     hub.stop()
 
 
+@pytest.fixture(scope="module")
+def caller():
+    """The process that forks."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", CALLS]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.stdin.close()
+    assert process.returncode == 0
+
+
 @pytest.fixture
-def fetch(hub, tmp_path):
+def fetch(hub, caller, tmp_path):
     """Call `local_directory` in a process of its own, its cache in the test's folder; return what came of each call."""
 
     def fetch(*models, **environment) -> list[tuple[str, str]]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         settings = {
             "HF_ENDPOINT": hub.address,
             "HF_HOME": str(tmp_path / "home"),
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1",
-            "JAX_PLATFORMS": "cpu",
         }
-        done = subprocess.run(
-            [sys.executable, "-c", CALLS, *models],
-            cwd=ROOT,
-            env={**inherited, **settings, **environment},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
-        return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+        out, err = tmp_path / "stdout", tmp_path / "stderr"
+        print(json.dumps([models, settings | environment, str(out), str(err)]), file=caller.stdin, flush=True)
+        assert caller.stdout.readline() == "0\n", err.read_text()
+        assert "Traceback" not in err.read_text()
+        return [tuple(json.loads(line)) for line in out.read_text().splitlines()]
 
     return fetch
 

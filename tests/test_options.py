@@ -1,7 +1,4 @@
-"""Every option of the config in one table: it works, or it is refused by its name.
-
-The table is run without jit, which is faster than compiling a program for each option; other files compile them.
-"""
+"""Every option of the config in one table: it works, or it is refused by its name."""
 
 import dataclasses
 from pathlib import Path
@@ -24,8 +21,7 @@ PARAMS["lm_head"]["weight"] += 0.5 * jnp.roll(PARAMS["lm_head"]["weight"], 1, ax
 def run(prompt=3, **fields):
     cfg = CFG.replace(**fields)
     ids = [prompt] if isinstance(prompt, int) else prompt
-    with jax.disable_jit():
-        return generate(PARAMS, None if ids is None else [ids], jax.random.key(0), cfg)
+    return generate(PARAMS, None if ids is None else [ids], jax.random.key(0), cfg)
 
 
 def tokens(*expected):
@@ -173,10 +169,14 @@ def test_the_reference_is_that_of_the_code():
     assert path.read_text() == reference.reference(), "make it anew: python -m jaxgen.reference > OPTIONS.md"
 
 
-def test_without_options_it_counts():
-    assert tokens(4, 5, 6, 7)(run())
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, SAMPLED | {"top_k": 1}], ids=["greedy", "sample"])
+def test_without_jit(fields):
+    with jax.disable_jit():
+        assert tokens(4, 5, 6, 7)(run(**fields))
 
 
+@pytest.mark.slow  # most of them are a program of their own
 @pytest.mark.parametrize(("name", "case"), WORKS.items(), ids=WORKS)
 def test_works(name, case):
     fields, holds = case
@@ -267,13 +267,8 @@ def of_row(value, row):
     return tuple(part[row] for part in value) if isinstance(value, tuple) else value[row : row + 1]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        pytest.param(values, id=name, marks=[pytest.mark.slow] * (name != "sampling"))
-        for name, values in PER_PROMPT.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("values", PER_PROMPT.values(), ids=PER_PROMPT)
 def test_a_value_per_prompt_is_that_of_the_row_alone(values):
     params = random_params(MODEL.model)
     prompts = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]

@@ -14,7 +14,7 @@ from convert import load_hf
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
-from tests.models import generated, left_pad, model_config
+from tests.models import generated, left_pad, model_config, slow
 
 GOLDENS = Path(os.environ.get("JAXGEN_GOLDENS") or Path(__file__).parent / "goldens" / "seed0")
 CHECKPOINTS = [folder for source in ("441", "newer") for folder in sorted((GOLDENS / source / "checkpoints").iterdir())]
@@ -38,7 +38,12 @@ def named(folder: Path) -> str:
     return f"{folder.parents[1].name}-{folder.name}"
 
 
-@pytest.mark.parametrize("folder", CHECKPOINTS, ids=named)
+def some(each: int, values):
+    """Every n-th value, and the others marked as slow."""
+    return [param for i, value in enumerate(values) for param in ([value] if i % each == 0 else slow(value))]
+
+
+@pytest.mark.parametrize("folder", some(5, CHECKPOINTS), ids=named)
 def test_logits(folder):
     params, cfg = load(folder)
     golden = logits_of(folder)
@@ -126,7 +131,8 @@ def greedy_groups():
     for source in ("441", "newer"):
         groups = json.loads((GOLDENS / source / "greedy.json").read_text())
         for number, group in enumerate(groups):
-            yield pytest.param(source, number, group, id=f"{source}-{number}-{group['checkpoint']}")
+            name = f"{source}-{number}-{group['checkpoint']}"
+            yield pytest.param(source, number, group, id=name, marks=[pytest.mark.slow] * (number % 4 != 0))
 
 
 def prepare(source: str, group: dict):
@@ -176,7 +182,7 @@ def test_greedy_scores_and_logits_of_each_step():
 def sampling_cases():
     cases = json.loads((GOLDENS / "441" / "sampling.json").read_text())
     for number, case in enumerate(cases):
-        yield pytest.param(number, case, id=str(number))
+        yield pytest.param(number, case, id=str(number), marks=[pytest.mark.slow] * (number % 4 != 0))
 
 
 @pytest.mark.parametrize(("number", "case"), list(sampling_cases()))

@@ -292,6 +292,11 @@ class TestTextIteratorStreamer:
         with pytest.raises(error, match=f"timeout must be .* got '?{timeout}".replace("+", r"\+")):
             TextIteratorStreamer(BYTE_LEVEL, timeout=timeout)
 
+    def test_several_sequences(self):
+        cfg = GenerationConfig(model=model_config(), do_sample=True, num_return_sequences=3, max_new_tokens=2)
+        with pytest.raises(InputError, match="prints one row, and there are num_return_sequences=3"):
+            generate(random_params(cfg.model), [[1]], None, cfg, streamer=TextStreamer(BYTE_LEVEL))
+
     def test_with_generate(self):
         model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
         cfg, params = GenerationConfig(model=model, max_new_tokens=9), random_params(model)

@@ -19,7 +19,8 @@ class StepInputs:
         inputs_embeds: `[rows, T, D]`, their embeddings.
         position_ids: int32[rows, T], their positions, for RoPE.
         attention_mask: bool[rows, W], which of its row's tokens may be attended to, from the row's first token on.
-        real: bool[rows, T], which of the T are tokens; the prompts' rows are filled up at their ends.
+        real: bool[rows, T], which of the T are tokens; the prompts' rows are filled up at their ends. A change has no
+            effect.
     """
 
     ids: jax.Array
@@ -35,7 +36,7 @@ class StepOutput:
 
     Attributes:
         logits: float32[rows, V], before any processor.
-        hidden_states: L + 1 arrays `[rows, D]`, the embedding first, the last one normed.
+        hidden_states: L + 1 arrays `[rows, D]`, the embedding first, the last one normed. A change has no effect.
     """
 
     logits: jax.Array

@@ -15,14 +15,14 @@ from jaxgen.model.config import ModelConfig
 
 
 @flax.struct.dataclass
-class Scores:
+class LogProbs:
     """What `score` returns; in the columns of the ids.
 
     Attributes:
         logprobs: float32[B, L], the log-probability of each token after those before it; 0 for a row's first token,
             which nothing predicts, for padding and for columns in front of `prompt_width`.
         top_logprobs: float32[B, L, n], those of the n likeliest tokens in its place, the likeliest first; 0 where
-            `logprobs` is 0 by definition. None with `top=0`.
+            `logprobs` is 0 by definition. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], these tokens.
     """
 
@@ -42,7 +42,7 @@ def logprobs(
     start: int,
     top: int,
     chunk: int,
-) -> Scores:
+) -> LogProbs:
     """Return the log-probabilities of the tokens in the columns from `start` on, from one forward pass.
 
     Args:
@@ -62,14 +62,14 @@ def logprobs(
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
     hidden = jnp.take_along_axis(out.hidden_states[-1], jnp.maximum(before, 0)[..., None], axis=1)
-    pick = functools.partial(_pick, top=top)
+    look = functools.partial(pick, top=top)
 
     def of_chunk(history, part):
         hidden, tokens, predicted = part
         logits = _head(model, params, hidden)
         if replay is None:
-            return None, pick(logits, tokens, predicted)
-        return replay.run(history, logits, tokens, predicted, pick)
+            return None, look(logits, tokens, predicted)
+        return replay.run(history, logits, tokens, predicted, look)
 
     parts = jax.tree.map(lambda x: _split(x, chunk), (hidden, ids[:, start:], predicted))
     with jax.named_scope("score"):
@@ -95,7 +95,7 @@ def _head(model: ModelConfig, params, hidden: jax.Array) -> jax.Array:
     return logits.astype(jnp.float32)
 
 
-def _pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> Scores:
+def pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:
     """Return the log-probabilities of `targets int32[...]` under `logits float32[..., V]`; 0 where not `predicted`.
 
     `predicted`: bool[...].
@@ -105,10 +105,10 @@ def _pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan) - total
     logprobs = jnp.where(predicted, chosen[..., 0], 0.0)
     if not top:
-        return Scores(logprobs)
+        return LogProbs(logprobs)
     best, tokens = lax.top_k(logits, top)
     held = predicted[..., None]
-    return Scores(logprobs, jnp.where(held, best - total, 0.0), jnp.where(held, tokens.astype(jnp.int32), 0))
+    return LogProbs(logprobs, jnp.where(held, best - total, 0.0), jnp.where(held, tokens.astype(jnp.int32), 0))
 
 
 def _split(x: jax.Array, size: int) -> jax.Array:

@@ -24,7 +24,7 @@ from jaxgen.errors import InputError
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import Knobs, build_transform
+from jaxgen.logits.pipeline import PerRow, build_transform
 from jaxgen.model.cache import KVCache, spread
 from jaxgen.model.config import ModelConfig
 
@@ -67,10 +67,14 @@ def start(params, cfg: GenerationConfig, rules: Rules, request: Request, sizes: 
     prompt, cache, tokens = _place(params, cfg, request, sizes)
     wrong = (request.ids < 0) | (request.ids >= model.vocab_size)
     wrong = jnp.any(request.mask & wrong, axis=-1) & (request.embeds is None)
+    wrong |= ~jnp.any(request.mask, axis=-1)
     budget = jnp.minimum(request.budget, capacity)
     reasons = spread(first_reason(BAD_ID=wrong, LENGTH=budget <= 0), rows)
     ids = jnp.pad(tokens.ids, ((0, 0), (0, capacity)))
-    history = History.begin(cfg, ids, tokens.length, budget, rules.allowed)
+    read = jnp.sum(request.mask, axis=-1, dtype=jnp.int32)
+    if request.cache is not None:
+        read += spread(request.cache.total_known, prompts)
+    history = History.begin(cfg, ids, tokens.length, budget, rules.allowed, unknown=read - tokens.length)
     logits, out, cache, hook_state = prefill(params, cfg, rules, history, prompt, cache, capacity)
     history = dataclasses.replace(history.spread(rows), done=reasons != StopReason.NONE)
     lanes = prompt.ids.shape[0] // prompts
@@ -199,16 +203,14 @@ def _choose(cfg: GenerationConfig, rules: Rules, state: State, logits: jax.Array
 def _after(cfg: GenerationConfig, rules: Rules, state: State, token: jax.Array, lengths: jax.Array, scores: jax.Array):
     """Add a token to the history and see whether it ends its row: the new history, stop state and reasons."""
     rows = token.shape[0]
-    knobs = Knobs(cfg, rows)
-    ended = is_eos(token, knobs.table("eos_token_id"))
+    options = PerRow(cfg, rows)
+    ended = is_eos(token, options.table("eos_token_id"))
     holds = {"EOS": ended, "LENGTH": lengths >= state.history.budget}
-    history = state.history.push(token, state.history.done)
+    eos = options.eos()
+    history = state.history.push(token, state.history.done, rules.allowed, eos)
     if isinstance(rules.allowed, TokenAutomaton) and history.state is not None:
-        eos = knobs.ids("eos_token_id") if cfg.on("eos_token_id") else None
-        grammar = rules.allowed.push(history.state, token, eos)
-        history = dataclasses.replace(history, state=grammar)
-        if eos is None:
-            holds["COMPLETE"] = rules.allowed.exhausted(grammar, history.budget - history.step)
+        endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
+        holds["COMPLETE"] = endless & rules.allowed.exhausted(history.state, history.budget - history.step)
     stop_state = state.stop_state
     if rules.stop_strings is not None and stop_state is not None:
         stop_state, holds["STOP_STRING"] = rules.stop_strings.push(stop_state, token)

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxgen.decoding.hook import StepInputs, StepOutput
 from jaxgen.decoding.prompt import Prompt
 from jaxgen.decoding.rules import Rules
+from jaxgen.errors import InputError
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.logits.history import History
 from jaxgen.model.cache import KVCache
@@ -31,6 +33,7 @@ def prefill(
     if rules.hook is not None:
         history = _lanes(history, prompt.ids.shape[0])
         hook_state = rules.hook.init(history)
+        _check_state(hook_state, prompt.ids.shape[0])
     held = _tokens_of(cache, prompt)
     with jax.named_scope("prefill"):
         logits, out, cache, hook_state = read(
@@ -59,8 +62,9 @@ def read(
     inputs |= {"ids": prompt.ids} if prompt.embeds is None else {"inputs_embeds": prompt.embeds}
     if rules.hook is not None:
         history = _lanes(history, prompt.ids.shape[0])
-        given, hook_state = rules.hook.before(hook_state, history, _inputs(params, prompt, cache, following))
-        inputs = {"attention_mask": prompt.mask, "key_mask": given.attention_mask}
+        before = rules.hook.before(hook_state, history, _inputs(params, prompt, cache, following))
+        given, hook_state = _pair("before", before, StepInputs)
+        inputs = {"attention_mask": prompt.mask, "key_mask": given.attention_mask.astype(bool)}
         inputs |= {"inputs_embeds": given.inputs_embeds, "position_ids": given.position_ids}
     if cfg.prefill_chunk_size is not None and cfg.prefill_chunk_size < prompt.ids.shape[1]:
         out = _in_chunks(params, cfg, rules, inputs, cache, last)
@@ -72,7 +76,8 @@ def read(
     logits = out.logits[:, 0]
     if rules.hook is not None:
         states = tuple(x[:, 0] for x in states or ())
-        seen, hook_state = rules.hook.after(hook_state, history, StepOutput(logits, states))
+        after = rules.hook.after(hook_state, history, StepOutput(logits, states))
+        seen, hook_state = _pair("after", after, StepOutput)
         logits = seen.logits
     return logits, out, out.cache, hook_state
 
@@ -138,6 +143,21 @@ def _inputs(params, prompt: Prompt, cache: KVCache, following: int) -> StepInput
     return StepInputs(prompt.ids, embeds, positions, jnp.ones(everything, bool), prompt.mask)
 
 
+def _check_state(state: Any, rows: int) -> None:
+    for leaf in jax.tree.leaves(state):
+        if np.ndim(leaf) == 0 or np.shape(leaf)[0] != rows:
+            raise InputError(
+                f"StepHook.init must return arrays with the rows first, [{rows}, ...], got one of shape "
+                f"{list(np.shape(leaf))}"
+            )
+
+
+def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], kind)):
+        raise TypeError(f"StepHook.{name} must return ({kind.__name__}, state), got {type(result).__name__}")
+    return result
+
+
 def _at(states: tuple[jax.Array, ...] | None, column: jax.Array) -> tuple[jax.Array, ...]:
     """Select column `int32[rows]` of each `[rows, T, D]`: `[rows, 1, D]`."""
     return tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in states or ())
@@ -151,8 +171,10 @@ def _lanes(history: History, rows: int) -> History:
     return jax.tree.map(lambda x: jnp.concatenate([x] * (rows // have)) if x.ndim else x, history)
 
 
-def _tokens_of(cache: KVCache, prompt: Prompt) -> jax.Array:
-    """int32[B, S]: the ids in the last part's slots when the prompt is in."""
+def _tokens_of(cache: KVCache, prompt: Prompt) -> jax.Array | None:
+    """int32[B, S]: the ids in the last part's slots when the prompt is in; None where it held others, unknown ones."""
+    if cache.tokens is None and cache.known is not None:
+        return None
     row = jnp.arange(prompt.ids.shape[0])[:, None]
     slot = cache.length[:, None] + jnp.arange(prompt.ids.shape[1], dtype=jnp.int32)[None, :]
     slot = jnp.where(prompt.mask, slot, cache.slots)

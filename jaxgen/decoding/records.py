@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.decoding.logprobs import pick
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.model.cache import spread
 from jaxgen.model.causal_lm import ModelOutput
@@ -117,14 +118,9 @@ class Records:
         values = {"scores": _put(self.scores, scores, step, 0), "logits": _put(self.logits, logits, step, 0)}
         if cfg.output_logprobs is not None:
             source = logits if cfg.output_logprobs == "logits" else scores
-            total = jax.nn.logsumexp(source, axis=-1)[:, None]
-            chosen = jnp.take_along_axis(source, tokens[:, None], axis=1) - total
-            values["logprobs"] = _put(self.logprobs, jnp.where(live, chosen[:, 0], 0.0), step, 1)
-            if cfg.top_logprobs:
-                best, best_tokens = lax.top_k(source, cfg.top_logprobs)
-                values["top_logprobs"] = _put(self.top_logprobs, jnp.where(live[:, None], best - total, 0.0), step, 1)
-                best_tokens = jnp.where(live[:, None], best_tokens.astype(jnp.int32), 0)
-                values["top_tokens"] = _put(self.top_tokens, best_tokens, step, 1)
+            picked = pick(source, tokens, live, cfg.top_logprobs)
+            for name in ("logprobs", "top_logprobs", "top_tokens"):
+                values[name] = _put(getattr(self, name), getattr(picked, name), step, 1)
         return dataclasses.replace(self, **values)
 
     def put_layers(self, step: jax.Array, out: ModelOutput) -> Records:
@@ -145,5 +141,7 @@ class Records:
         return dataclasses.replace(self, hidden_states=hidden, attentions=attentions)
 
 
-def _put(buffer: jax.Array | None, values: jax.Array, step: jax.Array, axis: int) -> jax.Array | None:
-    return None if buffer is None else lax.dynamic_update_index_in_dim(buffer, values, step, axis=axis)
+def _put(buffer: jax.Array | None, values: jax.Array | None, step: jax.Array, axis: int) -> jax.Array | None:
+    return (
+        None if buffer is None or values is None else lax.dynamic_update_index_in_dim(buffer, values, step, axis=axis)
+    )

@@ -14,9 +14,8 @@ from jax import lax
 from jaxgen.decoding.prompt import Array, Prompt
 from jaxgen.decoding.rules import Rules
 from jaxgen.generation_config import GenerationConfig
-from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import Knobs, build_transform, per_row
+from jaxgen.logits.pipeline import PerRow, build_transform, per_row
 
 
 @flax.struct.dataclass
@@ -56,21 +55,16 @@ class Replay:
         Returns:
             The history with the tokens in, and what `look` gave, `[rows, T, ...]`.
         """
-        transform = build_transform(self.cfg, logits.shape[0], self.rules.processors, self.rules.allowed)
+        allowed, rows = self.rules.allowed, logits.shape[0]
+        transform = build_transform(self.cfg, rows, self.rules.processors, allowed)
+        eos = PerRow(self.cfg, rows).eos()
 
         def step(history: History, column) -> tuple[History, Any]:
             logits, token, live = column
             history = dataclasses.replace(history, done=~live)
-            return self._push(history, token), look(transform(history, logits, None), token, live)
+            looked = look(transform(history, logits, None), token, live)
+            return history.push(token, history.done, allowed, eos), looked
 
         columns = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, tokens, live))
         history, looked = lax.scan(jax.checkpoint(step, prevent_cse=False), history, columns)
         return history, jax.tree.map(lambda x: x.swapaxes(0, 1), looked)
-
-    def _push(self, history: History, token: jax.Array) -> History:
-        allowed, state = self.rules.allowed, history.state
-        history = history.push(token, history.done)
-        if not isinstance(allowed, TokenAutomaton) or state is None:
-            return history
-        eos = Knobs(self.cfg, token.shape[0]).ids("eos_token_id") if self.cfg.on("eos_token_id") else None
-        return dataclasses.replace(history, state=allowed.push(state, token, eos))

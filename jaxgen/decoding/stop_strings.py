@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
 from jaxgen.tokenizer import Tokenizer
 
@@ -166,8 +167,7 @@ def _patterns(strings: str | Sequence[str]) -> list[bytes]:
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Return `goto` and `found` of Aho and Corasick's automaton (1975), their size rounded up to a power of two."""
-    most = 1 + sum(map(len, patterns))
-    states = max(SMALLEST, 1 << (most - 1).bit_length())
+    states = power_of_two(1 + sum(map(len, patterns)), SMALLEST)
     goto, found = np.zeros((states, 256), np.int32), np.zeros(states, bool)
     used = 1
     for pattern in patterns:

@@ -24,14 +24,14 @@ class StopReason(enum.IntEnum):
     TIME = 6  # max_time
     NO_TOKEN = 7  # all tokens are banned
     NOT_A_NUMBER = 8  # the scores have a NaN
-    BAD_ID = 9  # the prompt has an id outside of the vocabulary
+    BAD_ID = 9  # the prompt has an id outside of the vocabulary, or no token
 
 
 FAILURES = {
     StopReason.NO_TOKEN: "every token is banned: loosen the options that ban tokens, or set remove_invalid_values=True",
     StopReason.NOT_A_NUMBER: "the scores are not numbers: the parameters or a processor give NaN; "
     "remove_invalid_values=True takes NaN for 0",
-    StopReason.BAD_ID: "the prompt has an id outside of the vocabulary",
+    StopReason.BAD_ID: "the prompt has an id outside of the vocabulary, or no token",
 }
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
 from jaxgen.logits.json_schema import regex_of
 from jaxgen.logits.regex import compile_regex, distinct, restricted, useful_states
@@ -226,7 +227,7 @@ def _used_states(automaton: TokenAutomaton) -> int:
 
 def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any) -> TokenAutomaton:
     states, kinds = transitions.shape
-    table = np.full((_rounded(states), _rounded(kinds)), -1, np.int32)
+    table = np.full(tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape), -1, np.int32)
     table[:states, :kinds] = transitions
     complete = np.zeros(len(table), bool)
     complete[:states] = accepting
@@ -249,7 +250,3 @@ def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
         if np.array_equal(shorter, length):
             return length
         length = shorter
-
-
-def _rounded(size: int) -> int:
-    return max(SMALLEST_TABLE, 1 << (size - 1).bit_length())

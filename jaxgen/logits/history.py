@@ -24,6 +24,7 @@ class History:
         step: int32[], how many are generated; the same for all rows.
         budget: int32[rows], how many may be generated.
         done: bool[rows], which rows are finished; what goes on in them is not looked at any more.
+        unknown: int32[rows], how many tokens the model has read besides: those that came as embeddings.
         seen: bool[rows, V], the tokens among them; None where no option needs it.
         prompt_seen: bool[rows, V], the tokens of the prompt; None where no option needs it.
         state: int32[rows], the token automaton's; None without one.
@@ -35,13 +36,20 @@ class History:
     step: jax.Array
     budget: jax.Array
     done: jax.Array
+    unknown: jax.Array
     seen: jax.Array | None = None
     prompt_seen: jax.Array | None = None
     state: jax.Array | None = None
 
     @classmethod
     def begin(
-        cls, cfg: GenerationConfig, ids: jax.Array, length: jax.Array, budget: jax.Array, allowed=None
+        cls,
+        cfg: GenerationConfig,
+        ids: jax.Array,
+        length: jax.Array,
+        budget: jax.Array,
+        allowed=None,
+        unknown: jax.Array | int = 0,
     ) -> History:
         """Begin with the prompts, `ids int32[rows, W]` with room for what `budget int32[rows]` allows."""
         held = jnp.arange(ids.shape[1])[None, :] < length[:, None]
@@ -58,15 +66,21 @@ class History:
             step=jnp.zeros((), jnp.int32),
             budget=budget,
             done=budget <= 0,
+            unknown=jnp.broadcast_to(jnp.asarray(unknown, jnp.int32), length.shape),
             seen=seen if cfg.on("repetition_penalty") else None,
             prompt_seen=seen if cfg.on("encoder_repetition_penalty") else None,
             state=allowed.begin(ids.shape[0]) if isinstance(allowed, TokenAutomaton) else None,
         )
 
-    def push(self, tokens: jax.Array, done: jax.Array) -> History:
-        """Add the next token of each row, int32[rows]; `done bool[rows]` says which rows it finishes."""
+    def push(self, tokens: jax.Array, done: jax.Array, allowed=None, eos: jax.Array | None = None) -> History:
+        """Add the next token of each row, int32[rows]; `done bool[rows]` says which rows it finishes.
+
+        A `TokenAutomaton` as `allowed` goes on with it; `eos` marks the tokens that end its text.
+        """
         rows = jnp.arange(tokens.shape[0])
-        seen = self.seen
+        seen, state = self.seen, self.state
+        if isinstance(allowed, TokenAutomaton) and state is not None:
+            state = allowed.push(state, tokens, eos)
         if seen is not None:
             seen = seen.at[rows, tokens].set(True, mode="drop", unique_indices=True)
         return dataclasses.replace(
@@ -76,6 +90,7 @@ class History:
             step=self.step + 1,
             done=done,
             seen=seen,
+            state=state,
         )
 
     def spread(self, rows: int) -> History:

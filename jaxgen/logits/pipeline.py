@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxgen.errors import InputError
 from jaxgen.generation_config import GenerationConfig
 from jaxgen.logits import processors, warpers
 from jaxgen.logits.automaton import TokenAutomaton
@@ -29,111 +31,132 @@ def build_transform(
         custom: the user's own processors.
         allowed: a `TokenAutomaton`, or a function from the history to the tokens that may follow, bool[rows, V].
     """
-    knobs = Knobs(cfg, rows)
-    steps: list[Processor] = []
+    options = PerRow(cfg, rows)
 
-    def add(processor: Processor, *needed: str) -> None:
-        if all(cfg.on(name) for name in needed):
-            steps.append(processor)
+    def chosen(table: Sequence[tuple[str, Callable]]) -> Iterator[Processor]:
+        for names, step in table:
+            if all(cfg.on(name) for name in names.split()):
+                yield functools.partial(step, options)
 
-    # 1. Classifier-free guidance: below, as it needs the scores without the prompt.
-    # 2. A bias for tokens and for the ends of sequences of tokens.
-    add(lambda h, s: processors.sequence_bias(s, h.ids, h.length, *knobs.biases()), "sequence_bias")
-    # 3. Penalties for the prompt's tokens, below 1 as an encouragement, and for all tokens so far.
-    add(
-        lambda h, s: processors.encoder_repetition_penalty(
-            s, _kept(h.prompt_seen), knobs.number("encoder_repetition_penalty")
-        ),
-        "encoder_repetition_penalty",
-    )
-    add(
-        lambda h, s: processors.repetition_penalty(s, _kept(h.seen), knobs.number("repetition_penalty")),
-        "repetition_penalty",
-    )
-    # 4. No n-gram of the row twice, none of the prompt again.
-    if size := cfg.no_repeat_ngram_size:
-        steps.append(lambda h, s: processors.no_repeat_ngram(s, h.ids, h.length, size))
-    if prompt_size := cfg.encoder_no_repeat_ngram_size:
-        steps.append(lambda h, s: processors.encoder_no_repeat_ngram(s, h.ids, h.length, h.prompt_length, prompt_size))
-    # 5. Bad words.
-    add(
-        lambda h, s: processors.bad_words(
-            s, h.ids, h.length, _kept(knobs.table("bad_words_ids")), knobs.table("eos_token_id")
-        ),
-        "bad_words_ids",
-    )
-    # 6. No end yet: a minimal length of prompt and generation together, or of the generation alone.
-    if cfg.on("min_new_tokens") or cfg.on("min_length"):
-        add(lambda h, s: processors.ban(s, knobs.ids("eos_token_id"), knobs.too_short(h)), "eos_token_id")
-    # 7. Only what an automaton or a function allows.
-    if isinstance(allowed, TokenAutomaton):
-        eos = knobs.ids("eos_token_id") if cfg.on("eos_token_id") else None
-        steps.append(lambda h, s: processors.allow_only(s, allowed.allowed(_kept(h.state), eos, h.budget - h.step)))
-    elif allowed is not None:
-        steps.append(lambda h, s: processors.allow_only(s, allowed(h)))
-    # 8. Forced tokens: after a prompt of one token, and as the last one that there is room for.
-    add(
-        lambda h, s: processors.force(s, knobs.one("forced_bos_token_id"), h.length == 1),
-        "forced_bos_token_id",
-    )
-    add(
-        lambda h, s: processors.force(s, knobs.ids("forced_eos_token_id"), h.step == h.budget - 1),
-        "forced_eos_token_id",
-    )
-    # 9. Invalid values.
-    if cfg.remove_invalid_values:
-        steps.append(lambda h, s: processors.remove_invalid_values(s))
-    # 10. The longer, the likelier an end.
-    add(
-        lambda h, s: processors.exponential_decay(
-            s, knobs.ids("eos_token_id"), h.step - knobs.decay(0)[:, 0], knobs.decay(1)
-        ),
-        "exponential_decay_length_penalty",
-        "eos_token_id",
-    )
-    # 11. Suppressed tokens: always, and as the first of the generation.
-    add(lambda h, s: processors.ban(s, knobs.ids("suppress_tokens"), jnp.ones_like(h.done)), "suppress_tokens")
-    add(
-        lambda h, s: processors.ban(s, knobs.ids("begin_suppress_tokens"), h.step == knobs.beginning(h)),
-        "begin_suppress_tokens",
-    )
-    # 12. Tokens forced at positions of their own.
-    add(lambda h, s: processors.force(s, *knobs.forced_at(h)), "forced_decoder_ids")
-    # 13. The watermark.
-    add(lambda h, s: watermark(s, h.ids, h.length, cfg.watermarking_config), "watermarking_config")
-    # 14. The user's own.
-    steps += custom
-    # 15. Log-probabilities.
-    if cfg.renormalize_logits:
-        steps.append(lambda h, s: processors.renormalize(s))
-    if cfg.do_sample:
-        # 16. The warpers, when sampling: temperature, then what cuts the tail, then log-probabilities again.
-        for name, warp in WARPERS.items():
-            add(lambda h, s, name=name, warp=warp: warp(s, knobs.number(name)), name)
-        if cfg.renormalize_logits:
-            steps.append(lambda h, s: processors.renormalize(s))
+    steps = [*chosen(BEFORE_GRAMMAR)]
+    if allowed is not None:
+        steps.append(functools.partial(_grammar, options, allowed))
+    steps += [*chosen(AFTER_GRAMMAR), *(functools.partial(_checked, processor) for processor in custom)]
+    steps += chosen(RENORMALIZE)
+    warping = [*chosen(WARPERS), *chosen(RENORMALIZE)] if cfg.do_sample else []
 
     def transform(history: History, scores: jax.Array, unconditional: jax.Array | None = None) -> jax.Array:
         if unconditional is not None:
-            scores = processors.guidance(scores, unconditional, knobs.number("guidance_scale"))
+            scale = options.number("guidance_scale")
+            # Where one of several prompts has the scale 1, it is off.
+            scores = jnp.where(scale == 1, scores, processors.guidance(scores, unconditional, scale))
         for step in steps:
             scores = step(history, scores)
-        return scores
+        if not warping:
+            return scores
+        # To a warper a NaN is a token like others, that it may take away.
+        invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
+        for step in warping:
+            scores = step(history, scores)
+        return jnp.where(invalid, jnp.nan, scores)
 
     return transform
 
 
-# In transformers' order; top_h has the place that release 5 gives it.
-WARPERS = {
-    "temperature": warpers.temperature,
-    "top_h": warpers.top_h,
-    "top_k": warpers.top_k,
-    "top_p": warpers.top_p,
-    "min_p": warpers.min_p,
-    "typical_p": warpers.typical,
-    "epsilon_cutoff": warpers.epsilon,
-    "eta_cutoff": warpers.eta,
-}
+# What is done, in transformers' order: the options that must be on, and a function of all options per row, the history
+# and the scores.
+BEFORE_GRAMMAR = (
+    # 1. Classifier-free guidance: in the transform itself, as it needs the scores without the prompt.
+    # 2. A bias for tokens and for the ends of sequences of tokens.
+    ("sequence_bias", lambda o, h, s: processors.sequence_bias(s, h.ids, h.length, *o.biases())),
+    # 3. Penalties for the prompt's tokens, below 1 as an encouragement, and for all tokens so far.
+    (
+        "encoder_repetition_penalty",
+        lambda o, h, s: processors.encoder_repetition_penalty(s, h.prompt_seen, o.number("encoder_repetition_penalty")),
+    ),
+    ("repetition_penalty", lambda o, h, s: processors.repetition_penalty(s, h.seen, o.number("repetition_penalty"))),
+    # 4. No n-gram of the row twice, none of the prompt again.
+    (
+        "no_repeat_ngram_size",
+        lambda o, h, s: processors.no_repeat_ngram(s, h.ids, h.length, o.cfg.no_repeat_ngram_size),
+    ),
+    (
+        "encoder_no_repeat_ngram_size",
+        lambda o, h, s: processors.encoder_no_repeat_ngram(
+            s, h.ids, h.length, h.prompt_length, o.cfg.encoder_no_repeat_ngram_size
+        ),
+    ),
+    # 5. Bad words.
+    (
+        "bad_words_ids",
+        lambda o, h, s: processors.bad_words(s, h.ids, h.length, o.table("bad_words_ids"), o.table("eos_token_id")),
+    ),
+    # 6. No end yet: a minimal length of prompt and generation together, or of the generation alone in its place.
+    (
+        "min_length eos_token_id",
+        lambda o, h, s: (
+            s
+            if o.cfg.on("min_new_tokens")
+            else processors.ban(s, o.eos(), h.length + h.unknown < o.value("min_length"))
+        ),
+    ),
+    ("min_new_tokens eos_token_id", lambda o, h, s: processors.ban(s, o.eos(), h.step < o.value("min_new_tokens"))),
+)
+# 7. Only what an automaton or a function allows.
+AFTER_GRAMMAR = (
+    # 8. Forced tokens: after a prompt of one token, and as the last one that there is room for.
+    ("forced_bos_token_id", lambda o, h, s: processors.force(s, o.one("forced_bos_token_id"), h.length == 1)),
+    (
+        "forced_eos_token_id",
+        lambda o, h, s: processors.force(s, o.ids("forced_eos_token_id"), h.step == h.budget - 1),
+    ),
+    # 9. Invalid values.
+    ("remove_invalid_values", lambda o, h, s: processors.remove_invalid_values(s)),
+    # 10. The longer, the likelier an end.
+    (
+        "exponential_decay_length_penalty eos_token_id",
+        lambda o, h, s: processors.exponential_decay(s, o.eos(), h.step - o.decay(0)[:, 0], o.decay(1)),
+    ),
+    # 11. Suppressed tokens: always, and as the first of the generation.
+    ("suppress_tokens", lambda o, h, s: processors.ban(s, o.ids("suppress_tokens"), jnp.ones_like(h.done))),
+    (
+        "begin_suppress_tokens",
+        lambda o, h, s: processors.ban(s, o.ids("begin_suppress_tokens"), h.step == o.beginning(h)),
+    ),
+    # 12. Tokens forced at positions of their own.
+    ("forced_decoder_ids", lambda o, h, s: processors.force(s, *o.forced_at(h))),
+    # 13. The watermark.
+    ("watermarking_config", lambda o, h, s: watermark(s, h.ids, h.length, o.cfg.watermarking_config)),
+)
+# 14. The user's own. 15. Log-probabilities, and once more at the end of the warpers.
+RENORMALIZE = (("renormalize_logits", lambda o, h, s: processors.renormalize(s)),)
+# 16. When sampling: temperature, then what cuts the tail. top_h has the place that release 5 gives it.
+WARPERS = (
+    ("temperature", lambda o, h, s: warpers.temperature(s, o.number("temperature"))),
+    ("top_h", lambda o, h, s: warpers.top_h(s, o.number("top_h"))),
+    ("top_k", lambda o, h, s: warpers.top_k(s, o.number("top_k"))),
+    ("top_p", lambda o, h, s: warpers.top_p(s, o.number("top_p"))),
+    ("min_p", lambda o, h, s: warpers.min_p(s, o.number("min_p"))),
+    ("typical_p", lambda o, h, s: warpers.typical(s, o.number("typical_p"))),
+    ("epsilon_cutoff", lambda o, h, s: warpers.epsilon(s, o.number("epsilon_cutoff"))),
+    ("eta_cutoff", lambda o, h, s: warpers.eta(s, o.number("eta_cutoff"))),
+)
+
+
+def _grammar(options: PerRow, allowed: Any, history: History, scores: jax.Array) -> jax.Array:
+    if not isinstance(allowed, TokenAutomaton):
+        return processors.allow_only(scores, allowed(history))
+    assert history.state is not None
+    may_follow = allowed.allowed(history.state, options.eos(), history.budget - history.step)
+    return processors.allow_only(scores, may_follow)
+
+
+def _checked(processor: Processor, history: History, scores: jax.Array) -> jax.Array:
+    result = processor(history, scores)
+    if not isinstance(result, jax.Array) or (result.shape, result.dtype) != (scores.shape, scores.dtype):
+        given = f"{result.dtype}{list(result.shape)}" if isinstance(result, jax.Array) else repr(result)
+        raise InputError(f"logits_processor must return the scores, float32{list(scores.shape)}, got {given}")
+    return result
 
 
 def per_row(value, rows: int, rank: int = 0) -> jax.Array:
@@ -144,15 +167,19 @@ def per_row(value, rows: int, rank: int = 0) -> jax.Array:
     return jnp.repeat(value, rows // value.shape[0], axis=0, total_repeat_length=rows)
 
 
-class Knobs:
+class PerRow:
     """The traced options of a config, spread over the rows of a run."""
 
     def __init__(self, cfg: GenerationConfig, rows: int):
         self.cfg, self.rows = cfg, rows
 
+    def value(self, name: str) -> jax.Array:
+        """`[rows]`."""
+        return per_row(getattr(self.cfg, name), self.rows)
+
     def number(self, name: str) -> jax.Array:
         """`[rows, 1]`."""
-        return per_row(getattr(self.cfg, name), self.rows)[:, None]
+        return self.value(name)[:, None]
 
     def table(self, name: str) -> jax.Array | None:
         """An id table, `[E]` or `[S, W]`, or with one per row, `[rows, E]` or `[rows, S, W]`; None where off."""
@@ -166,6 +193,10 @@ class Knobs:
         table = self.table(name)
         assert table is not None
         return processors.token_set(table, self._vocab)
+
+    def eos(self) -> jax.Array:
+        """The ids that end a row, as `ids`; none where the option is off."""
+        return self.ids("eos_token_id") if self.cfg.on("eos_token_id") else jnp.zeros(self._vocab, bool)
 
     def one(self, name: str) -> jax.Array:
         """An id as bool[rows, V]."""
@@ -183,12 +214,6 @@ class Knobs:
         pair = self.cfg.exponential_decay_length_penalty
         assert pair is not None
         return per_row(pair[part], self.rows)[:, None]
-
-    def too_short(self, history: History) -> jax.Array:
-        """bool[rows]: which rows must not end yet."""
-        if self.cfg.on("min_new_tokens"):  # takes the place of min_length, as in transformers
-            return history.step < per_row(self.cfg.min_new_tokens, self.rows)
-        return history.length < per_row(self.cfg.min_length, self.rows)
 
     def beginning(self, history: History) -> jax.Array:
         """int32[rows]: the step that begin_suppress_tokens is for, the first that nothing is forced in."""
@@ -214,8 +239,3 @@ class Knobs:
     def _vocab(self) -> int:
         assert self.cfg.model is not None
         return self.cfg.model.vocab_size
-
-
-def _kept(value: jax.Array | None) -> jax.Array:
-    assert value is not None
-    return value

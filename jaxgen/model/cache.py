@@ -140,8 +140,8 @@ class KVCache:
     def crop(self, length: jax.Array | int) -> KVCache:
         """Return a copy in one part that holds at most the first `length` tokens of each row, int32[] or int32[B].
 
-        To take back what was generated, for example, and go on from there. Tokens that were chosen and are not in the
-        cache yet count too.
+        A negative length takes as many tokens off the end, as in transformers. To take back what was generated, for
+        example, and go on from there. Tokens that were chosen and are not in the cache yet count too.
         """
         length = jnp.asarray(length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.shape not in ((), (self.rows,)):
@@ -151,8 +151,8 @@ class KVCache:
     def reorder(self, rows: jax.Array) -> KVCache:
         """Return a copy in one part with other rows: row i is row `rows[i]`, int32[n]; some may come several times."""
         rows = jnp.asarray(rows)
-        if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1:
-            raise InputError(f"rows must be integers of shape [n], got {rows.dtype}{list(rows.shape)}")
+        if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1 or not len(rows):
+            raise InputError(f"rows must be integers of shape [n], at least one, got {rows.dtype}{list(rows.shape)}")
         if not isinstance(rows, Tracer) and (int(rows.min()) < 0 or int(rows.max()) >= self.rows):
             raise InputError(f"rows must be from 0 to {self.rows - 1}, got {rows.tolist()}")
         return _reorder(self, rows)
@@ -163,8 +163,8 @@ class KVCache:
         `generate` does not need it: a cache of fewer rows is shared by as many prompts as there are to each, and read
         from one place.
         """
-        if copies < 1:
-            raise InputError(f"copies must be at least 1, got {copies}")
+        if not isinstance(copies, int) or copies < 1:
+            raise InputError(f"copies must be a whole number of at least 1, got {copies!r}")
         return _reorder(self, jnp.repeat(jnp.arange(self.rows), copies))
 
     def first(self, rows: int) -> KVCache:
@@ -192,6 +192,7 @@ class KVCache:
 def _crop(cache: KVCache, length: jax.Array) -> KVCache:
     merged = cache.merge(cache.offset + cache.slots)
     assert merged.known is not None
+    length = jnp.clip(jnp.where(length < 0, merged.known + length, length), 0)
     known = jnp.minimum(merged.known, length)
     return dataclasses.replace(merged, length=jnp.minimum(merged.length, length), known=known)
 

@@ -298,7 +298,37 @@ class CausalLM(nn.Module):
         """
         x = self._embed(ids, inputs_embeds)
         batch, steps, _ = x.shape
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and not keeps_all:
+            raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
         mask = _mask(attention_mask, batch, steps)
+        placed = {"position_ids": position_ids, "segment_ids": segment_ids, "key_mask": key_mask}
+        tokens, cache, overflow = self._place(mask, x.dtype, cache, cache_position, **placed)
+        states, attentions, cache = self.model(x, tokens, cache)
+
+        kept = _keep(states[-1], logits_to_keep)
+        with jax.named_scope("lm_head"):
+            logits = self.model.embed_tokens.attend(kept) if self.cfg.tie_word_embeddings else self.lm_head(kept)
+        logits = logits.astype(jnp.float32)
+        if overflow is not None:
+            logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
+        return ModelOutput(
+            logits=logits,
+            loss=None if labels is None else mean_loss(logits, labels),
+            cache=cache,
+            hidden_states=tuple(states) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+
+    def _place(
+        self, mask: jax.Array, dtype, cache: KVCache | None, cache_position, *, position_ids, segment_ids, key_mask
+    ):
+        """Find out where the new tokens, `mask bool[B, T]`, are and whom they see.
+
+        Returns what the layers must know of them, the cache without what the tokens take the place of, and bool[B],
+        which rows have no room for theirs; the last two None without a cache.
+        """
+        batch, steps = mask.shape
         first = None
         if cache is None:
             if cache_position is not None:
@@ -318,30 +348,14 @@ class CausalLM(nn.Module):
             positions = _whole("position_ids", position_ids, batch, steps)
         else:
             positions = order if first is None else order - first
-        cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, x.dtype)
+        cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, dtype)
         windows = set(self.cfg.windows)
         if key_mask is not None:
             if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
                 raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
             orders = [hidden_by(key_mask, keys) for keys in orders]
         masks = {window or 0: tuple(visible(order, keys, window, first) for keys in orders) for window in windows}
-        states, attentions, cache = self.model(x, _Tokens(cos, sin, slots, masks), cache)
-
-        kept = _keep(states[-1], logits_to_keep)
-        with jax.named_scope("lm_head"):
-            logits = self.model.embed_tokens.attend(kept) if self.cfg.tie_word_embeddings else self.lm_head(kept)
-        logits = logits.astype(jnp.float32)
-        if overflow is not None:
-            logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
-        if labels is not None and logits.shape[1] != steps:
-            raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
-        return ModelOutput(
-            logits=logits,
-            loss=None if labels is None else mean_loss(logits, labels),
-            cache=cache,
-            hidden_states=tuple(states) if output_hidden_states else None,
-            attentions=tuple(attentions) if output_attentions else None,
-        )
+        return _Tokens(cos, sin, slots, masks), cache, overflow
 
     def _embed(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
         if (ids is None) == (inputs_embeds is None):

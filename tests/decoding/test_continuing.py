@@ -1,14 +1,21 @@
 """Going on from an earlier output's cache is a run from the beginning."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate, prefill
-from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+from tests.models import (
+    counting_config,
+    counting_params,
+    generated,
+    left_pad,
+    model_config,
+    random_params,
+    slow,
+    with_layers,
+)
 
 MODEL = model_config()
 PARAMS = random_params(MODEL)
@@ -35,11 +42,9 @@ def both(cfg, first, key=None):
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"repetition_penalty": 1.4},
-        {"max_new_tokens": [3, 1, 8]},
-        {"do_sample": True, "temperature": 1.5, "top_k": 20},
-        {"min_length": 16, "eos_token_id": list(range(40, 80))},
+        {"repetition_penalty": [1.4, 1.0, 1.2], "max_new_tokens": [3, 1, 8]},
+        *slow({}, {"do_sample": True, "temperature": 1.5, "top_k": 20}),
+        *slow({"min_length": 16, "eos_token_id": list(range(40, 80))}),
     ],
 )
 def test_going_on_is_beginning_anew(fields):
@@ -59,20 +64,22 @@ def test_rows_that_ended_at_different_lengths():
     assert on == anew
 
 
-def test_a_long_conversation():
+@pytest.mark.parametrize("turns", [4, *slow(15)])
+def test_a_long_conversation(turns):
     cfg = counting_config(max_new_tokens=5, pad_token_id=0)
     params = counting_params(cfg)
     cache = None
-    for turn in range(15):
+    for turn in range(turns):
         out = generate(params, [[turn + 1], [turn + 7]], None, cfg, cache=cache)
         assert generated(out, 1) == [(turn + 8 + step) % 50 for step in range(5)]
         cache = out.cache
         assert cache.total_known.tolist() == [6 * (turn + 1)] * 2
         assert cache.total_length.tolist() == [6 * (turn + 1) - 1] * 2
     kept = np.concatenate([np.asarray(part.tokens)[0, : int(part.known[0])] for part in cache.parts])
-    assert kept.tolist() == [(turn + 1 + step) % 50 for turn in range(15) for step in range(6)]
+    assert kept.tolist() == [(turn + 1 + step) % 50 for turn in range(turns) for step in range(6)]
 
 
+@pytest.mark.slow
 def test_max_length_counts_what_the_cache_holds():
     first = start(CFG)
     out = generate(PARAMS, [[1], [2], [3]], None, CFG.replace(max_new_tokens=None, max_length=21), cache=first.cache)
@@ -92,23 +99,31 @@ def test_return_sequences_go_on_each_by_itself():
 
 def test_a_cache_of_the_model_alone():
     prompt = jnp.asarray([[5, 6, 7, 8]])
-    cache = CausalLM(MODEL).apply({"params": PARAMS}, prompt, cache=KVCache.create(MODEL, 1, 10)).cache
+    cache = jax.jit(CausalLM(MODEL).apply)({"params": PARAMS}, prompt, cache=KVCache.create(MODEL, 1, 10)).cache
     out = generate(PARAMS, [[9]], None, CFG, cache=cache)
     assert generated(out, 0) == generated(generate(PARAMS, [[5, 6, 7, 8, 9]], None, CFG), 0)
-    with pytest.raises(InputError, match="repetition_penalty looks at all tokens"):
-        generate(PARAMS, [[9]], None, CFG.replace(repetition_penalty=1.2), cache=cache)
+    for options in ({"repetition_penalty": 1.2}, {"forced_bos_token_id": 3}, {"forced_decoder_ids": [[6, 30]]}):
+        with pytest.raises(InputError, match=f"{next(iter(options))} looks at all tokens"):
+            generate(PARAMS, [[9]], None, CFG.replace(**options), cache=cache)
+    with pytest.raises(InputError, match="repetition_penalty looks at all tokens"):  # nor later
+        generate(PARAMS, [[9]], None, CFG.replace(repetition_penalty=1.2), cache=out.cache)
+    cfg = CFG.replace(min_length=7, eos_token_id=list(range(0, 97, 2)))
+    ended = generate(PARAMS, [[9]], None, cfg, cache=cache)
+    assert generated(ended, 0) == generated(generate(PARAMS, [[5, 6, 7, 8, 9]], None, cfg), 0)
+    assert 3 <= int(ended.lengths[0]) < 8
 
 
 def test_under_jit():
-    first = start(CFG)
+    cfg = CFG.replace(repetition_penalty=[1.4, 1.0, 1.2])
+    first = start(cfg)
     ids, mask = left_pad(FOLLOWING)
-    plain = generate(PARAMS, ids, None, CFG, attention_mask=mask, cache=first.cache)
+    plain = generate(PARAMS, ids, None, cfg, attention_mask=mask, cache=first.cache)
 
     @jax.jit
-    def go_on(params, cache, ids, mask):
-        return generate(params, ids, None, CFG, attention_mask=mask, cache=cache).sequences
+    def go_on(params, cfg, cache, ids, mask):
+        return generate(params, ids, None, cfg.replace(max_new_tokens=8), attention_mask=mask, cache=cache).sequences
 
-    assert (go_on(PARAMS, first.cache, jnp.asarray(ids), jnp.asarray(mask)) == plain.sequences).all()
+    assert (go_on(PARAMS, cfg, first.cache, jnp.asarray(ids), jnp.asarray(mask)) == plain.sequences).all()
 
 
 def test_the_cache_that_was_given_is_not_changed():
@@ -118,6 +133,7 @@ def test_the_cache_that_was_given_is_not_changed():
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, first.cache), before)
 
 
+@pytest.mark.slow
 def test_streaming():
     class Collect:
         def __init__(self):
@@ -140,9 +156,7 @@ def test_caches_that_do_not_fit():
     first = start(CFG)
     with pytest.raises(InputError, match="the cache has 3 rows and there are 1 prompts"):
         generate(PARAMS, [[1]], None, CFG, cache=first.cache)
-    with pytest.raises(TypeError, match=r"cache must be the cache of an earlier output, a jaxgen\.KVCache, got dict"):
-        generate(PARAMS, [[1]], None, CFG, cache={})
-    other = dataclasses.replace(MODEL, num_hidden_layers=1, windows=(None,))
+    other = with_layers(MODEL, 1)
     with pytest.raises(InputError, match="the cache is of another model"):
         generate(PARAMS, [[1]], None, CFG, cache=KVCache.create(other, 1, 8))
 
@@ -162,16 +176,14 @@ SYSTEM = [40, 41, 42, 43]
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "prefill_chunk_size": 2},
-        pytest.param({"do_sample": True, "num_return_sequences": 2, "top_k": 0}, marks=pytest.mark.slow),
-        pytest.param({"guidance_scale": 1.5}, marks=pytest.mark.slow),
+        *slow({}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}, {"guidance_scale": 1.5}),
     ],
 )
 def test_a_prefix_is_shared_by_many_prompts(fields):
     cfg = CFG.replace(**fields)
     key = jax.random.key(3) if cfg.do_sample else None
-    system = prefill(PARAMS, [SYSTEM], cfg)
+    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # those of the prompts to come
     assert system.rows == 1
     out, said = run(PROMPTS, cfg, key, cache=system)
     assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]
@@ -196,7 +208,7 @@ def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
 
 @pytest.mark.slow
 def test_prefill_under_jit_and_out_of_a_finished_run():
-    held = jax.jit(lambda params, ids: prefill(params, ids, CFG))(PARAMS, jnp.asarray([SYSTEM]))
+    held = jax.jit(prefill)(PARAMS, jnp.asarray([SYSTEM]), CFG.replace(pad_token_id=None, eos_token_id=[3, 4]))
     assert run(PROMPTS, cache=held)[1] == run([SYSTEM + prompt for prompt in PROMPTS])[1]
     out, said = run([SYSTEM])
     assert run(PROMPTS, cache=out.cache)[1] == run([SYSTEM + said[0] + prompt for prompt in PROMPTS])[1]
@@ -207,6 +219,8 @@ def test_crop_takes_back_what_was_said():
     cut = out.cache.crop(jnp.asarray([len(prompt) + 2 for prompt in PROMPTS]))
     on = run(FOLLOWING, cache=cut)[1]
     assert on == run([p + s[:2] + f for p, s, f in zip(PROMPTS, said, FOLLOWING, strict=True)])[1]
+    less = out.cache.crop(-6)
+    assert less.total_known.tolist() == [len(prompt) + 2 for prompt in PROMPTS]
     assert out.cache.crop(100).total_known.tolist() == out.cache.total_known.tolist()
     with pytest.raises(InputError, match="one integer or one per row"):
         out.cache.crop(jnp.asarray([1, 2]))
@@ -224,9 +238,3 @@ def test_reorder_and_expand():
     assert on == run([[7]] * 6, cache=out.cache)[1]
     with pytest.raises(InputError, match="rows must be from 0 to 2"):
         out.cache.reorder(jnp.asarray([3]))
-
-
-def test_the_cache_of_another_model_is_refused():
-    other = model_config(num_hidden_layers=1)
-    with pytest.raises(InputError, match="the cache is of another model"):
-        run(PROMPTS, cache=KVCache.create(other, 3, 8))

@@ -15,9 +15,10 @@ from jaxgen import (
     InputError,
     JaxgenWarning,
     NotBuiltYetError,
+    StepHook,
     generate,
 )
-from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params, slow
 
 CFG = counting_config(max_new_tokens=6, pad_token_id=0)
 PARAMS = counting_params(CFG)
@@ -81,10 +82,9 @@ def test_max_new_tokens_wins_over_max_length():
     ("fields", "expected"),
     [
         ({"min_new_tokens": 3}, [4, 6, 7, 8, 9, 10]),  # 5, the eos, is banned as second token
-        ({"min_length": 3}, [4, 6, 7, 8, 9, 10]),
-        ({"min_length": 2}, [4, 5]),
         ({"min_new_tokens": 1}, [4, 5]),
-        ({"min_new_tokens": [3]}, [4, 6, 7, 8, 9, 10]),
+        *slow(({"min_new_tokens": [3]}, [4, 6, 7, 8, 9, 10])),
+        *slow(({"min_length": 3}, [4, 6, 7, 8, 9, 10]), ({"min_length": 2}, [4, 5])),
     ],
 )
 def test_minimal_lengths_ban_eos(fields, expected):
@@ -146,7 +146,7 @@ def test_padding_can_be_anywhere():
 
 def test_the_mask_is_inferred_from_the_pad_id():
     real = model_config()
-    params, cfg = random_params(real), GenerationConfig(model=real, max_new_tokens=5, pad_token_id=0)
+    params, cfg = random_params(real), GenerationConfig(model=real, max_new_tokens=5, pad_token_id=0, eos_token_id=95)
     ids, mask = left_pad([[5, 6, 7], [8]])
     with_mask = generate(params, ids, None, cfg, attention_mask=mask)
     np.testing.assert_array_equal(generate(params, ids, None, cfg).sequences, with_mask.sequences)
@@ -155,10 +155,34 @@ def test_the_mask_is_inferred_from_the_pad_id():
     with pytest.warns(JaxgenWarning, match="give attention_mask"):
         attended = generate(params, ids, None, cfg).sequences
     np.testing.assert_array_equal(attended[:, :4], ones[:, :4])
-    inside = jax.jit(functools.partial(generate, attention_mask=None))(
-        params, jnp.asarray(ids), None, cfg.replace(eos_token_id=None, max_length=8)
-    )
-    np.testing.assert_array_equal(inside.sequences, with_mask.sequences)
+
+
+@pytest.mark.slow
+def test_the_mask_is_inferred_inside_the_callers_jit():
+    cfg = CFG.replace(max_length=8, max_new_tokens=5)
+    ids, mask = left_pad([[5, 6, 7], [8]])
+    inside = jax.jit(functools.partial(generate, attention_mask=None))(PARAMS, jnp.asarray(ids), None, cfg)
+    assert inside.attention_mask[:, :3].tolist() == mask.astype(bool).tolist()
+    np.testing.assert_array_equal(inside.sequences, count([[5, 6, 7], [8]], cfg).sequences)
+
+
+def test_the_mask_is_inferred_by_each_rows_own_eos():
+    cfg = CFG.replace(eos_token_id=[[9], [0]], pad_token_id=0, max_new_tokens=2)
+    out = generate(PARAMS, [[0, 0, 5], [1, 2, 3]], None, cfg)
+    assert out.attention_mask[:, :3].tolist() == [[False, False, True], [True, True, True]]
+
+
+@pytest.mark.slow
+def test_concrete_arguments_and_traced_ones_in_a_list_under_jit():
+    run = jax.jit(lambda x: generate(PARAMS, [[1, 2]], None, CFG).sequences + x)
+    assert run(0).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    run = jax.jit(lambda x: generate(PARAMS, [[1, x]], None, CFG).sequences)
+    assert run(2).tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_weights_of_another_dtype_are_refused():
+    with pytest.raises(InputError, match=r"they are bfloat16 and cfg\.model\.dtype is float32: make that the same"):
+        generate(jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS), [[1]], None, CFG)
 
 
 def test_inside_the_callers_jit():
@@ -228,6 +252,11 @@ def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
         ("negative_prompt_ids", [[1]], InputError, "negative_prompt_ids need guidance_scale"),
         ("negative_prompt_attention_mask", [[1]], InputError, "is for negative_prompt_ids"),
         ("cache", 3, TypeError, "cache must be"),
+        ("hook", 3, TypeError, "hook must be an object of a class derived from"),
+        ("hook", StepHook, TypeError, "hook must be an object"),
+        ("streamer", 3, TypeError, "streamer must have the methods put and end"),
+        ("logits_processor", [lambda h, s: s[:, :10]], InputError, r"must return the scores, float32\[1, 50\]"),
+        ("logits_processor", [lambda h, s: None], InputError, "must return the scores, .* got None"),
     ],
 )
 def test_other_arguments_that_do_not_fit_are_refused_by_name(keyword, value, error, message):
@@ -281,6 +310,7 @@ def test_other_keywords_are_refused(kwargs, error, message):
         ),
         ({"cfg": CFG.replace(max_new_tokens=[1, 2])}, InputError, "max_new_tokens has 2 values"),
         ({"cfg": counting_config(max_length=1)}, InputError, "max_length=1"),
+        ({"cfg": CFG.replace(output_logprobs="logits", top_logprobs=51)}, ConfigError, "top_logprobs=51 is more than"),
     ],
 )
 def test_bad_input_is_refused_with_a_reason(change, error, message):

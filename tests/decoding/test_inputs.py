@@ -8,15 +8,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, StepHook, generate
-from jaxgen.model.causal_lm import forward
-from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+from jaxgen import ConfigError, GenerationConfig, InputError, StepHook, generate, prefill
+from tests.models import (
+    counting_config,
+    counting_params,
+    generated,
+    last_logits,
+    left_pad,
+    model_config,
+    random_params,
+    slow,
+)
 
 MODEL = model_config(num_hidden_layers=2)
 PARAMS = random_params(MODEL)
+TABLE = PARAMS["model"]["embed_tokens"]["weight"]
 CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0)
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
 IDS, MASK = left_pad(PROMPTS)
+
+
+class Sink:
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
 
 
 def rows(out):
@@ -35,17 +52,31 @@ def test_no_prompt_begins_with_bos():
 
 
 def test_embeddings_in_place_of_ids():
-    table = PARAMS["model"]["embed_tokens"]["weight"]
     cfg = CFG.replace(repetition_penalty=1.3)
-    out = run(cfg, inputs_embeds=table[IDS])
-    assert rows(out) == rows(run(cfg))
-    np.testing.assert_array_equal(out.sequences, run(cfg).sequences)
-    # Without ids the processors know what is generated only, and the output has nothing else.
-    alone = run(cfg, None, inputs_embeds=table[IDS])
+    np.testing.assert_array_equal(run(cfg, inputs_embeds=TABLE[IDS]).sequences, run(cfg).sequences)
+
+
+@pytest.mark.slow
+def test_embeddings_without_ids_count_for_the_lengths():
+    embeds = TABLE[jnp.asarray([[20, 21, 22, 23, 24]])]
+    limited = run(CFG.replace(max_new_tokens=None, max_length=12), None, inputs_embeds=embeds, attention_mask=None)
+    assert limited.lengths.tolist() == [7]
+    said = rows(run(CFG, None, inputs_embeds=embeds, attention_mask=None))[0]
+    ended = run(CFG.replace(min_length=7, eos_token_id=said), None, inputs_embeds=embeds, attention_mask=None)
+    plain = run(CFG.replace(min_length=7, eos_token_id=said), [[20, 21, 22, 23, 24]], attention_mask=None)
+    assert rows(ended) == rows(plain)
+    assert ended.lengths.tolist() == [3]
+
+
+@pytest.mark.slow
+def test_embeddings_without_ids():
+    assert rows(run(inputs_embeds=TABLE[IDS], ids=None)) == rows(run())
+    # The processors know what is generated only, and the output has nothing else.
+    cfg = CFG.replace(repetition_penalty=1.3)
+    alone = run(cfg, None, inputs_embeds=TABLE[IDS])
     assert alone.sequences.shape == (3, 6)
     again = jax.jit(lambda x: generate(PARAMS, None, None, cfg, inputs_embeds=x, attention_mask=MASK).sequences)
-    np.testing.assert_array_equal(again(table[IDS]), alone.sequences)
-    assert rows(run(inputs_embeds=table[IDS], ids=None)) == rows(run())
+    np.testing.assert_array_equal(again(TABLE[IDS]), alone.sequences)
 
 
 def guided(prompt, negative, scale, steps=6):
@@ -53,14 +84,13 @@ def guided(prompt, negative, scale, steps=6):
     said = []
     for _ in range(steps):
         with_prompt, without = (
-            jax.nn.log_softmax(forward(MODEL, PARAMS, jnp.asarray([ids + said])).logits[0, -1])
-            for ids in (prompt, negative)
+            jax.nn.log_softmax(last_logits(MODEL, PARAMS, TABLE[jnp.asarray(ids + said)])) for ids in (prompt, negative)
         )
         said.append(int(jnp.argmax(without + scale * (with_prompt - without))))
     return said
 
 
-@pytest.mark.parametrize("scale", [1.7, pytest.param(0.4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", [1.7, *slow(0.4)])
 def test_guidance(scale):
     cfg = CFG.replace(guidance_scale=scale)
     assert rows(run(cfg)) == [guided(prompt, prompt[-1:], scale) for prompt in PROMPTS]
@@ -84,17 +114,32 @@ def test_guidance_goes_on_from_its_cache():
 
 
 @pytest.mark.slow
+def test_a_long_negative_prompt_beside_a_short_cache():
+    cfg, negative = CFG.replace(guidance_scale=1.5), [*range(1, 41)]
+    first = prefill(PARAMS, [[5, 6, 7]], cfg)
+    on = generate(PARAMS, [[9]], None, cfg, cache=first, negative_prompt_ids=[negative])
+    assert rows(on) == [guided([5, 6, 7, 9], negative, 1.5)]
+    jitted = jax.jit(lambda p: generate(p, [[9]], None, cfg, cache=first, negative_prompt_ids=[negative]).sequences)
+    np.testing.assert_array_equal(jitted(PARAMS), on.sequences)
+
+
+@pytest.mark.slow
+def test_a_row_without_guidance_among_others():
+    cfg = CFG.replace(repetition_penalty=1.5)
+    together = run(cfg.replace(guidance_scale=[1.0, 2.0, 1.0]), streamer=Sink())
+    assert [rows(together)[row] for row in (0, 2)] == [rows(run(cfg))[row] for row in (0, 2)]
+
+
+@pytest.mark.slow
 def test_guidance_of_several_sequences():
     cfg = CFG.replace(guidance_scale=1.5, do_sample=True, num_return_sequences=2, top_k=0)
     out = generate(PARAMS, IDS, jax.random.key(0), cfg, attention_mask=MASK)
-    alone = generate(PARAMS, IDS[2:], jax.random.split(jax.random.key(0), 1), cfg)
     key = jax.random.fold_in(jax.random.key(0), 2)[None]
     alone = generate(PARAMS, IDS[2:], key, cfg)
     assert rows(out)[4:] == rows(alone)
 
 
-@pytest.mark.parametrize("chunk", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 100))])
-@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [2, *slow(1, 3, 100)])
 def test_a_prompt_in_chunks_is_the_whole(chunk):
     cfg = CFG.replace(prefill_chunk_size=chunk, output_logits=True)
     whole = run(cfg.replace(prefill_chunk_size=None))
@@ -117,6 +162,9 @@ def test_chunks_bound_the_memory_of_a_prefill():
 
 
 def test_chunks_are_refused_where_the_whole_is_wanted():
+    scaled = model_config(rope_scaling={"type": "dynamic", "factor": 2.0})
+    with pytest.raises(ConfigError, match="prefill_chunk_size is not offered with dynamic RoPE"):
+        generate(random_params(scaled), IDS, None, CFG.replace(prefill_chunk_size=2, model=scaled))
     with pytest.raises(ConfigError, match="output_attentions needs the prompt in one piece"):
         run(CFG.replace(prefill_chunk_size=2, output_attentions=True))
 
@@ -141,18 +189,16 @@ class Feedback(StepHook):
 
 def fed_back(prompt, directions, steps=6):
     """The same without a cache: each token keeps the embedding that it was read with."""
-    table = PARAMS["model"]["embed_tokens"]["weight"]
-    embeds = table[jnp.asarray(prompt)]
+    embeds = TABLE[jnp.asarray(prompt)]
     total, said = jnp.zeros(MODEL.hidden_size), []
     for _ in range(steps):
-        logits = CausalLM(MODEL).apply({"params": PARAMS}, inputs_embeds=embeds[None]).logits[0, -1]
-        said.append(int(jnp.argmax(logits)))
+        said.append(int(jnp.argmax(last_logits(MODEL, PARAMS, embeds))))
         total = total + directions[said[-1]]
-        embeds = jnp.concatenate([embeds, (table[said[-1]] + total)[None]])
+        embeds = jnp.concatenate([embeds, (TABLE[said[-1]] + total)[None]])
     return said
 
 
-@pytest.mark.parametrize("chunk", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [None, *slow(2)])
 def test_a_hook_that_adds_an_embedding_at_every_step(chunk):
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     out = run(CFG.replace(prefill_chunk_size=chunk), hook=Feedback(directions))
@@ -182,9 +228,6 @@ class See(StepHook):
 @pytest.mark.slow
 def test_a_hook_sees_hidden_states_and_changes_logits(fields):
     out = generate(PARAMS, IDS, jax.random.key(0), CFG.replace(**fields), attention_mask=MASK, hook=See())
-    if "guidance_scale" in fields:  # both rows get the same bonus
-        assert out.lengths.tolist() == [6] * 3
-        return
     for row in rows(out):
         assert row[::2] == [50, 52, 54]
 
@@ -230,18 +273,37 @@ def test_a_hook_is_streamed_and_jitted_alike():
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     plain = run(hook=Feedback(directions))
 
-    class Sink:
-        def put(self, value):
-            pass
-
-        def end(self):
-            pass
-
     assert rows(run(hook=Feedback(directions), streamer=Sink())) == rows(plain)
     jitted = jax.jit(lambda hook: generate(PARAMS, IDS, None, CFG, attention_mask=MASK, hook=hook).sequences)
     np.testing.assert_array_equal(jitted(Feedback(directions)), plain.sequences)
 
 
+class Wrong(StepHook):
+    """Breaks the contract in one way."""
+
+    def __init__(self, **methods):
+        for name, value in methods.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("methods", "error", "message"),
+    [
+        (
+            {"init": lambda history: jnp.zeros(7)},
+            InputError,
+            r"init must return arrays with the rows first, \[3, ...\]",
+        ),
+        ({"init": lambda history: {"count": 0}}, InputError, "got one of shape \\[\\]"),
+        ({"before": lambda state, history, inputs: inputs}, TypeError, r"before must return \(StepInputs, state\)"),
+        ({"after": lambda state, history, output: (1, state)}, TypeError, r"after must return \(StepOutput, state\)"),
+    ],
+)
+def test_hooks_that_break_their_contract(methods, error, message):
+    with pytest.raises(error, match=message):
+        run(hook=Wrong(**methods))
+
+
 def test_embeddings_need_a_negative_prompt_of_ids():
     with pytest.raises(InputError, match="give negative_prompt_ids"):
-        run(CFG.replace(guidance_scale=2.0), None, inputs_embeds=PARAMS["model"]["embed_tokens"]["weight"][IDS])
+        run(CFG.replace(guidance_scale=2.0), None, inputs_embeds=TABLE[IDS])

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, TokenAutomaton, generate, score
+from jaxgen.errors import JaxgenWarning, NotBuiltYetError
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
-from tests.models import generated, left_pad, model_config, random_params
+from tests.models import generated, left_pad, model_config, random_params, slow
 from tests.test_compilations import compilations
 from tests.test_scoring import close, sizes_with
 
@@ -59,17 +60,12 @@ def scored(params, out, cfg, **arguments):
     return score(params, out.sequences, cfg, of="scores", **given)
 
 
-QUICK = ("penalties", "per-prompt")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", ["per-prompt", *slow(*(name for name in SETTINGS if name != "per-prompt"))])
 def test_what_generate_chose_from(name):
     cfg = CFG.replace(**SETTINGS[name], top_logprobs=3)
     out = run(cfg)
     assert len(set(np.asarray(out.lengths).tolist())) > 1
-    again = scored(PARAMS, out, cfg, top=3, chunk=3)
+    again = scored(PARAMS, out, cfg, top_logprobs=3, chunk=3)
     assert (again.logprobs.shape, again.logprobs.dtype) == (out.sequences.shape, "float32")
     assert not np.any(np.asarray(again.logprobs)[:, : out.prompt_width])
     close(again.logprobs[:, out.prompt_width :], out.logprobs)
@@ -107,7 +103,7 @@ def in_turns(start):
     )
 
 
-@pytest.mark.parametrize("eos", [EOS, pytest.param(None, marks=pytest.mark.slow)], ids=["eos", "no-eos"])
+@pytest.mark.parametrize("eos", [EOS, *slow(None)], ids=["eos", "no-eos"])
 def test_processors_of_the_users_own_and_an_automaton(eos):
     cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # whole rounds
     rules = {"logits_processor": [Discourage(np.arange(30, 50), np.float32(7)), not_the_last_token]}
@@ -116,8 +112,6 @@ def test_processors_of_the_users_own_and_an_automaton(eos):
     if eos is None:
         assert [generated(out, row)[0] % 3 for row in range(6)] == [0, 0, 1, 1, 2, 2]
     close(scored(PARAMS, out, cfg, **rules).logprobs[:, out.prompt_width :], out.logprobs)
-    gradient = jax.grad(lambda params: jnp.sum(scored(params, out, cfg, **rules).logprobs))(PARAMS)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
 # --- Gradients ----------------------------------------------------------------------------------------------------
@@ -136,6 +130,7 @@ def of_one_token(params, ids, prompt_length, length):
     return jax.nn.log_softmax(build_transform(cfg, 1)(history, logits, None), axis=-1)[0, ids[length]]
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_single_steps():
     out = run(TUNED)
     weights = jnp.asarray([0.5, -1.0, 2.0])
@@ -166,7 +161,7 @@ def test_the_logits_of_all_positions_are_never_held():
     cfg = TUNED.replace(model=model, repetition_penalty=1.0)
 
     def total(params, chunk):
-        return jnp.sum(score(params, ids, cfg, of="scores", prompt_width=start, top=2, chunk=chunk).logprobs)
+        return jnp.sum(score(params, ids, cfg, of="scores", prompt_width=start, top_logprobs=2, chunk=chunk).logprobs)
 
     for function, weights in ((total, 0), (jax.grad(total), MODEL.hidden_size)):
         program = jax.make_jaxpr(function, static_argnums=1)
@@ -179,11 +174,11 @@ def test_the_logits_of_all_positions_are_never_held():
 
 def test_under_jit():
     out = run(TUNED)
-    eager = scored(PARAMS, out, TUNED, top=2)
+    eager = scored(PARAMS, out, TUNED, top_logprobs=2)
 
     @jax.jit
     def jitted(params, cfg, ids, mask):
-        return score(params, ids, cfg, attention_mask=mask, of="scores", prompt_width=out.prompt_width, top=2)
+        return score(params, ids, cfg, attention_mask=mask, of="scores", prompt_width=out.prompt_width, top_logprobs=2)
 
     traced = jitted(PARAMS, TUNED, out.sequences, out.attention_mask)
     jax.tree.map(close, traced, eager)
@@ -219,8 +214,8 @@ def test_one_program_for_other_values_and_widths():
 
 def test_the_prompt_of_the_models_own_distribution_may_be_left_out():
     ids, mask = left_pad([[5, 3, 8, 1, 90, 7, 7], [2, 96, 4, 4, 1], [11, 12, 13, 14, 15]])
-    whole = score(PARAMS, ids, CFG, attention_mask=mask, top=2)
-    behind = score(PARAMS, ids, CFG, attention_mask=mask, top=2, prompt_width=4)
+    whole = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2)
+    behind = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2, prompt_width=4)
     kept = np.arange(7) >= 4
     close(behind.logprobs, np.where(kept, whole.logprobs, 0))
     close(behind.top_logprobs, np.where(kept[:, None], whole.top_logprobs, 0))
@@ -232,6 +227,15 @@ def test_the_budget_without_any_length_is_the_number_of_columns():
     logprobs = np.asarray(score(PARAMS, [[3, 4, 5, 6, 7, 9]], cfg, of="scores", prompt_width=2).logprobs)
     assert np.all(logprobs[0, 2:5] < 0)
     assert logprobs[0, 5] == 0
+
+
+@pytest.mark.slow
+def test_the_budget_of_the_default_length():
+    cfg = CFG.replace(max_new_tokens=None, forced_eos_token_id=9, eos_token_id=None)
+    with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length"):
+        out = run(cfg)
+    assert out.lengths.tolist() == [13, 18, 19]
+    close(scored(PARAMS, out, cfg).logprobs[:, out.prompt_width :], out.logprobs)
 
 
 def test_a_token_that_cannot_be_chosen():
@@ -253,6 +257,7 @@ def test_a_token_that_cannot_be_chosen():
         ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, TypeError, "TokenAutomaton"),
         ({"cfg": CFG.replace(guidance_scale=2.0)}, ConfigError, "guidance_scale"),
         ({"cfg": CFG.replace(num_beams=2)}, ConfigError, "beam_sample"),
+        ({"cfg": CFG.replace(dola_layers="low")}, NotBuiltYetError, "dola_layers"),
         ({"cfg": CFG.replace(top_k=[3, 4])}, InputError, "top_k has 2 values for 1 prompts"),
         ({"cfg": CFG.replace(suppress_tokens=[97])}, ConfigError, "suppress_tokens has the token 97"),
         ({"attention_mask": [[0, 1, 1]]}, InputError, "row 0 has no token in front of prompt_width"),

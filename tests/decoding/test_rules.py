@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, Tokenizer, demo, generate
-from tests.models import counting_config, counting_params, generated, left_pad
+from tests.models import counting_config, counting_params, generated, left_pad, slow
 from tests.test_compilations import compilations
 
 CFG = counting_config(max_new_tokens=6, pad_token_id=0)
@@ -98,6 +98,7 @@ def test_another_prefix_function_compiles_nothing():
     assert generated(out, 0) == [2] * 6
 
 
+@pytest.mark.slow
 def test_a_prefix_function_streams():
     class Collector:
         def __init__(self):
@@ -141,16 +142,19 @@ def test_a_prefix_function_under_jit():
 # --- Rows that cannot go on -------------------------------------------------------------------------------------
 
 EVERYTHING = list(range(50))
+KEPT_BY = {"min_p": 0.1, "epsilon_cutoff": 0.1, "top_p": 0.5}  # warpers that would take a NaN away
 FAILURES = {
     "banned": (StopReason.NO_TOKEN, {"suppress_tokens": [EVERYTHING, [1]]}, None, "every token is banned"),
     "nan": (StopReason.NOT_A_NUMBER, {}, lambda h, s: jnp.where(h.ids[:, :1] == 3, jnp.nan, s), "are not numbers"),
 }
 
 
-@pytest.mark.parametrize(("reason", "fields", "processor", "message"), FAILURES.values(), ids=FAILURES)
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sample"])
-def test_a_row_that_cannot_go_on(reason, fields, processor, message, do_sample):
-    cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields)
+@pytest.mark.parametrize(
+    ("failure", "do_sample"), [("banned", False), ("nan", True), *slow(("banned", True), ("nan", False))]
+)
+def test_a_row_that_cannot_go_on(failure, do_sample):
+    reason, fields, processor, message = FAILURES[failure]
+    cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields, **(KEPT_BY if do_sample else {}))
     more = {} if processor is None else {"logits_processor": [processor]}
     with pytest.raises(GenerationError, match=f"row 0 cannot go on after 0 generated tokens.*{message}"):
         generate(PARAMS, IDS, jax.random.key(0), cfg, **more)
@@ -162,9 +166,11 @@ def test_a_row_that_cannot_go_on(reason, fields, processor, message, do_sample):
 
 
 def test_ids_outside_of_the_vocabulary_under_jit():
-    out = jax.jit(lambda ids: generate(PARAMS, ids, None, CFG))(jnp.asarray([[3], [50], [-4]]))
-    assert out.stop_reasons.tolist() == [StopReason.LENGTH, StopReason.BAD_ID, StopReason.BAD_ID]
-    assert out.lengths.tolist() == [6, 0, 0]
+    mask = jnp.asarray([[1], [1], [1], [0]])
+    run = jax.jit(lambda ids, mask: generate(PARAMS, ids, None, CFG, attention_mask=mask))
+    out = run(jnp.asarray([[3], [50], [-4], [3]]), mask)
+    assert out.stop_reasons.tolist() == [StopReason.LENGTH, *[StopReason.BAD_ID] * 3]
+    assert out.lengths.tolist() == [6, 0, 0, 0]
 
 
 def test_time():
@@ -226,7 +232,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("seeds", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [8, *slow(200)])
 def test_a_json_schema_is_kept_to(storyteller, seeds):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_json_schema(SCHEMA, TOKENIZER)
@@ -261,6 +267,28 @@ def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller)
         out = generate(params, chat("A"), jax.random.key(0), limited, prefix_allowed_tokens_fn=automaton)
         assert out.stop_reasons.tolist()[0] in (StopReason.COMPLETE, StopReason.LENGTH)
         assert set(TOKENIZER.decode_batch(out)[0].split(")")) == {"zq", ""}
+
+
+def test_rows_with_and_without_an_end_of_their_own(storyteller):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_regex("[0-9]{3}", TOKENIZER)
+    ids = np.repeat(chat("A number"), 2, axis=0)
+    cfg = cfg.replace(max_new_tokens=9, eos_token_id=[[cfg.eos_token_id], []])
+    out = generate(params, ids, jax.random.key(0), cfg, prefix_allowed_tokens_fn=automaton)
+    assert out.stop_reasons.tolist() == [StopReason.EOS, StopReason.COMPLETE]
+    assert [text.isdigit() for text in TOKENIZER.decode_batch(out)] == [True, True]
+
+
+def test_an_automaton_that_does_not_fit_is_refused(storyteller):
+    params, cfg = storyteller
+    cfg = GenerationConfig(model=cfg.model, max_new_tokens=9)
+    digits = TokenAutomaton.from_regex("[0-9]{3}", TOKENIZER)
+    two, ids = TokenAutomaton.stack([digits, digits]), np.ones((4, 3), int)
+    for call in (lambda function: function(params), lambda function: jax.jit(function)(params)):
+        with pytest.raises(InputError, match="stacked for 2 prompts and there are 4"):
+            call(lambda params: generate(params, ids, None, cfg, prefix_allowed_tokens_fn=two))
+    with pytest.raises(InputError, match="automaton is of 50 tokens and the model has"):
+        generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:50]))
 
 
 def test_too_little_room_for_a_grammar_is_refused(storyteller):
@@ -323,4 +351,3 @@ def test_the_config_is_checked_before_anything_is_compiled():
     with compilations() as count, pytest.raises(InputError, match="stop_strings"):
         generate(PARAMS, IDS, None, CFG.replace(stop_strings="x"))
     assert count[0] == 0
-    assert isinstance(CFG, GenerationConfig)

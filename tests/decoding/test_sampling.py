@@ -7,7 +7,7 @@ import pytest
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.decoding.sample import draw, sequence_keys
-from tests.models import generated, left_pad, model_config, random_params
+from tests.models import generated, left_pad, model_config, random_params, slow
 
 MODEL = model_config()
 PARAMS = random_params(MODEL)
@@ -21,7 +21,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("vocab", [7, 512, 513, 2000])
+@pytest.mark.parametrize("vocab", [7, 513, *slow(512, 2000)])
 def test_draws_follow_the_distribution(vocab):
     rng = np.random.default_rng(vocab)
     scores = rng.normal(size=vocab).astype(np.float32) * 2
@@ -62,23 +62,23 @@ def test_row_keys_are_those_that_the_contract_names():
     )
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sample", "greedy"])
+@pytest.mark.parametrize("do_sample", [True, *slow(False)], ids=["sample", "greedy"])
 def test_a_row_is_alone(do_sample):
     cfg = CFG if do_sample else CFG.replace(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     key = jax.random.key(3) if do_sample else None
     ids, mask = left_pad(PROMPTS)
     batch = generate(PARAMS, ids, key, cfg, attention_mask=mask)
-    wide_ids, wide_mask = left_pad(PROMPTS, width=100)  # another bucket
-    wide = generate(PARAMS, wide_ids, key, cfg, attention_mask=wide_mask)
-    long = generate(PARAMS, ids, key, cfg.replace(max_new_tokens=[12] * 7 + [200]), attention_mask=mask)
+    wide_ids, wide_mask = left_pad(PROMPTS, width=100)  # other buckets, of the prompt and of the new tokens
+    longer = cfg.replace(max_new_tokens=[12] * 7 + [200])
+    wide = generate(PARAMS, wide_ids, key, longer, attention_mask=wide_mask)
     for row, prompt in enumerate(PROMPTS):
         row_key = None if key is None else jax.random.fold_in(key, row)[None]
         alone = generate(PARAMS, [prompt], row_key, cfg)
         expected = generated(alone, 0)
         assert generated(batch, row) == expected
-        assert generated(wide, row) == expected
+        assert generated(wide, row)[:12] == expected
         if row < 7:
-            assert generated(long, row) == expected
+            assert generated(wide, row) == expected
     assert len({tuple(generated(batch, row)) for row in range(8)}) > 4
 
 
@@ -110,7 +110,7 @@ def test_a_knob_per_prompt_gives_each_row_what_it_gets_alone():
         "top_p": [0.9, 1.0, 0.5],
         "min_p": [0.0, 0.1, 0.02],
         "repetition_penalty": [1.0, 1.3, 0.9],
-        "min_new_tokens": [0, 4, 12],
+        "min_new_tokens": [1, 0, 12],
         "max_new_tokens": [3, 12, 12],
     }
     ids, mask = left_pad(PROMPTS[:3])
@@ -123,7 +123,8 @@ def test_a_knob_per_prompt_gives_each_row_what_it_gets_alone():
 
 
 def test_the_same_key_gives_the_same_tokens_and_another_one_others():
-    first, again, other = (generate(PARAMS, [PROMPTS[1]], jax.random.key(s), CFG).sequences.tolist() for s in (0, 0, 1))
+    cfg = CFG.replace(output_scores=True, output_logits=True)
+    first, again, other = (generate(PARAMS, [PROMPTS[1]], jax.random.key(s), cfg).sequences.tolist() for s in (0, 0, 1))
     assert first == again
     assert first != other
 
@@ -138,7 +139,7 @@ def test_tokens_are_drawn_from_the_processed_scores():
 
 def test_jit_gives_the_same_draws():
     key = jax.random.key(2)
-    ids, mask = left_pad(PROMPTS[:3])
+    ids, mask = left_pad(PROMPTS)
     eager = generate(PARAMS, ids, key, CFG, attention_mask=mask)
     traced = jax.jit(lambda p, k: generate(p, ids, k, CFG, attention_mask=mask))(PARAMS, key)
     np.testing.assert_array_equal(traced.sequences, eager.sequences)

@@ -31,9 +31,12 @@ def test_it_is_small(demo):
     assert f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters" in CARD
 
 
-def test_unseen_requests_get_their_story(demo):
-    requests = corpus.requests(7, 50)
-    stories = tell(*demo, [request.prompt for request in requests])
+@pytest.mark.parametrize(("number", "least"), [(12, 11), pytest.param(50, 45, marks=pytest.mark.slow)])
+def test_unseen_requests_get_their_story(demo, number, least):
+    requests = corpus.requests(7, number)
+    prompts = [*(request.prompt for request in requests), "Who are you?"]
+    *stories, answer = tell(*demo, prompts, rows=number + 1)
+    assert "jaxgen" in answer
     complete = 0
     for request, story in zip(requests, stories, strict=True):
         words = re.findall(r"[a-z]+", f"{request.hero} {request.thing}".lower())
@@ -41,7 +44,7 @@ def test_unseen_requests_get_their_story(demo):
         assert 40 < len(story.split()) < 250, story
         assert story.isascii()
         assert story.rstrip()[-1] in '.!?"', story
-    assert complete >= 45
+    assert complete >= least
 
 
 @pytest.mark.slow
@@ -49,12 +52,6 @@ def test_held_out_loss_is_that_of_the_card(demo):
     params, cfg, tokenizer = demo
     stated = float(re.search(r"held-out loss \| ([\d.]+)", CARD)[1])
     assert abs(held_out_loss(params, cfg.model, tokenizer) - stated) < 0.01
-
-
-def test_it_knows_what_it_is(demo):
-    params, cfg, tokenizer = demo
-    (answer,) = tell(params, cfg, tokenizer, ["Who are you?"])
-    assert "jaxgen" in answer
 
 
 def test_the_gallery_is_not_picked():
