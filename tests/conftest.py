@@ -6,6 +6,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # Strict, so that a shape or a dtype that changes by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -19,6 +20,18 @@ def _find_data() -> Path | None:
 
 
 DATA = _find_data()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs(tmp_path_factory) -> dict[str, str]:
+    """Keep on disk what this run compiles, for other files and processes; the environment that these need."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    settings = {"jax_compilation_cache_dir": str(shared / "programs"), "jax_persistent_cache_min_compile_time_secs": 0}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # what was compiled while importing may have settled that there is none
+    return {name.upper(): str(value) for name, value in settings.items()}
 
 
 @pytest.fixture(autouse=True, scope="module")

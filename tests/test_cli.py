@@ -14,7 +14,6 @@ from convert import load_hf, save_hf
 from jaxgen import cli, generate
 from jaxgen.tokenizer import Tokenizer
 from tests.models import counting_config, counting_params
-from tests.programs import programs_in
 from tests.tokenizers import CHATML, byte_level_backend, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,13 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What is drawn: one program for all of it, as temperature, seed and length are arguments.
 DRAWN = ("--dtype", "bfloat16", "--do-sample", "--temperature", 9, "--max-new-tokens", 20)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def programs(tmp_path_factory):
-    """The environment of processes that need not compile again what was compiled here."""
-    with programs_in(tmp_path_factory.mktemp("programs")) as environment:
-        yield environment
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,6 @@ from jaxgen.model.causal_lm import param_shapes
 from jaxgen.train import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
 from jaxgen.train_state import alone_in, write_state
 from tests.models import model_config, random_params
-from tests.programs import programs_in
 from tests.tokenizers import CHATML, byte_level, byte_level_backend, save
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,13 +42,6 @@ def write_checkpoint(folder: Path, dtype: str = "float32", **changes) -> Path:
     save_hf(random_params(model, scale=0.1), GenerationConfig(model=model, eos_token_id=eos, pad_token_id=0), folder)
     config = {"eos_token": "<|im_end|>", "pad_token": "<|end|>", "chat_template": CHATML}
     return save(folder, byte_level_backend(), tokenizer_config=config, special_tokens_map={})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _programs(tmp_path_factory):
-    """Each run compiles its step anew, and those of the same steps, rate, batch and width have the same step."""
-    with programs_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,7 @@ def test_memory_beside_the_weights_is_the_cache_and_little_more(dtype):
     assert 2 * cache + 1.5 * prefill < weights + 2 * cache + prefill  # a copy of the weights would be seen
 
 
+@pytest.mark.slow
 def test_no_weight_is_a_constant_of_the_program():
     compiled, _ = compile_loop(1, "float32", do_sample=True)
     for line in compiled.as_text().splitlines():

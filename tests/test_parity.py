@@ -43,7 +43,7 @@ def some(each: int, values):
     return [param for i, value in enumerate(values) for param in ([value] if i % each == 0 else slow(value))]
 
 
-@pytest.mark.parametrize("folder", some(5, CHECKPOINTS), ids=named)
+@pytest.mark.parametrize("folder", some(7, CHECKPOINTS), ids=named)
 def test_logits(folder):
     params, cfg = load(folder)
     golden = logits_of(folder)
@@ -132,7 +132,7 @@ def greedy_groups():
         groups = json.loads((GOLDENS / source / "greedy.json").read_text())
         for number, group in enumerate(groups):
             name = f"{source}-{number}-{group['checkpoint']}"
-            yield pytest.param(source, number, group, id=name, marks=[pytest.mark.slow] * (number % 4 != 0))
+            yield pytest.param(source, number, group, id=name, marks=[pytest.mark.slow] * (number % 6 != 0))
 
 
 def prepare(source: str, group: dict):

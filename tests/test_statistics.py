@@ -162,6 +162,7 @@ def test_draws_from_processed_scores(setting):
     assert is_plausible(tokens, expected(setting, setting["scores"][0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", list(settings(of_the_model=True)))
 def test_draws_of_generate(setting):
     params, cfg = load(GOLDENS / "441" / "checkpoints" / setting["checkpoint"])

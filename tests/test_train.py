@@ -12,7 +12,6 @@ from jaxgen import CausalLM, ConfigError, InputError, lora
 from jaxgen.dataset import Example, pack, shuffled
 from jaxgen.train import TrainBatch, TrainConfig, TrainState, batch_loss, train, train_step
 from tests.models import model_config, random_params
-from tests.programs import programs_in
 
 MODEL = model_config(tie_word_embeddings=True)
 PARAMS = random_params(MODEL)
@@ -29,13 +28,6 @@ def rows(examples=EXAMPLES, width=32) -> TrainBatch:
 
 def take(data: TrainBatch, count: int) -> TrainBatch:
     return jax.tree.map(lambda leaf: leaf[:count], data)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _programs(tmp_path_factory):
-    """Each call of `train` compiles its step anew."""
-    with programs_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 def step_of(cfg: TrainConfig, model=MODEL):

@@ -55,6 +55,7 @@ def test_going_on_is_beginning_anew(fields):
     assert on == anew
 
 
+@pytest.mark.slow
 def test_rows_that_ended_at_different_lengths():
     ends = [generated(start(CFG), row)[position] for row, position in ((0, 2), (1, 5))]
     cfg = CFG.replace(eos_token_id=ends)
@@ -107,6 +108,12 @@ def test_a_cache_of_the_model_alone():
             generate(PARAMS, [[9]], None, CFG.replace(**options), cache=cache)
     with pytest.raises(InputError, match="repetition_penalty looks at all tokens"):  # nor later
         generate(PARAMS, [[9]], None, CFG.replace(repetition_penalty=1.2), cache=out.cache)
+
+
+@pytest.mark.slow
+def test_tokens_that_are_unknown_count_for_the_length():
+    prompt = jnp.asarray([[5, 6, 7, 8]])
+    cache = jax.jit(CausalLM(MODEL).apply)({"params": PARAMS}, prompt, cache=KVCache.create(MODEL, 1, 10)).cache
     cfg = CFG.replace(min_length=7, eos_token_id=list(range(0, 97, 2)))
     ended = generate(PARAMS, [[9]], None, cfg, cache=cache)
     assert generated(ended, 0) == generated(generate(PARAMS, [[5, 6, 7, 8, 9]], None, cfg), 0)

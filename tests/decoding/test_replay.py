@@ -172,6 +172,7 @@ def test_the_logits_of_all_positions_are_never_held():
 # --- Requests -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_under_jit():
     out = run(TUNED)
     eager = scored(PARAMS, out, TUNED, top_logprobs=2)

@@ -1,6 +1,7 @@
 """What steers a run besides the config: functions, automata, stop strings; and how rows end."""
 
 import json
+import re
 
 import flax.struct
 import jax
@@ -150,7 +151,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(
-    ("failure", "do_sample"), [("banned", False), ("nan", True), *slow(("banned", True), ("nan", False))]
+    ("failure", "do_sample"), [("nan", True), *slow(("banned", True), ("banned", False), ("nan", False))]
 )
 def test_a_row_that_cannot_go_on(failure, do_sample):
     reason, fields, processor, message = FAILURES[failure]
@@ -206,17 +207,11 @@ def test_a_pattern_is_kept_to(storyteller):
     ids = np.repeat(chat("What is the opposite of hot?"), 8, axis=0)
     out = generate(params, ids, jax.random.key(0), cfg.replace(max_new_tokens=40, temperature=2.0, top_p=1.0),
                    prefix_allowed_tokens_fn=automaton)  # fmt: skip
-    import re
-
     texts = TOKENIZER.decode_batch(out)
     assert len(set(texts)) > 4
     for text, reason in zip(texts, out.stop_reasons.tolist(), strict=True):
         assert reason == StopReason.EOS
         assert re.fullmatch("(yes|no), because [a-z ]{5,20}!", text), text
-    without = generate(params, ids[:1], jax.random.key(0), cfg.replace(max_new_tokens=40, eos_token_id=None),
-                       prefix_allowed_tokens_fn=automaton)  # fmt: skip
-    assert without.stop_reasons.tolist() == [StopReason.COMPLETE]
-    assert re.fullmatch("(yes|no), because [a-z ]{5,20}!", TOKENIZER.decode_batch(without)[0])
 
 
 SCHEMA = {
@@ -232,9 +227,9 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("seeds", [8, *slow(200)])
-def test_a_json_schema_is_kept_to(storyteller, seeds):
-    params, cfg = storyteller
+@pytest.mark.slow
+def test_a_json_schema_is_kept_to(storyteller):
+    (params, cfg), seeds = storyteller, 200
     automaton = TokenAutomaton.from_json_schema(SCHEMA, TOKENIZER)
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     ids = np.repeat(chat("Tell me a story about a fox"), seeds, axis=0)

@@ -64,17 +64,25 @@ def test_row_keys_are_those_that_the_contract_names():
 
 @pytest.mark.parametrize("do_sample", [True, *slow(False)], ids=["sample", "greedy"])
 def test_a_row_is_alone(do_sample):
+    each = {"repetition_penalty": np.linspace(0.8, 1.5, 8)}
+    if do_sample:
+        each |= {
+            "temperature": np.linspace(0.5, 1.5, 8),
+            "top_k": np.arange(20, 28),
+            "top_p": np.linspace(0.8, 0.95, 8),
+        }
     cfg = CFG if do_sample else CFG.replace(do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
     key = jax.random.key(3) if do_sample else None
     ids, mask = left_pad(PROMPTS)
+    one_by_one, cfg = cfg, cfg.replace(**each)
     batch = generate(PARAMS, ids, key, cfg, attention_mask=mask)
     wide_ids, wide_mask = left_pad(PROMPTS, width=100)  # other buckets, of the prompt and of the new tokens
     longer = cfg.replace(max_new_tokens=[12] * 7 + [200])
     wide = generate(PARAMS, wide_ids, key, longer, attention_mask=wide_mask)
     for row, prompt in enumerate(PROMPTS):
         row_key = None if key is None else jax.random.fold_in(key, row)[None]
-        alone = generate(PARAMS, [prompt], row_key, cfg)
-        expected = generated(alone, 0)
+        own = one_by_one.replace(**{name: values[row] for name, values in each.items()})
+        expected = generated(generate(PARAMS, [prompt], row_key, own), 0)
         assert generated(batch, row) == expected
         assert generated(wide, row)[:12] == expected
         if row < 7:
@@ -102,6 +110,7 @@ def test_sequence_i_of_n_is_the_same_for_any_n_and_alone():
     assert len({tuple(generated(out, copy)) for copy in range(4)}) == 4
 
 
+@pytest.mark.slow
 def test_a_knob_per_prompt_gives_each_row_what_it_gets_alone():
     key = jax.random.key(8)
     knobs = {
@@ -140,6 +149,8 @@ def test_tokens_are_drawn_from_the_processed_scores():
 def test_jit_gives_the_same_draws():
     key = jax.random.key(2)
     ids, mask = left_pad(PROMPTS)
-    eager = generate(PARAMS, ids, key, CFG, attention_mask=mask)
-    traced = jax.jit(lambda p, k: generate(p, ids, k, CFG, attention_mask=mask))(PARAMS, key)
+    cfg = CFG.replace(temperature=np.full(8, 0.9), repetition_penalty=np.full(8, 1.1))
+    cfg = cfg.replace(top_k=np.full(8, 20), top_p=np.full(8, 0.95))
+    eager = generate(PARAMS, ids, key, cfg, attention_mask=mask)
+    traced = jax.jit(lambda p, k: generate(p, ids, k, cfg, attention_mask=mask))(PARAMS, key)
     np.testing.assert_array_equal(traced.sequences, eager.sequences)
