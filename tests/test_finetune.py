@@ -220,7 +220,7 @@ class TestGoingOn:
             assert f"remove {work} to begin anew" in err
 
     @pytest.mark.slow
-    def test_killed_twenty_times(self, checkpoint, data, tmp_path):
+    def test_killed_at_random_moments(self, checkpoint, data, tmp_path):
         """Kill the command at random moments, also while it writes; whatever finishes has the same bytes."""
 
         def start(out: Path) -> subprocess.Popen:
@@ -236,21 +236,21 @@ class TestGoingOn:
 
         finish(start(tmp_path / "whole"))
         whole, out = files(tmp_path / "whole"), tmp_path / "out"
-        draw = random.Random(0)
+        draw, kills = random.Random(0), int(os.environ.get("JAXGEN_KILLS", "6"))
         killed = resumed = 0
-        while killed < 20 or not out.exists():
+        while killed < kills or not out.exists():
             process = start(out)
-            if killed < 20:
+            if killed < kills:
                 time.sleep(draw.uniform(2, 8))
                 process.kill()
             resumed += "going on" in finish(process)
             killed += process.returncode != 0
             if out.exists():
                 assert files(out) == whole
-                if killed < 20:
+                if killed < kills:
                     shutil.rmtree(out)
                     shutil.rmtree(tmp_path / "out.training", ignore_errors=True)
-        assert resumed >= 5
+        assert resumed >= kills / 4
         assert files(out) == whole
 
 

@@ -26,7 +26,7 @@ pytestmark = [  # drawn options and lengths may be so
 def groups():
     for number, group in enumerate(GROUPS):
         names = "-".join(name for name in group["options"] if not name.startswith(("eos", "pad", "max")))
-        marks = [pytest.mark.slow] if number >= 5 else []
+        marks = [pytest.mark.slow] if number >= 3 else []
         yield pytest.param(number, group, id=f"{number}-{names}{'-prefix' if group['prefix'] else ''}", marks=marks)
 
 

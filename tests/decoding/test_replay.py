@@ -103,7 +103,8 @@ def in_turns(start):
     )
 
 
-@pytest.mark.parametrize("eos", [EOS, *slow(None)], ids=["eos", "no-eos"])
+@pytest.mark.slow
+@pytest.mark.parametrize("eos", [EOS, None], ids=["eos", "no-eos"])
 def test_processors_of_the_users_own_and_an_automaton(eos):
     cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # whole rounds
     rules = {"logits_processor": [Discourage(np.arange(30, 50), np.float32(7)), not_the_last_token]}

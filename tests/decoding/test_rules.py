@@ -166,6 +166,16 @@ def test_a_row_that_cannot_go_on(failure, do_sample):
     assert out.sequences[0].tolist() == [3, 0, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
+def test_a_temperature_of_zero_under_jit():
+    cfg = CFG.replace(do_sample=True, temperature=[1.0, 0.5], top_k=5, min_p=0.1)
+    run = jax.jit(lambda cfg: generate(PARAMS, IDS, jax.random.key(0), cfg.replace(max_new_tokens=6)))
+    traced = jax.tree.map(jnp.asarray, cfg)
+    assert run(traced).stop_reasons.tolist() == [StopReason.LENGTH] * 2
+    out = run(jax.tree.map(lambda x: jnp.where(x == 0.5, 0.0, x) if x.dtype == "float32" else x, traced))
+    assert out.stop_reasons.tolist() == [StopReason.LENGTH, StopReason.NOT_A_NUMBER]
+
+
 def test_ids_outside_of_the_vocabulary_under_jit():
     mask = jnp.asarray([[1], [1], [1], [0]])
     run = jax.jit(lambda ids, mask: generate(PARAMS, ids, None, CFG, attention_mask=mask))
@@ -254,6 +264,7 @@ def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
         assert isinstance(json.loads(text), list)
 
 
+@pytest.mark.slow
 def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("(zq[)]){1,99}", TOKENIZER)

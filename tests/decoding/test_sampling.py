@@ -110,27 +110,6 @@ def test_sequence_i_of_n_is_the_same_for_any_n_and_alone():
     assert len({tuple(generated(out, copy)) for copy in range(4)}) == 4
 
 
-@pytest.mark.slow
-def test_a_knob_per_prompt_gives_each_row_what_it_gets_alone():
-    key = jax.random.key(8)
-    knobs = {
-        "temperature": [0.5, 1.5, 1.0],
-        "top_k": [5, 0, 30],
-        "top_p": [0.9, 1.0, 0.5],
-        "min_p": [0.0, 0.1, 0.02],
-        "repetition_penalty": [1.0, 1.3, 0.9],
-        "min_new_tokens": [1, 0, 12],
-        "max_new_tokens": [3, 12, 12],
-    }
-    ids, mask = left_pad(PROMPTS[:3])
-    together = generate(PARAMS, ids, key, CFG.replace(**knobs, num_return_sequences=2), attention_mask=mask)
-    for row in range(3):
-        own = CFG.replace(**{name: values[row] for name, values in knobs.items()}, num_return_sequences=2)
-        alone = generate(PARAMS, [PROMPTS[row]], jax.random.fold_in(key, row)[None], own)
-        for copy in range(2):
-            assert generated(together, row * 2 + copy) == generated(alone, copy)
-
-
 def test_the_same_key_gives_the_same_tokens_and_another_one_others():
     cfg = CFG.replace(output_scores=True, output_logits=True)
     first, again, other = (generate(PARAMS, [PROMPTS[1]], jax.random.key(s), cfg).sequences.tolist() for s in (0, 0, 1))

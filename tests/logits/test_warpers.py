@@ -346,6 +346,7 @@ def by_name(name, scores, ids, length):
     }[name]()
 
 
+@pytest.mark.slow
 def test_recorded_outputs_of_the_real_classes(data):
     path = data.parent / "spec" / "goldens" / "logits_441.json"
     if not path.exists():

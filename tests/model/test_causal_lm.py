@@ -49,7 +49,7 @@ def test_chunks_through_the_cache_equal_one_pass(cfg, split):
 
 
 @pytest.mark.parametrize("cfg", [CFG, WINDOWED], ids=["full", "windowed"])
-@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@pytest.mark.parametrize("side", ["holes", *slow("left", "right")])
 def test_padding_is_invisible(cfg, side):
     rows = [tokens(1, 9, 1)[0], tokens(1, 4, 2)[0]]
     width = 11
@@ -198,6 +198,7 @@ def test_gradients_of_the_loss_agree_with_differences():
     np.testing.assert_allclose(slope, (loss(ahead) - loss(behind)) / (2 * step), rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_attention_dropout_needs_a_key():
     cfg = model_config(attention_dropout=0.5)
     ids = tokens(1, 8)
@@ -219,6 +220,7 @@ def test_parameters_have_the_names_and_shapes_of_the_checkpoint():
     assert llama["model.layers.0.mlp.down_proj.bias"] == (32,)
 
 
+@pytest.mark.slow
 def test_initialisation_follows_initializer_range():
     cfg = model_config(initializer_range=0.05, vocab_size=2000)
     params = jax.jit(CausalLM(cfg).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
@@ -237,7 +239,8 @@ def test_an_id_outside_the_vocabulary_makes_its_row_nan(dtype):
     assert bool(jnp.all(jnp.isfinite(logits[1])))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float16")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close_to_float32(dtype):
     cfg = model_config(torch_dtype=dtype)
     ids = tokens(2, 9)
