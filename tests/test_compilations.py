@@ -34,14 +34,15 @@ def test_the_counter_counts():
     assert count[0] >= 1
 
 
-def test_fifty_requests_are_served_by_at_most_six_programs():
+@pytest.mark.parametrize(("longest", "programs"), [(128, 3), *slow((300, 6))])
+def test_fifty_requests_are_served_by_few_programs(longest, programs):
     rng = np.random.default_rng(0)
     keys = [jax.random.key(seed) for seed in range(50)]
     with compilations() as count:
         for number in range(50):
-            prompts = [rng.integers(1, 97, rng.integers(1, 301)).tolist() for _ in range(2)]
+            prompts = [rng.integers(1, 97, rng.integers(1, longest + 1)).tolist() for _ in range(2)]
             ids, mask = left_pad(prompts)
-            knobs = {"repetition_penalty": rng.uniform(1.01, 1.5), "min_new_tokens": int(rng.integers(1, 5))}
+            knobs = {"repetition_penalty": rng.uniform(1.01, 1.5), "min_new_tokens": 1}
             knobs |= {"temperature": rng.uniform(0.2, 0.9), "top_p": rng.uniform(0.1, 0.99)}
             cfg = GenerationConfig(
                 model=MODEL,
@@ -53,7 +54,7 @@ def test_fifty_requests_are_served_by_at_most_six_programs():
             )
             out = generate(PARAMS, ids, keys[number], cfg, attention_mask=mask)
             assert out.sequences.shape[1] == ids.shape[1] + cfg.max_new_tokens
-    assert count[0] <= 6
+    assert count[0] <= programs
 
 
 def test_spelling_a_value_otherwise_compiles_nothing():

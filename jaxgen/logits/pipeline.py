@@ -43,10 +43,7 @@ def build_transform(
         steps.append(functools.partial(_grammar, options, allowed))
     steps += [*chosen(AFTER_GRAMMAR), *(functools.partial(_checked, processor) for processor in custom)]
     steps += chosen(RENORMALIZE)
-    warping = []
-    if cfg.do_sample:
-        steps += chosen(TEMPERATURE)
-        warping += [*chosen(WARPERS), *chosen(RENORMALIZE)]
+    warping = [*chosen(WARPERS), *chosen(RENORMALIZE)] if cfg.do_sample else []
 
     def transform(history: History, scores: jax.Array, unconditional: jax.Array | None = None) -> jax.Array:
         if unconditional is not None:
@@ -57,8 +54,10 @@ def build_transform(
             scores = step(history, scores)
         if not warping:
             return scores
-        # To those a NaN is a token like others, that they may take away.
+        # To warpers a NaN is a token like others, that they may take away; and a traced temperature may be 0.
         invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
+        if cfg.on("temperature"):
+            invalid |= ~(options.number("temperature") > 0)
         for step in warping:
             scores = step(history, scores)
         return jnp.where(invalid, jnp.nan, scores)
@@ -134,8 +133,8 @@ AFTER_GRAMMAR = (
 # 14. The user's own. 15. Log-probabilities, and once more at the end of the warpers.
 RENORMALIZE = (("renormalize_logits", lambda o, h, s: processors.renormalize(s)),)
 # 16. When sampling: temperature, then what cuts the tail. top_h has the place that release 5 gives it.
-TEMPERATURE = (("temperature", lambda o, h, s: warpers.temperature(s, o.number("temperature"))),)
 WARPERS = (
+    ("temperature", lambda o, h, s: warpers.temperature(s, o.number("temperature"))),
     ("top_h", lambda o, h, s: warpers.top_h(s, o.number("top_h"))),
     ("top_k", lambda o, h, s: warpers.top_k(s, o.number("top_k"))),
     ("top_p", lambda o, h, s: warpers.top_p(s, o.number("top_p"))),

@@ -13,8 +13,8 @@ from jaxgen.logits.select import kth_largest, largest, last_of, ordered_bits
 
 
 def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `scores / value`, NaN where the value is not above 0: `TemperatureLogitsWarper`."""
-    return jnp.where(value > 0, scores / value, jnp.nan)
+    """Return `scores / value`: `TemperatureLogitsWarper`."""
+    return scores / value
 
 
 def top_k(scores: jax.Array, k: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:

@@ -133,6 +133,7 @@ def test_under_jit():
     assert (go_on(PARAMS, cfg, first.cache, jnp.asarray(ids), jnp.asarray(mask)) == plain.sequences).all()
 
 
+@pytest.mark.slow
 def test_the_cache_that_was_given_is_not_changed():
     first = start(CFG)
     before = jax.tree.map(np.array, first.cache)

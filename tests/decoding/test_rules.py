@@ -275,6 +275,7 @@ def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller)
         assert set(TOKENIZER.decode_batch(out)[0].split(")")) == {"zq", ""}
 
 
+@pytest.mark.slow
 def test_rows_with_and_without_an_end_of_their_own(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("[0-9]{3}", TOKENIZER)
