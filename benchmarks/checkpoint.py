@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from convert.directory import new_directory
+from convert.atomic_directory import new_directory
 from convert.hf import copy_tokenizer
 from convert.safetensors import CheckpointError, write_file
 from convert.shards import INDEX, SINGLE, Layout, in_order, read_json, write_json

@@ -12,9 +12,9 @@ from typing import NoReturn
 import jax
 import numpy as np
 
-from convert.directory import new_directory
-from convert.heads import pool_checkpoint
+from convert.atomic_directory import new_directory
 from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint, write_checkpoint
+from convert.kv_heads import pool_checkpoint
 from convert.safetensors import DTYPES, CheckpointError, Tensor
 from convert.shards import find_tensors, in_order
 from jaxgen.errors import JaxgenError

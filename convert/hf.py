@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert.directory import new_directory
+from convert.atomic_directory import new_directory
 from convert.safetensors import DTYPES, CheckpointError, Tensor
 from convert.shards import (
     CONSTANTS,
@@ -23,8 +23,8 @@ from convert.shards import (
     write_json,
     write_tensors,
 )
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError
-from jaxgen.generation_config import GenerationConfig
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 

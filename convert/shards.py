@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from convert.directory import replaced
+from convert.atomic_directory import replaced
 from convert.safetensors import CheckpointError, Tensor, read_header, write_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -94,7 +94,7 @@ def checkpoint_directory(path) -> Path:
         )
     advice = "give a local checkpoint directory"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(given)):
-        advice += "; a model on the Hugging Face Hub is fetched by jaxgen.hub.local_directory"
+        advice += "; a model on the Hugging Face Hub is fetched by convert.hub.local_directory"
     raise CheckpointError([f"{given} is not a directory: {advice}"])
 
 

@@ -35,11 +35,11 @@ def _exit_on_interrupt() -> None:
 def main() -> NoReturn:
     """Run the command and end the process with its status."""
     _exit_on_interrupt()
-    from jaxgen import cli
+    from jaxgen.cli.main import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the text
-    sys.exit(cli.main())
+    sys.exit(run())
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.config.availability import normal_form, refuse_options, refuse_unbuilt
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
+from jaxgen.decoding.extensions import HostCalls, Rules, as_pytree, functions
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.prompt import Request, Sizes
-from jaxgen.decoding.rules import HostCalls, Rules, as_pytree, functions
-from jaxgen.decoding.stop_strings import StopStrings
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import InputError, NotBuiltYetError
-from jaxgen.generation_config import GenerationConfig
-from jaxgen.logits.automaton import TokenAutomaton
+from jaxgen.grammar.stop_strings import StopStrings
+from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, output, raise_failures
-from jaxgen.request import Inputs, check_call, eager_request, is_traced, traced_request, under_jit
-from jaxgen.streaming import TextStreamer
-from jaxgen.support import normal_form, refuse_options, refuse_unbuilt
-from jaxgen.tables import eos_list
+from jaxgen.request.request import Inputs, check_call, eager_request, is_traced, traced_request, under_jit
+from jaxgen.text.streaming import TextStreamer
 
 _CHUNK = 4  # tokens per call of the compiled loop where the host looks on: with a streamer, or max_time
 

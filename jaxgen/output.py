@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.decoding.loop import State
-from jaxgen.decoding.records import StepRecord
+from jaxgen.decoding.recording import StepRecord
 from jaxgen.decoding.stopping import FAILURES
 from jaxgen.errors import GenerationError
 from jaxgen.model.cache import KVCache

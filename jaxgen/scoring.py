@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxgen.buckets import prompt_bucket
+from jaxgen.config.availability import check_options, normal_form, refuse_unbuilt
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.tables import TABLES
+from jaxgen.decoding.extensions import Rules, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
-from jaxgen.decoding.replay import Replay
-from jaxgen.decoding.rules import Rules, functions
+from jaxgen.decoding.teacher_forcing import Replay
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.generation_config import GenerationConfig
-from jaxgen.logits.automaton import TokenAutomaton
-from jaxgen.prompts import check_ids_shape, check_mask_shape, host_ids, host_mask, inferred_mask
-from jaxgen.request import check_call, check_grammar, is_traced, under_jit
-from jaxgen.support import check_options, normal_form, refuse_unbuilt
-from jaxgen.tables import TABLES
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.prompts import check_ids_shape, check_mask_shape, host_ids, host_mask, inferred_mask
+from jaxgen.request.request import check_call, check_grammar, is_traced, under_jit
+from jaxgen.shapes import prompt_bucket
 
 # Logits that are held at a time unless `chunk` says otherwise: 128 MiB of float32.
 _HELD = 2**25

@@ -1,31 +1,16 @@
 """How many programs are compiled, counted by jax's own event for each compilation."""
 
-import contextlib
-
 import jax
 import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.options import TRACED
-from tests.models import left_pad, model_config, random_params, slow
-
-EVENT = "/jax/core/compile/backend_compile_duration"
-COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda name, seconds, **kw: name == EVENT and COMPILED.append(name)
-)
+from jaxgen.config.options import TRACED
+from tests.support.compilations import compilations
+from tests.support.models import left_pad, model_config, random_params, slow
 
 MODEL = model_config(num_hidden_layers=1, max_position_embeddings=1024)
 PARAMS = random_params(MODEL)
-
-
-@contextlib.contextmanager
-def compilations():
-    before = len(COMPILED)
-    counted = []
-    yield counted
-    counted.append(len(COMPILED) - before)
 
 
 def test_the_counter_counts():

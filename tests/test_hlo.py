@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig
+from jaxgen.config.availability import normal_form
+from jaxgen.decoding.extensions import Rules
 from jaxgen.decoding.prompt import Request, Sizes
-from jaxgen.decoding.rules import Rules
 from jaxgen.generate import _run
-from jaxgen.support import normal_form
-from tests.models import model_config, slow
+from tests.support.models import model_config, slow
 
 # Sizes that tell the arrays apart: prompt slots, generated slots and the weights' sides are all different.
 PROMPT, NEW, ROWS = 160, 224, 2

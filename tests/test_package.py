@@ -16,7 +16,8 @@ IMPORT = """
 import sys
 
 import convert, jaxgen
-from jaxgen import cli, streaming, tokenizer
+from jaxgen.cli import main
+from jaxgen.text import streaming, tokenizer
 
 assert not {"torch", "transformers"} & set(sys.modules)
 

@@ -12,9 +12,10 @@ import pytest
 
 import convert.__main__
 from convert import save_hf
-from jaxgen import GenerationConfig, cli
-from tests.models import model_config, random_params
-from tests.tokenizers import CHATML, byte_level_backend, save
+from jaxgen import GenerationConfig
+from jaxgen.cli import main as cli
+from tests.support.models import model_config, random_params
+from tests.support.tokenizers import CHATML, byte_level_backend, save
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -10,8 +10,8 @@ import pytest
 
 from jaxgen import CausalLM, GenerationConfig, compute_transition_scores, generate, score
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
-from tests.models import left_pad, model_config, random_params, slow
-from tests.test_compilations import compilations
+from tests.support.compilations import compilations
+from tests.support.models import left_pad, model_config, random_params, slow
 
 MODEL = model_config()
 PARAMS = random_params(MODEL)

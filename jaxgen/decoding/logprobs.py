@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.replay import Replay
+from jaxgen.decoding.teacher_forcing import Replay
 from jaxgen.model.causal_lm import CausalLM, forward
 from jaxgen.model.config import ModelConfig
 

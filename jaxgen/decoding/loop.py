@@ -14,19 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.extensions import Rules
+from jaxgen.decoding.forward import prefill, read
 from jaxgen.decoding.prompt import UNKNOWN, Prompt, Request, Sizes
-from jaxgen.decoding.reading import prefill, read
-from jaxgen.decoding.records import Records, columns_of
-from jaxgen.decoding.rules import Rules
+from jaxgen.decoding.recording import Records, columns_of
 from jaxgen.decoding.sample import draw, greedy, sequence_keys
 from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
 from jaxgen.errors import InputError
-from jaxgen.generation_config import GenerationConfig
-from jaxgen.logits.automaton import TokenAutomaton
+from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import PerRow, build_transform
-from jaxgen.model.cache import KVCache, spread
+from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
+from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
@@ -69,11 +70,11 @@ def start(params, cfg: GenerationConfig, rules: Rules, request: Request, sizes: 
     wrong = jnp.any(request.mask & wrong, axis=-1) & (request.embeds is None)
     wrong |= ~jnp.any(request.mask, axis=-1)
     budget = jnp.minimum(request.budget, capacity)
-    reasons = spread(first_reason(BAD_ID=wrong, LENGTH=budget <= 0), rows)
+    reasons = repeat_rows(first_reason(BAD_ID=wrong, LENGTH=budget <= 0), rows)
     ids = jnp.pad(tokens.ids, ((0, 0), (0, capacity)))
     read = jnp.sum(request.mask, axis=-1, dtype=jnp.int32)
     if request.cache is not None:
-        read += spread(request.cache.total_known, prompts)
+        read += repeat_rows(request.cache.total_known, prompts)
     history = History.begin(cfg, ids, tokens.length, budget, rules.allowed, unknown=read - tokens.length)
     logits, out, cache, hook_state = prefill(params, cfg, rules, history, prompt, cache, capacity)
     history = dataclasses.replace(history.spread(rows), done=reasons != StopReason.NONE)
@@ -86,10 +87,10 @@ def start(params, cfg: GenerationConfig, rules: Rules, request: Request, sizes: 
         history=history,
         cache=cache.fork(copies, capacity),
         stop_state=None if rules.stop_strings is None else rules.stop_strings.begin(history.ids, history.length),
-        hook_state=jax.tree.map(lambda leaf: spread(leaf, rows * lanes), hook_state),
+        hook_state=jax.tree.map(lambda leaf: repeat_rows(leaf, rows * lanes), hook_state),
         records=Records.begin(cfg, rows, capacity, out, columns_of(request.mask, prompt.length[:prompts])),
     )
-    return _choose(cfg, rules, state, spread(logits, rows * lanes))
+    return _choose(cfg, rules, state, repeat_rows(logits, rows * lanes))
 
 
 def hold(params, cfg: GenerationConfig, request: Request, sizes: Sizes) -> KVCache:
@@ -163,8 +164,8 @@ def _known(cache: KVCache | None, prompt: Prompt) -> Prompt:
     if cache is not None and cache.tokens is not None:
         held = jnp.arange(cache.slots)[None, :] < cache.length[:, None]
         rows = ids.shape[0]
-        ids = jnp.concatenate([spread(cache.tokens, rows), ids], axis=1)
-        mask = jnp.concatenate([spread(held, rows), mask], axis=1)
+        ids = jnp.concatenate([repeat_rows(cache.tokens, rows), ids], axis=1)
+        mask = jnp.concatenate([repeat_rows(held, rows), mask], axis=1)
     return Prompt.align(ids, mask & (ids != UNKNOWN))
 
 

@@ -9,8 +9,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.model.cache import KVCache, spread
+from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import embed
+from jaxgen.shapes import repeat_rows
 
 Array = Any  # of jax or, before a program is called with it, of numpy
 UNKNOWN = -1  # the id of a token that came as an embedding
@@ -56,8 +57,8 @@ class Prompt:
             return self
         rows = self.ids.shape[0]
         last = jnp.minimum(cache.length, cache.slots - 1)
-        pending = spread(jnp.take_along_axis(cache.tokens, last[:, None], axis=1), rows)
-        is_pending = spread(cache.known > cache.length, rows)[:, None]
+        pending = repeat_rows(jnp.take_along_axis(cache.tokens, last[:, None], axis=1), rows)
+        is_pending = repeat_rows(cache.known > cache.length, rows)[:, None]
         embeds = self.embeds
         if embeds is not None:
             embeds = jnp.concatenate([embed(jnp.maximum(pending, 0), table).astype(embeds.dtype), embeds], axis=1)

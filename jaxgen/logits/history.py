@@ -8,9 +8,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.generation_config import GenerationConfig
-from jaxgen.logits.automaton import TokenAutomaton
-from jaxgen.model.cache import spread
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
@@ -95,7 +95,7 @@ class History:
 
     def spread(self, rows: int) -> History:
         """Repeat each row so that there are `rows`."""
-        return jax.tree.map(lambda x: spread(x, rows) if x.ndim else x, self)
+        return jax.tree.map(lambda x: repeat_rows(x, rows) if x.ndim else x, self)
 
     def last(self, count: int) -> jax.Array:
         """int32[rows, count]: the last tokens of each row, -1 where there are fewer."""

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
-from jaxgen.generation_config import GenerationConfig
+from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits import processors, warpers
-from jaxgen.logits.automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.watermark import watermark
 

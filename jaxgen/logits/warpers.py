@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.logits.order_statistics import kth_largest, largest, last_of, ordered_bits
 from jaxgen.logits.processors import BANNED
-from jaxgen.logits.select import kth_largest, largest, last_of, ordered_bits
 
 
 def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
+from jaxgen.shapes import repeat_rows
 
 # The order of a slot that holds nothing: after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
@@ -102,7 +103,7 @@ class KVCache:
         """int32[B], how many tokens each row has in the prefix."""
         if self.prefix is None:
             return jnp.zeros(self.rows, jnp.int32)
-        return spread(self.prefix.total_length, self.rows)
+        return repeat_rows(self.prefix.total_length, self.rows)
 
     @property
     def total_length(self) -> jax.Array:
@@ -118,10 +119,10 @@ class KVCache:
         """Return a copy in one part of `slots` slots, which must be enough for `total_known`."""
         first, *rest = self.parts
         merged = KVCache(
-            keys=tuple(_resize(spread(key, self.rows), slots) for key in first.keys),
-            values=tuple(_resize(spread(value, self.rows), slots) for value in first.values),
+            keys=tuple(_resize(repeat_rows(key, self.rows), slots) for key in first.keys),
+            values=tuple(_resize(repeat_rows(value, self.rows), slots) for value in first.values),
             length=self.total_length,
-            tokens=None if first.tokens is None else _resize(spread(first.tokens, self.rows), slots, axis=1),
+            tokens=None if first.tokens is None else _resize(repeat_rows(first.tokens, self.rows), slots, axis=1),
             known=self.total_known,
         )
         for part in rest:
@@ -214,27 +215,22 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
     """Put what `part` holds behind what it stands on."""
     rows, slots = merged.rows, merged.slots
     column = jnp.arange(part.slots, dtype=jnp.int32)[None, :]
-    start = spread(part.prefix_length, rows)[:, None]
+    start = repeat_rows(part.prefix_length, rows)[:, None]
 
     def places(count: jax.Array) -> jax.Array:
-        return jnp.where(column < spread(count, rows)[:, None], start + column, slots + column)
+        return jnp.where(column < repeat_rows(count, rows)[:, None], start + column, slots + column)
 
     filled = places(part.length)
     tokens = None
     if merged.tokens is not None and part.tokens is not None and part.known is not None:
         row = jnp.arange(rows)[:, None]
-        tokens = merged.tokens.at[row, places(part.known)].set(spread(part.tokens, rows), mode="drop")
+        tokens = merged.tokens.at[row, places(part.known)].set(repeat_rows(part.tokens, rows), mode="drop")
     return dataclasses.replace(
         merged,
-        keys=tuple(write(a, spread(b, rows), filled) for a, b in zip(merged.keys, part.keys, strict=True)),
-        values=tuple(write(a, spread(b, rows), filled) for a, b in zip(merged.values, part.values, strict=True)),
+        keys=tuple(write(a, repeat_rows(b, rows), filled) for a, b in zip(merged.keys, part.keys, strict=True)),
+        values=tuple(write(a, repeat_rows(b, rows), filled) for a, b in zip(merged.values, part.values, strict=True)),
         tokens=tokens,
     )
-
-
-def spread(x: jax.Array, rows: int) -> jax.Array:
-    """Repeat the rows of `x` so that there are `rows`: each one for all that share it."""
-    return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)
 
 
 def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:

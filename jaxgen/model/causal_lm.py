@@ -25,13 +25,14 @@ import numpy as np
 
 from jaxgen.errors import InputError
 from jaxgen.model.attention import attention
-from jaxgen.model.cache import KVCache, spread, write
+from jaxgen.model.cache import KVCache, write
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.linear import embed, linear
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import first_of_segment, hidden_by, key_order, row_order, visible
 from jaxgen.model.placement import place
 from jaxgen.model.rope import rope_angles, rotate
+from jaxgen.shapes import repeat_rows
 
 _ACTIVATIONS: dict[str, Callable] = {
     "silu": nn.silu,
@@ -341,7 +342,7 @@ class CausalLM(nn.Module):
             if segment_ids is not None:
                 raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
             cache, order, slots, overflow = place(cache, cache_position, mask)
-            orders = [spread(part.token_order(), batch) for part in cache.parts]
+            orders = [repeat_rows(part.token_order(), batch) for part in cache.parts]
             cache.check_model(self.cfg)
 
         if position_ids is not None:

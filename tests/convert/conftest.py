@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
-from checkpoints import GENERATION, LLAMA, QWEN2, weights, write
 
 from convert.__main__ import main
+from tests.support.checkpoints import GENERATION, LLAMA, QWEN2, weights, write
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import QWEN2, weights
 
 from convert.__main__ import compare
 from convert.hf import TOKENIZER_FILES, load_hf, open_checkpoint
+from tests.support.checkpoints import QWEN2, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOAT16 = np.dtype(np.float16)
@@ -51,7 +51,7 @@ def test_bad_input_as_a_process():
     assert process.returncode == 2
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert "jaxgen.hub.local_directory" in err
+    assert "convert.hub.local_directory" in err
 
 
 def test_interrupted(qwen2, tmp_path):

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import GENERATION, LLAMA, QWEN2, shapes, weights, write
 from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
 from jaxgen.errors import ConfigError, NotBuiltYetError
+from tests.support.checkpoints import GENERATION, LLAMA, QWEN2, shapes, weights, write
 
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

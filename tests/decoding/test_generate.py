@@ -18,7 +18,15 @@ from jaxgen import (
     StepHook,
     generate,
 )
-from tests.models import counting_config, counting_params, generated, left_pad, model_config, random_params, slow
+from tests.support.models import (
+    counting_config,
+    counting_params,
+    generated,
+    left_pad,
+    model_config,
+    random_params,
+    slow,
+)
 
 CFG = counting_config(max_new_tokens=6, pad_token_id=0)
 PARAMS = counting_params(CFG)

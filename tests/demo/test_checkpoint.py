@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from convert import load_hf
+from demo import corpus
+from demo.__main__ import held_out_loss, tell
 from jaxgen import Tokenizer
-from jaxgen.demo import PATH, corpus
-from jaxgen.demo.__main__ import held_out_loss, tell
+from jaxgen.demo import PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

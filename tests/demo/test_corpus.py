@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from jaxgen.demo import corpus, facts, plots, words
-from jaxgen.demo.corpus import conversations, requests
-from jaxgen.demo.grammar import a
+from demo import corpus, facts, plots, words
+from demo.corpus import conversations, requests
+from demo.grammar import a
 
 COUNT = 2000
 

@@ -11,8 +11,8 @@ import pytest
 from jaxgen import GenerationConfig, WatermarkDetector, WatermarkingConfig, generate
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.logits.watermark import green, watermark
-from tests.models import model_config, random_params
-from tests.test_compilations import compilations
+from tests.support.compilations import compilations
+from tests.support.models import model_config, random_params
 
 VOCAB = 1000
 SCHEMES = [("lefthash", 1), ("lefthash", 3), ("selfhash", 1), ("selfhash", 2), ("selfhash", 4)]

@@ -1,4 +1,4 @@
-"""The forward pass by its properties; its numbers are compared with transformers' in tests/test_parity.py."""
+"""The forward pass by its properties; its numbers are compared with transformers' in tests/parity/test_parity.py."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 
 from jaxgen import CausalLM, InputError, KVCache
 from jaxgen.model.causal_lm import param_shapes
-from tests.models import left_pad, model_config, random_params, slow
+from tests.support.models import left_pad, model_config, random_params, slow
 
 CFG = model_config()
 PARAMS = random_params(CFG)

@@ -5,7 +5,7 @@ import pytest
 
 from jaxgen import ConfigError, ModelConfig, RopeConfig
 from jaxgen.model.rope import inverse_frequencies
-from tests.models import CONFIG
+from tests.support.models import CONFIG
 
 LLAMA = {**CONFIG, "model_type": "llama"}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

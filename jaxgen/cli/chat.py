@@ -1,0 +1,158 @@
+"""A conversation on a terminal that keeps its cache between turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgen.cli.timing import Stats
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.errors import InputError
+from jaxgen.generate import generate
+from jaxgen.model.cache import KVCache
+from jaxgen.text.streaming import TextStreamer
+from jaxgen.text.tokenizer import Tokenizer
+
+HELP = """\
+/reset         forget everything that was said
+/system TEXT   begin anew with this system message; without TEXT with none
+/help          this
+/exit          leave, as the end of the input does (Ctrl-D)
+A line that ends with \\ goes on in the next one; between two lines of \"\"\" there can be any number."""
+
+
+class Chat:
+    """What was said so far, and the cache that holds it.
+
+    Attributes:
+        held: how many tokens the model holds. The oldest turns are forgotten where a conversation would be longer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, held: int, system: str | None = None):
+        if tokenizer.chat_template is None:
+            raise InputError("--chat needs a chat template, which this tokenizer lacks: give a prompt")
+        self.tokenizer, self.held = tokenizer, held
+        self.reset(system)
+
+    def reset(self, system: str | None) -> None:
+        """Begin anew."""
+        self.system = system
+        self.turns: list[dict[str, str]] = []
+        self._forget_cache()
+
+    def ask(self, text: str, params, cfg: GenerationConfig, key, stats: Stats, more: Mapping[str, Any]) -> int:
+        """Print the answer to `text`; return how many of the oldest messages had to be forgotten for it.
+
+        `more`: further keywords of `generate`.
+
+        Raises:
+            InputError: the message alone is longer than the model holds.
+        """
+        most = int(np.max(np.asarray(cfg.max_new_tokens)))
+        turns = [*self.turns, {"role": "user", "content": text}]
+        dropped = self._too_many(turns, min(most, self.held // 2))
+        turns = turns[dropped:]
+        prompt = self._render(turns)
+        if not prompt.startswith(self._text):  # turns were dropped, or the template says earlier ones differently now
+            self._forget_cache()
+        ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
+        cfg = cfg.replace(max_new_tokens=min(most, self._left(prompt)))
+        streamer = stats.watch(TextStreamer(self.tokenizer, skip_prompt=True))
+        given = {"attention_mask": [[1] * len(ids)], "cache": self._cache, "streamer": streamer, **more}
+        out = generate(params, [ids], key, cfg, **given)
+        generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
+        self._cache = out.cache
+        self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
+        self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
+        return dropped
+
+    def _too_many(self, turns: list[dict[str, str]], room: int) -> int:
+        """Return how many of the oldest messages must go so that `room` tokens are left for the answer."""
+        for dropped in range(0, len(turns), 2):
+            if self._left(self._render(turns[dropped:])) >= room:
+                return dropped
+        raise InputError(f"this message is too long: the model holds {self.held} tokens, answer included")
+
+    def _render(self, turns: list[dict[str, str]]) -> str:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return self.tokenizer.render_chat([*system, *turns])
+
+    def _left(self, prompt: str) -> int:
+        return self.held - len(self.tokenizer.encode(prompt, add_special_tokens=False))
+
+    def _forget_cache(self) -> None:
+        self._cache: KVCache | None = None
+        self._text = ""  # what the cache holds
+
+
+def converse(
+    chat: Chat, params, cfg: GenerationConfig, key: jax.Array | None, stats: Stats, more: Mapping[str, Any]
+) -> None:
+    """Read messages from stdin until its end, and answer each; the n-th one draws with `fold_in(key, n)`."""
+    _note("Say something. /help tells what else there is.")
+    number = 0
+    while (message := _read_message()) is not None:
+        word, _, rest = message.strip().partition(" ")
+        if not message.strip():
+            continue
+        if word == "/exit":
+            break
+        if word == "/help":
+            _note(HELP)
+        elif word == "/reset":
+            chat.reset(chat.system)
+        elif word == "/system":
+            chat.reset(rest.strip() or None)
+        elif word.startswith("/") and word[1:].isalpha():
+            _note(f"{word} is no command; /help tells which there are")
+        else:
+            turn_key = None if key is None else jax.random.fold_in(key, number)
+            try:
+                dropped = chat.ask(message, params, cfg, turn_key, stats, more)
+            except InputError as error:
+                _note(str(error))
+                continue
+            number += 1
+            if dropped:
+                _note(f"The oldest {dropped} messages were forgotten: the model holds {chat.held} tokens.")
+
+
+def _read_message() -> str | None:
+    """Read one message, of several lines where it says so; None at the end of the input."""
+    line = _read_line("> ")
+    if line is None:
+        return None
+    lines = []
+    if line.strip() == '"""':
+        while (line := _read_line("... ")) is not None and line.strip() != '"""':
+            lines.append(line)
+        return "\n".join(lines)
+    while line is not None and line.endswith("\\"):
+        lines.append(line[:-1])
+        line = _read_line("... ")
+    return "\n".join([*lines, line or ""])
+
+
+def _read_line(prompt: str) -> str | None:
+    try:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            return input(prompt)  # with the terminal's line editing
+        if sys.stdin.isatty():
+            print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    except EOFError:
+        return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"the input is not UTF-8 text: {error}") from error
+
+
+def _note(text: str) -> None:
+    if sys.stdin.isatty():
+        print(text, file=sys.stderr)
+    elif not text.startswith("Say"):
+        print(f"jaxgen: {text}", file=sys.stderr)

@@ -1,0 +1,325 @@
+"""The command `jaxgen train`: a checkpoint, fine-tuned on a JSONL file, as a new checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert import load_hf
+from convert.atomic_directory import new_directory
+from convert.hf import Checkpoint, check_params, copy_tokenizer, model_config, open_checkpoint, write_checkpoint
+from convert.hub import local_directory
+from jaxgen.cli import arguments
+from jaxgen.config.tables import eos_list
+from jaxgen.errors import ConfigError, InputError, JaxgenWarning
+from jaxgen.model.config import DTYPES, ModelConfig
+from jaxgen.request.memory import free_bytes
+from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.training import lora
+from jaxgen.training.checkpoints import alone_in, remove_state
+from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
+from jaxgen.training.train import TrainBatch, TrainConfig, can_resume, evaluate, train
+
+EPOCHS, WIDTH, WARMUP = 3, 1024, 0.03
+FULL_RATE, LORA_RATE = 1e-5, 2e-4
+SAMPLE = 4096  # bytes of each tensor that tell one checkpoint from another
+
+
+def parser() -> arguments.Parser:
+    """Return the parser of the command line."""
+    result = arguments.Parser(
+        prog="jaxgen train",
+        usage="jaxgen train --data FILE --model DIR --out DIR [options]",
+        description="Fine-tune a Qwen2 or Llama checkpoint: all weights, or with --lora low-rank updates that are "
+        "merged into them at the end. Progress goes to stderr.",
+        epilog="A run that was ended goes on from the last saved state, in OUT.training, when the same command is "
+        "given again.",
+    )
+    add = result.add_argument
+    add("--data", type=Path, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
+    add("--eval-data", type=Path, metavar="FILE", help="held-out data; its loss is said before and after")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("--out", type=Path, metavar="DIR", help="the directory to make")
+    add("--overwrite", action="store_true", help="replace the checkpoint --out")
+    length = result.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
+    length.add_argument("--steps", type=arguments.count, metavar="N", help="instead of --epochs")
+    add("--batch", type=arguments.count, default=8, metavar="N", help="rows per step (default: 8)")
+    add("--width", type=arguments.count, metavar="N", help=f"tokens per row (default: {WIDTH} or the model's most)")
+    add("--learning-rate", type=arguments.positive, metavar="X", help=f"(default: {FULL_RATE}, --lora: {LORA_RATE})")
+    add("--warmup", type=arguments.share, default=WARMUP, metavar="X", help=f"share of the steps (default: {WARMUP})")
+    add("--weight-decay", type=arguments.share, default=0.0, metavar="X", help="(default: 0)")
+    add("--clip", type=arguments.positive, default=1.0, metavar="X", help="the gradient's largest norm (default: 1)")
+    add("--accumulate", type=arguments.count, default=1, metavar="N", help="parts of a batch, one after the other")
+    add("--remat", action="store_true", help="compute layers twice rather than keep what they computed")
+    add("--dtype", choices=DTYPES, help="to compute in (default: bfloat16 for bfloat16 weights, else float32)")
+    add("--lora", type=arguments.whole, default=0, metavar="RANK", help="train updates of this rank (default: 0, all)")
+    add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
+    add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
+    add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
+    add("--seed", type=arguments.seed, default=0, metavar="N", help="of rows' order and updates (default: 0)")
+    return result
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the command; `words` are what follows "train".
+
+    Raises:
+        JaxgenError: bad input; nothing was written to --out.
+        OSError: a file that cannot be read or written.
+    """
+    options = _parse(words)
+    # Everything is checked before the weights are read, which can take long.
+    _check_out(options)
+    job = _prepare(options)
+    out = options.out.resolve()
+    work = out.with_name(f"{out.name}.training")
+    with alone_in(work):
+        if can_resume(work, model=job.model, cfg=job.cfg, run=job.run):
+            _say(f"going on from the state in {work}")
+        else:
+            _say(f"the state is saved in {work} every {options.save_every} steps")
+        _say_held_out(job, "before")
+        params = _fine_tune(job, work, options)
+        with new_directory(out, overwrite=options.overwrite) as directory:
+            _write(params, job, directory)
+        remove_state(work)
+    _say(f"{options.out} written")
+    _say_held_out(job, "after", out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What is to be done, all of it checked, with the weights still on the disk.
+
+    `config` and `generation` are the JSON files of the new checkpoint, `rows` the data, `run` names what the result
+    depends on beside `model` and `cfg`.
+    """
+
+    source: Checkpoint
+    model: ModelConfig
+    config: dict[str, Any]
+    generation: dict[str, Any] | None
+    rows: TrainBatch
+    held_out: TrainBatch | None
+    cfg: TrainConfig
+    batch: int
+    rank: int
+    run: str
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    command = parser()
+    options, rest = command.read(words)
+    if rest:
+        command.error(f"{rest[0]!r} belongs to no option")
+    for name, what in (("data", "JSONL file"), ("model", "checkpoint to begin with"), ("out", "directory to make")):
+        if getattr(options, name) is None:
+            command.error(f"--{name} is missing: give the {what}")
+    for name in ("data", "eval_data"):
+        file = getattr(options, name)
+        if file is not None and not file.is_file():
+            command.error(f"--{name.replace('_', '-')} {file} is no file")
+    if options.batch % options.accumulate:
+        command.error(f"--batch {options.batch} cannot be divided into --accumulate {options.accumulate} parts")
+    if options.lora < 0:
+        command.error(f"--lora {options.lora} must be at least 0")
+    if options.lora_alpha is not None and not options.lora:
+        command.error("--lora-alpha scales low-rank updates: give --lora RANK too")
+    return options
+
+
+class _NothingToWriteYet(Exception):
+    pass
+
+
+def _check_out(options: argparse.Namespace) -> None:
+    """Find now what would keep --out from being written at the end."""
+    if Path(options.model).is_dir() and options.out.resolve() == Path(options.model).resolve():
+        raise InputError(f"--model and --out are both {options.out}: choose another --out")
+    with contextlib.suppress(_NothingToWriteYet), new_directory(options.out, overwrite=options.overwrite):
+        raise _NothingToWriteYet
+
+
+def _prepare(options: argparse.Namespace) -> _Job:
+    source = open_checkpoint(local_directory(options.model))
+    model = model_config(source.cfg)
+    tokenizer = Tokenizer.from_pretrained(source.path)
+    width = _width(options.width, model)
+    examples = read_examples(options.data, tokenizer)
+    rows = _rows(options.data, examples, width, model)
+    held_out = None
+    if options.eval_data is not None:
+        held_out = _rows(options.eval_data, read_examples(options.eval_data, tokenizer), width, model)
+    cfg = _train_config(options, source, len(rows.ids))
+    config, generation = _with_endings(source, tokenizer, examples)
+    run = f"{_fingerprint(source, rows)} batch {options.batch} rank {options.lora}"
+    job = _Job(source, model, config, generation, rows, held_out, cfg, options.batch, options.lora, run)
+    _check_memory(job)
+    _say(
+        f"{len(examples):,} examples in {len(rows.ids):,} rows of {width} tokens, {np.sum(rows.labels != IGNORED):,} "
+        f"to learn; {cfg.steps:,} steps of {options.batch} rows in {cfg.dtype}"
+    )
+    return job
+
+
+def _width(wanted: int | None, model: ModelConfig) -> int:
+    held = model.context_length
+    if wanted is not None and wanted > held:
+        raise InputError(f"--width {wanted} is more than the {held} tokens that the model holds: lower it")
+    return min(WIDTH, held) if wanted is None else wanted
+
+
+def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -> TrainBatch:
+    largest = max(max(example.ids, default=0) for example in examples)
+    if largest >= model.vocab_size:
+        raise InputError(
+            f"the tokenizer gives the id {largest} and the model has {model.vocab_size} tokens: "
+            "the two do not belong together"
+        )
+    rows, cut = pack(examples, width)
+    if not np.any(rows.labels != IGNORED):
+        raise InputError(f"{file}: nothing is to be learnt from the first {width} tokens of any line: raise --width")
+    if cut:
+        warnings.warn(
+            f"{file}: {cut:,} of {len(examples):,} examples are longer than {width} tokens and lost their end: "
+            "raise --width to keep it",
+            JaxgenWarning,
+            stacklevel=2,
+        )
+    return rows
+
+
+def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) -> TrainConfig:
+    steps = options.steps or math.ceil((options.epochs or EPOCHS) * rows / options.batch)
+    stored = source.dtype("model.embed_tokens.weight", None).name
+    alpha = options.lora_alpha or 2 * options.lora
+    return TrainConfig(
+        steps=steps,
+        learning_rate=options.learning_rate or (LORA_RATE if options.lora else FULL_RATE),
+        warmup=int(options.warmup * steps),
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+        accumulate=options.accumulate,
+        dtype=options.dtype or ("bfloat16" if stored == "bfloat16" else "float32"),
+        remat=options.remat,
+        lora_scale=alpha / options.lora if options.lora else 1.0,
+        seed=options.seed,
+    )
+
+
+def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
+    """Return both configs, with the token that ends the answers among those that end generation.
+
+    A base model's chat template may end answers with a token that its generation_config.json does not know.
+    """
+    config, generation = source.config, source.generation
+    known = eos_list(source.cfg.eos_token_id)
+    endings = {example.labels[-1] for example in examples} - set(known)
+    special = {index for index, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    if endings <= special:
+        for ending in sorted(endings):
+            _say(f"examples end with {tokenizer.backend.id_to_token(ending)}: it will end generation too")
+        eos = {"eos_token_id": [*known, *sorted(endings)]} if endings else {}
+        if generation is None:
+            return config | eos, None
+        return config, generation | eos
+    warnings.warn(
+        "not all examples end with a special token, so the model learns no end there: see eos_token of the tokenizer "
+        "or the end of its chat template",
+        JaxgenWarning,
+        stacklevel=2,
+    )
+    return config, generation
+
+
+def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
+    """Return a digest of the rows, and of the checkpoint as its tensors' names, forms and first bytes tell it."""
+    digest = hashlib.sha256()
+    for array in (rows.ids, rows.labels, rows.segments):
+        digest.update(np.ascontiguousarray(array).data)
+    for name, tensor in source.tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        with open(tensor.file, "rb") as stream:
+            stream.seek(tensor.offset)
+            digest.update(stream.read(min(SAMPLE, tensor.nbytes)))
+    return digest.hexdigest()
+
+
+def _check_memory(job: _Job) -> None:
+    """Refuse what certainly needs more memory than is free: the weights and their moments, and the logits."""
+    free = free_bytes(jax.local_devices()[0])
+    count = sum(math.prod(tensor.shape) for tensor in job.source.tensors.values())
+    weights = sum(tensor.nbytes for tensor in job.source.tensors.values()) if job.rank else 16 * count
+    rows, width = job.batch // job.cfg.accumulate, job.rows.ids.shape[1]
+    logits = 2 * 4 * rows * width * job.model.vocab_size
+    if free is not None and weights + logits > free:
+        raise InputError(
+            f"training needs more than {(weights + logits) / 1e9:.1f} GB ({weights / 1e9:.1f} for weights, "
+            f"{logits / 1e9:.1f} for the logits of {rows} rows), {free / 1e9:.1f} are free: try "
+            f"{'' if job.rank else '--lora 16, '}a larger --accumulate or a smaller --width"
+        )
+
+
+def _fine_tune(job: _Job, work: Path, options: argparse.Namespace):
+    """Return the trained parameters, in the dtypes of the source."""
+    frozen = load_hf(job.source.path)[0] if job.rank else None
+    trained = train(
+        _begin(job, frozen),
+        shuffled(job.rows, job.batch, job.cfg.seed),
+        model=job.model,
+        cfg=job.cfg,
+        frozen=frozen,
+        directory=work,
+        run=job.run,
+        save_every=options.save_every,
+        report_every=options.report_every,
+        report=_say,
+    )
+    if frozen is not None:
+        return lora.merge(frozen, trained, job.cfg.lora_scale)
+    names = {name: job.source.dtype(name, None) for name in job.source.tensors}
+    dtypes = flax.traverse_util.unflatten_dict(names, sep=".")
+    return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
+
+
+def _begin(job: _Job, frozen):
+    if frozen is None:
+        return load_hf(job.source.path)[0]
+    return lora.init(frozen, job.rank, jax.random.key(job.cfg.seed))
+
+
+def _write(params, job: _Job, directory: Path) -> None:
+    arrays = check_params(params, job.model)
+    if infinite := [name for name, array in arrays.items() if not jnp.all(jnp.isfinite(array))]:
+        raise ConfigError(f"training made {infinite[0]} infinite or no number: lower --learning-rate")
+    copy_tokenizer(job.source.path, directory)
+    layout = {name: (arrays[name].dtype, arrays[name].shape) for name in job.source.tensors}
+    # Copies: an array that numpy itself has looked at keeps its values on the host too.
+    write_checkpoint(directory, job.config, job.generation, layout, lambda name: np.asarray(jnp.array(arrays[name])))
+
+
+def _say_held_out(job: _Job, when: str, path: Path | None = None) -> None:
+    if job.held_out is None:
+        return
+    params = load_hf(path or job.source.path)[0]
+    rows = job.batch // job.cfg.accumulate
+    loss = evaluate(params, job.held_out, model=job.model, dtype=job.cfg.dtype, rows=rows)
+    _say(f"held-out loss {when}: {loss:.4f}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,151 @@
+"""What steers a run besides the config: things that have no place in a config, as they are functions or tables."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.stop_strings import StopStrings
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.logits.history import History
+
+
+@flax.struct.dataclass
+class Rules:
+    """The arguments of `generate` that are looked at in every step. All of it is a pytree.
+
+    Attributes:
+        processors: functions `(History, scores float32[rows, V]) -> scores`.
+        criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called with the new token in.
+        allowed: which tokens may follow, or None for all.
+        stop_strings: their automaton, or None.
+        hook: called around the model's forward pass, or None.
+    """
+
+    processors: tuple[Any, ...] = ()
+    criteria: tuple[Any, ...] = ()
+    allowed: TokenAutomaton | HostFunction | None = None
+    stop_strings: StopStrings | None = None
+    hook: Any = None
+
+
+@jax.tree_util.register_pytree_node_class
+class Static:
+    """A pytree without leaves around an object that is none: a part of the program, equal to itself only."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the object."""
+        return self.value(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+    def tree_flatten(self):
+        """No leaves."""
+        return (), self.value
+
+    @classmethod
+    def tree_unflatten(cls, value, leaves):
+        """Wrap the object again."""
+        return cls(value)
+
+
+def as_pytree(value: Any) -> Any:
+    """Return a pytree for a function or object: itself where it is one, else without leaves."""
+    leaves = jax.tree.leaves(value)
+    return Static(value) if len(leaves) == 1 and leaves[0] is value else value
+
+
+def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:
+    """Check a list of functions and return pytrees that can be called."""
+    if given is None:
+        return ()
+    if callable(given):
+        raise TypeError(f"{name} must be a list of functions: put [ ] around the one")
+    if not isinstance(given, Sequence) or not all(map(callable, given)):
+        raise TypeError(f"{name} must be a list of functions, got {given!r}")
+    return tuple(as_pytree(function) for function in given)
+
+
+@flax.struct.dataclass
+class HostFunction:
+    """`prefix_allowed_tokens_fn`, called on the host in every step for every row that is not finished.
+
+    The compiled program knows it by a number, so that another function compiles nothing.
+    """
+
+    number: jax.Array | np.ndarray
+    vocab: int = flax.struct.field(pytree_node=False)
+
+    def __call__(self, history: History) -> jax.Array:
+        """bool[rows, V]: the tokens that it allows."""
+        shape = jax.ShapeDtypeStruct((history.ids.shape[0], self.vocab), np.dtype(bool))
+        ask = functools.partial(_ask, self.vocab)
+        return jax.pure_callback(ask, shape, self.number, history.ids, history.length, history.done)
+
+
+_NUMBERS = itertools.count()
+_CALLED: dict[int, HostCalls] = {}
+
+
+class HostCalls:
+    """A function that compiled programs may call by its number.
+
+    Of an eager call of generate() what the function raises is kept in `error`, and every row ends; the number is
+    forgotten at the end of the call. Under the caller's own jit the number is a part of the program and stays, and
+    what the function raises comes out of the program as JAX's own error.
+    """
+
+    def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, eager: bool):
+        self.function, self.vocab, self.eager = function, vocab, eager
+        self.error: BaseException | None = None
+        self.number = next(_NUMBERS)
+        _CALLED[self.number] = self
+
+    @property
+    def pytree(self) -> HostFunction:
+        """What the compiled program gets."""
+        return HostFunction(np.asarray(self.number, np.int32), self.vocab)
+
+    def close(self) -> None:
+        """Forget the function."""
+        _CALLED.pop(self.number, None)
+
+    def allowed(self, row: int, ids: np.ndarray) -> np.ndarray:
+        """Ask the function and check what it says."""
+        tokens = list(self.function(row, ids))
+        if not tokens:
+            raise InputError(f"prefix_allowed_tokens_fn returned no token for row {row}: it must allow at least one")
+        allowed = np.asarray(tokens)
+        if not np.issubdtype(allowed.dtype, np.integer) or allowed.ndim != 1:
+            raise InputError(f"prefix_allowed_tokens_fn must return a list of token ids, got {tokens!r} for row {row}")
+        if allowed.min() < 0 or allowed.max() >= self.vocab:
+            raise InputError(f"prefix_allowed_tokens_fn returned an id outside of the vocabulary for row {row}")
+        return allowed
+
+
+def _ask(vocab: int, number, ids, length, done) -> np.ndarray:
+    calls = _CALLED[int(number)]
+    result = np.zeros((len(ids), vocab), bool)
+    ids, length, done = (np.asarray(x) for x in (ids, length, done))
+    if calls.error is not None:
+        return result  # no token for any row: the run ends, and generate() raises the error
+    for row in np.flatnonzero(~done):
+        try:
+            result[row, calls.allowed(int(row), ids[row, : length[row]])] = True
+        except BaseException as error:
+            if not calls.eager:
+                raise
+            calls.error = error
+            return np.zeros_like(result)
+    return result

@@ -1,0 +1,70 @@
+"""Given tokens, chosen once more: the scores that the loop would have chosen each of them from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.extensions import Rules
+from jaxgen.decoding.prompt import Array, Prompt
+from jaxgen.logits.history import History
+from jaxgen.logits.pipeline import PerRow, build_transform, per_row
+
+
+@flax.struct.dataclass
+class Replay:
+    """What the choice of a token depends on besides the model.
+
+    Attributes:
+        cfg: greedy search or sampling, without guidance.
+        rules: processors and an automaton.
+        new_tokens: int32[] or one per prompt, how many tokens a row may get.
+        longest: int32[], how many it may have with its prompt.
+    """
+
+    cfg: GenerationConfig
+    rules: Rules
+    new_tokens: Array
+    longest: Array
+
+    def begin(self, ids: jax.Array, mask: jax.Array, width: int) -> History:
+        """Begin with the first `width` columns of `ids int32[rows, L]`, with room for the others."""
+        rows, columns = ids.shape
+        prompt = Prompt.align(ids[:, :width], mask[:, :width])
+        budget = jnp.minimum(per_row(self.new_tokens, rows), self.longest - prompt.length)
+        room = jnp.pad(prompt.ids, ((0, 0), (0, columns - width)))
+        return History.begin(self.cfg, room, prompt.length, budget, self.rules.allowed)
+
+    def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, look: Callable):
+        """Choose the next T tokens of each row. Scores are made for one column at a time, and again for the gradient.
+
+        Args:
+            history: of what comes before.
+            logits: float32[rows, T, V], as the model gave them.
+            tokens: int32[rows, T], what was chosen.
+            live: bool[rows, T], False behind a row's end.
+            look: a function of one column, `(scores float32[rows, V], tokens, live) -> pytree` of `[rows, ...]`.
+
+        Returns:
+            The history with the tokens in, and what `look` gave, `[rows, T, ...]`.
+        """
+        allowed, rows = self.rules.allowed, logits.shape[0]
+        transform = build_transform(self.cfg, rows, self.rules.processors, allowed)
+        eos = PerRow(self.cfg, rows).eos()
+
+        def step(history: History, column) -> tuple[History, Any]:
+            logits, token, live = column
+            history = dataclasses.replace(history, done=~live)
+            looked = look(transform(history, logits, None), token, live)
+            return history.push(token, history.done, allowed, eos), looked
+
+        columns = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, tokens, live))
+        history, looked = lax.scan(jax.checkpoint(step, prevent_cse=False), history, columns)
+        return history, jax.tree.map(lambda x: x.swapaxes(0, 1), looked)

@@ -1,0 +1,252 @@
+"""A token automaton: which tokens may follow so that a row's text matches a grammar, as tables on the device.
+
+A row carries one number, its state. Tokens that do the same in every state share a class, so that the table is
+[states, classes] and not [states, V]: a JSON schema tells a few hundred kinds of Qwen's 151,936 tokens apart. The
+tables are traced and their sizes rounded up to powers of two: another grammar of about the size runs the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.json_schema import regex_of
+from jaxgen.grammar.regex import compile_regex, distinct, restricted, useful_states
+from jaxgen.shapes import power_of_two
+from jaxgen.text.tokenizer import Tokenizer
+
+SMALLEST_TABLE = 64
+
+
+@flax.struct.dataclass
+class TokenAutomaton:
+    """Say which tokens may follow and where they lead; state -1 is a row whose text has left the grammar.
+
+    The text is what the tokens add behind the prompt, as `Tokenizer.token_bytes` has it. A SentencePiece token with a
+    space in front adds the space here, also as the first one; `decode` of the new tokens alone leaves that space out.
+    So a pattern for such a tokenizer best allows a space at its start, ` ?...`; without it the text begins with a
+    token that has none. Special tokens and ids without a token are no text and never allowed. Every state that tokens
+    lead to has a way on to a complete text: a row meets no dead end, unless an eos token is itself part of the text.
+
+    Attributes:
+        classes: the class of each token.
+        transitions: the state behind each class of token, -1 where it is not allowed and to fill up the size.
+        accepting: the text so far is complete.
+        shortest: how many tokens at least complete the text.
+        start: the first state, or one for each prompt (`stack`).
+    """
+
+    classes: jax.Array  # int32[V]
+    transitions: jax.Array  # int32[states, classes]
+    accepting: jax.Array  # bool[states]
+    shortest: jax.Array  # int32[states]
+    start: jax.Array  # int32[] or int32[B]
+
+    @classmethod
+    def from_regex(cls, pattern: str, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> TokenAutomaton:
+        r"""Build the automaton of the texts that a regular expression matches from start to end.
+
+        The syntax is that of Rust's `regex` crate: close to Python's, without look-arounds and back-references. As in
+        Python `.` is any character but a newline and `\d` any script's digit. `vocab_size` is the model's where it
+        has more ids than the tokenizer.
+
+            automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
+
+        Raises InputError for a pattern that cannot be compiled or matches nothing, and for one none of whose texts
+        can be written with the tokenizer's tokens.
+        """
+        if not isinstance(tokenizer, Tokenizer):
+            raise TypeError(f"tokenizer has to be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+        tokens = tokenizer.token_bytes()
+        if vocab_size is not None:
+            if vocab_size < len(tokens):
+                raise InputError(
+                    f"vocab_size is {vocab_size}, but the tokenizer has {len(tokens)} ids; give the model's"
+                )
+            tokens += [None] * (vocab_size - len(tokens))
+        automaton = compile_regex(pattern)
+        classes, transitions = _token_table(automaton.table, tokens)
+        useful = useful_states(transitions, automaton.accepting, automaton.start)
+        if not useful[automaton.start]:
+            raise InputError(
+                "no text that the pattern matches can be written with this tokenizer's tokens; allow what it has "
+                "(SentencePiece has many words only with a space in front)"
+            )
+        transitions, accepting, start = restricted(transitions, automaton.accepting, automaton.start, useful)
+        columns, like = distinct(np.ascontiguousarray(transitions.T))
+        return _padded(like[classes], transitions[:, columns], accepting, start)
+
+    @classmethod
+    def from_json_schema(
+        cls,
+        schema: dict[str, Any] | str,
+        tokenizer: Tokenizer,
+        *,
+        whitespace_pattern: str | None = None,
+        vocab_size: int | None = None,
+    ) -> TokenAutomaton:
+        """Build the automaton of JSON texts that are valid against a schema; `json_schema.regex_of` says which.
+
+        `whitespace_pattern` is a regular expression for what may stand between JSON's signs, `[ ]?` if None. The rest
+        is as in `from_regex`.
+        """
+        return cls.from_regex(regex_of(schema, whitespace_pattern), tokenizer, vocab_size=vocab_size)
+
+    @classmethod
+    def stack(cls, automata: Sequence[TokenAutomaton]) -> TokenAutomaton:
+        """Join one automaton per prompt into one table, `start` one state per prompt.
+
+        Prompts that share an automaton (the same object) share its states. All must be of one vocabulary.
+        """
+        if not automata:
+            raise InputError("there is no automaton to stack; give one per prompt")
+        sizes = sorted({automaton.classes.shape[0] for automaton in automata})
+        if len(sizes) > 1:
+            raise InputError(f"the automata are of vocabularies of {sizes} tokens; give the same vocab_size to all")
+        parts = {id(automaton): automaton for automaton in automata}
+        joint = np.zeros(sizes[0], np.int64)  # numbers the combinations of a token's classes
+        for automaton in parts.values():
+            kinds = np.asarray(automaton.classes)
+            joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
+        example = np.unique(joint, return_index=True)[1]
+        offset, total = {}, 0
+        tables, accepting = [], []
+        for key, automaton in parts.items():
+            states = _used_states(automaton)
+            table = np.asarray(automaton.transitions)[:states, np.asarray(automaton.classes)[example]]
+            tables.append(np.where(table < 0, -1, table + total))
+            accepting.append(np.asarray(automaton.accepting)[:states])
+            offset[key], total = total, total + states
+        start = np.concatenate([np.atleast_1d(automaton.start) + offset[id(automaton)] for automaton in automata])
+        return _padded(joint, np.concatenate(tables), np.concatenate(accepting), start)
+
+    def begin(self, rows: int) -> jax.Array:
+        """Return the first state of each row, int32[rows]; with one start per prompt, each `rows` / B times."""
+        prompts = self.start.size
+        if rows % prompts:
+            raise InputError(f"{rows} rows are no multiple of the {prompts} prompts that the automaton was stacked for")
+        return jnp.repeat(self.start.reshape(-1), rows // prompts, total_repeat_length=rows)
+
+    def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
+        """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
+
+        `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text: they are allowed where it is
+        complete and nowhere else, whatever they are in the grammar. In state -1 nothing is allowed.
+
+        `remaining` int32[rows] is for how many tokens there is room, eos not counted: those are allowed then behind
+        which the text can still be completed, so that it is complete when the room is used up. Where there is too
+        little room from the beginning, it changes nothing.
+        """
+        following = self._following(state, remaining)
+        allowed = jnp.take(following, self.classes, axis=1)
+        if eos is None:
+            return allowed
+        complete = self.accepting[jnp.maximum(state, 0)] & (state >= 0)
+        return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
+
+    def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
+        """Return the states int32[rows] behind one more token in each row, tokens int32[rows].
+
+        A token that is not allowed leads to -1, from which nothing leads back; an eos token leaves the state as it is.
+        """
+        following = self.transitions[jnp.maximum(state, 0), self.classes[tokens]]
+        stays = state < 0
+        if eos is not None:
+            stays |= jnp.take_along_axis(self._per_row(eos, state), tokens[:, None], axis=1)[:, 0]
+        return jnp.where(stays, state, following)
+
+    def exhausted(self, state: jax.Array, remaining: jax.Array | None = None) -> jax.Array:
+        """Return the rows after whose text nothing but eos can follow, bool[rows]; those in state -1 as well.
+
+        `remaining` is as in `allowed`.
+        """
+        return ~jnp.any(self._following(state, remaining), axis=-1)
+
+    def _following(self, state: jax.Array, remaining: jax.Array | None) -> jax.Array:
+        """bool[rows, classes]: which classes of tokens may follow."""
+        row = jnp.maximum(state, 0)
+        behind = self.transitions[row]
+        following = (behind >= 0) & (state >= 0)[:, None]
+        if remaining is None:
+            return following
+        in_time = self.shortest[jnp.maximum(behind, 0)] < remaining[:, None]
+        return following & (in_time | (self.shortest[row] > remaining)[:, None])
+
+    def _per_row(self, eos: jax.Array, state: jax.Array) -> jax.Array:
+        if eos.shape[-1] != self.classes.shape[0]:
+            raise InputError(
+                f"the automaton is of {self.classes.shape[0]} tokens, the scores of {eos.shape[-1]}; "
+                f"build it with vocab_size={eos.shape[-1]}"
+            )
+        return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
+
+
+def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
+    """Follow every token's bytes from every state at once: classes int[V] and transitions int32[S, classes].
+
+    What a token does is a function from states to states, that of its last byte after that of the bytes before. There
+    are few such functions, so tokens carry the number of theirs and only new pairs of function and byte are composed.
+    """
+    texts = [token or b"" for token in tokens]
+    lengths = np.array([len(text) for text in texts])
+    offsets = np.cumsum(lengths) - lengths
+    buffer = np.frombuffer(b"".join(texts), np.uint8)
+    bytes_of_kind, kind = distinct(np.ascontiguousarray(table.T))
+    step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 stays -1
+
+    nowhere, unmoved = np.full(len(table), -1, np.int32), np.arange(len(table), dtype=np.int32)
+    functions = [nowhere, unmoved]
+    number = {function.tobytes(): i for i, function in enumerate(functions)}
+    current = (lengths > 0).astype(np.int64)  # a token without text is allowed nowhere
+    going = np.flatnonzero(current)
+    for position in range(lengths.max(initial=0)):
+        going = going[(lengths[going] > position) & (current[going] > 0)]
+        pairs = current[going] * len(step) + kind[buffer[offsets[going] + position]]
+        pairs, which = np.unique(pairs, return_inverse=True)
+        composed = np.empty(len(pairs), np.int64)
+        for i, (before, byte) in enumerate(zip(*np.divmod(pairs, len(step)), strict=True)):
+            function = step[byte][functions[before]]
+            composed[i] = number.setdefault(function.tobytes(), len(functions))
+            if composed[i] == len(functions):
+                functions.append(function)
+        current[going] = composed[which]
+    used, classes = np.unique(current, return_inverse=True)
+    return classes, np.stack([functions[i] for i in used], axis=1)
+
+
+def _used_states(automaton: TokenAutomaton) -> int:
+    """Count the states without those that fill up the table: a transition or a start leads to each."""
+    return int(max(np.max(automaton.transitions), np.max(automaton.start))) + 1
+
+
+def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any) -> TokenAutomaton:
+    states, kinds = transitions.shape
+    table = np.full(tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape), -1, np.int32)
+    table[:states, :kinds] = transitions
+    complete = np.zeros(len(table), bool)
+    complete[:states] = accepting
+    return TokenAutomaton(
+        shortest=jnp.asarray(_shortest(table, complete)),
+        classes=jnp.asarray(classes, jnp.int32),
+        transitions=jnp.asarray(table),
+        accepting=jnp.asarray(complete),
+        start=jnp.asarray(start, jnp.int32),
+    )
+
+
+def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
+    """int32[states]: the length of the shortest way to an accepting state; large where there is none."""
+    never = np.int32(2**30)
+    length = np.where(accepting, np.int32(0), never)
+    while True:
+        behind = np.where(table >= 0, length[table], never).min(axis=1)
+        shorter = np.minimum(length, np.minimum(behind, never - 1) + 1)
+        if np.array_equal(shorter, length):
+            return length
+        length = shorter

@@ -1,0 +1,190 @@
+"""Whether a model and its cache fit into the memory that is free, asked before any of it is taken.
+
+What is counted is certainly needed; compiling and the smaller arrays of a step come on top, so what passes may fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from convert.hf import Checkpoint, float_dtype, open_checkpoint
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.errors import InputError
+from jaxgen.model.cache import KVCache
+from jaxgen.model.config import ModelConfig
+from jaxgen.shapes import capacity_for, prompt_bucket
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+# What would make a request smaller, in the command's terms.
+_REMEDIES: dict[str, dict[str, Any]] = {
+    "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
+    "a smaller --max-new-tokens": {"new_tokens": 1},
+    "a smaller --num-return-sequences": {"copies": 1},
+    "fewer prompts at once": {"prompts": 1},
+    "a shorter prompt": {"width": 1},
+}
+
+
+def weights_bytes(path: str | PathLike[str], dtype: Any = None) -> int:
+    """Return the bytes of the parameters that `convert.load_hf(path, dtype=dtype)` gives, from the files' headers.
+
+    Raises:
+        CheckpointError: all that is wrong with the checkpoint but for the weights' values.
+        ConfigError: a dtype that `load_hf` does not take.
+    """
+    return _weights(open_checkpoint(path), float_dtype(dtype))
+
+
+def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
+    """Return the bytes of `KVCache.create(model, rows, slots)` on this backend."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_memory(
+    path: str | PathLike[str], cfg: GenerationConfig, prompts: int, prompt_width: int, dtype: Any = None
+) -> None:
+    """Raise where the device lacks the memory to load a checkpoint and run `generate` with it.
+
+    Args:
+        path: the checkpoint's directory.
+        cfg: as for `generate`; `max_new_tokens` is set.
+        prompts: B.
+        prompt_width: P, padding included.
+        dtype: as for `load_hf`.
+
+    Raises:
+        InputError: too little is free; the text names what would help.
+        CheckpointError, ConfigError: as in `weights_bytes`.
+    """
+    device = jax.local_devices()[0]
+    free = free_bytes(device)
+    if free is None:
+        return
+    request = _Request(
+        checkpoint=open_checkpoint(path),
+        dtype=float_dtype(dtype),
+        on_cpu=device.platform == "cpu",
+        prompts=prompts,
+        width=prompt_width,
+        copies=cfg.num_return_sequences,
+        new_tokens=int(np.max(np.asarray(cfg.max_new_tokens))),
+        records=bool(cfg.output_scores) + bool(cfg.output_logits),
+    )
+    if (needed := request.needed()) <= free:
+        return
+    weights = _size(_weights(request.checkpoint, request.dtype))
+    where = "" if request.on_cpu else f" on {device}"
+    raise InputError(
+        f"the model needs {_size(needed)} ({weights} of weights), {_size(free)} are free{where}: "
+        f"try {request.remedy(free)}"
+    )
+
+
+def free_bytes(device) -> int | None:
+    """Return the bytes that can still be taken on a `jax.Device`; None where nobody can tell.
+
+    For a CPU they are what Linux calls available, or less where a control group (version 2) sets a limit.
+    """
+    if device.platform == "cpu":
+        return min([*_available(), *_left_in_control_groups()], default=None)
+    statistics = device.memory_stats() or {}
+    limit, used = statistics.get("bytes_limit", -1), statistics.get("bytes_in_use", -1)
+    return limit - used if limit > 0 and used >= 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What decides how much memory is needed; `records` is the number of outputs `[N, rows, V]`."""
+
+    checkpoint: Checkpoint
+    dtype: np.dtype | None
+    on_cpu: bool
+    prompts: int
+    width: int
+    copies: int
+    new_tokens: int
+    records: int
+
+    def needed(self) -> int:
+        """Return the bytes of the weights, the cache, the prefill's attention and the logits."""
+        assert self.checkpoint.cfg.model is not None
+        dtype = self.checkpoint.dtype("model.embed_tokens.weight", self.dtype)
+        model = dataclasses.replace(self.checkpoint.cfg.model, dtype=dtype.name)
+        rows = self.prompts * self.copies
+        width, capacity = prompt_bucket(self.width), capacity_for(self.new_tokens, recorded=self.records > 0)
+
+        weights = _weights(self.checkpoint, self.dtype)
+        if self.on_cpu and dtype == np.float16:  # XLA's CPU program keeps a float32 copy of them all
+            weights += _weights(self.checkpoint, np.dtype(np.float32))
+        cache = cache_bytes(model, self.prompts, width) + cache_bytes(model, rows, capacity)
+        # Scores, exponentials and weights are there at once on a CPU, by XLA's memory analysis.
+        attention = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
+        logits = 4 * rows * model.vocab_size * (1 + self.records * capacity)
+        return weights + cache + attention + logits
+
+    def remedy(self, free: int) -> str:
+        """Name what makes the request fit: each change that does alone, else some that do together."""
+
+        def fit(names: Iterable[str]) -> bool:
+            changes = {field: value for name in names for field, value in _REMEDIES[name].items()}
+            return dataclasses.replace(self, **changes).needed() <= free
+
+        if alone := [name for name in _REMEDIES if fit([name])]:
+            return " or ".join(alone)
+        together = set(_REMEDIES)
+        if not fit(together):
+            return "a smaller model or a machine with more memory"
+        for name in _REMEDIES:
+            if fit(together - {name}):
+                together.remove(name)
+        return " and ".join(name for name in _REMEDIES if name in together)
+
+
+def _weights(checkpoint: Checkpoint, wanted: np.dtype | None) -> int:
+    return sum(
+        math.prod(tensor.shape) * checkpoint.dtype(name, wanted).itemsize for name, tensor in checkpoint.tensors.items()
+    )
+
+
+def _available() -> Iterator[int]:
+    """Yield what the kernel says can be taken without swapping."""
+    for line in _lines(_PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _left_in_control_groups() -> Iterator[int]:
+    """Yield what is left in each limited control group of this process; files' pages count as free."""
+    for line in _lines(_PROC / "self" / "cgroup"):
+        if not line.startswith("0::/"):
+            continue
+        own = _CGROUPS / line.removeprefix("0::/")
+        for group in (own, *own.parents):
+            limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+            if limit and used and limit[0] != "max":
+                statistics = dict(entry.split() for entry in _lines(group / "memory.stat"))
+                pages = sum(int(statistics.get(name, 0)) for name in ("active_file", "inactive_file"))
+                yield max(0, int(limit[0]) - int(used[0]) + pages)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

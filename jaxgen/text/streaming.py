@@ -1,0 +1,203 @@
+"""Text out of ids as they come, never half a character."""
+
+import queue
+import re
+import sys
+import threading
+from typing import Any, TextIO
+
+import numpy as np
+
+from jaxgen.errors import InputError
+from jaxgen.text.tokenizer import Tokenizer, clean_up, id_list
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# A pattern of clean_up starts with a space; these are the characters that can follow before it is complete
+UNDECIDED = re.compile(r" [ 'nvr]*$")
+# An incomplete UTF-8 character has at most 3 bytes, so it begins in one of the last 3 tokens
+CONTEXT = 4
+
+
+class TextStream:
+    """Decode ids as they come: what `put` and `end` return, joined, is `tokenizer.decode` of all the ids.
+
+    A character is given out when it is complete. Held back are a U+FFFD at the end, which may be part of
+    one; byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte turns all
+    of them into U+FFFD; and with clean-up, a space with what it might still change. `end` gives out the
+    rest. The work for a token does not depend on how many came before, apart from what is held back.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
+        self.cleans_up = (
+            tokenizer.clean_up_tokenization_spaces
+            if clean_up_tokenization_spaces is None
+            else clean_up_tokenization_spaces
+        )
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+        decoder = tokenizer.backend.decoder
+        self._byte_fallback = decoder is not None and decoder.decode(["<0x41>"]) == "A"
+        self._restart()
+
+    def put(self, ids: Any) -> str:
+        """Take one id or several and return the text that they complete."""
+        return "".join(self._put(token_id) for token_id in id_list(ids))
+
+    def end(self) -> str:
+        """Return what was held back and start anew."""
+        text = self._undecided + self._decode()[self._given :]
+        self._restart()
+        return clean_up(text) if self.cleans_up else text
+
+    def _restart(self) -> None:
+        self._window: list[int] = []  # the last tokens, enough to decode the next one as in the whole
+        self._given = 0  # characters of the window's text that were passed on
+        self._undecided = ""  # text that clean-up might still change
+
+    def _decode(self) -> str:
+        return self.tokenizer.decode(self._window, self.skip_special_tokens, False)
+
+    def _put(self, token_id: int) -> str:
+        token = self.tokenizer.backend.id_to_token(token_id)
+        if not token or token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        if self._byte_fallback and BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._decode()
+        held = text.endswith(REPLACEMENT)
+        new = text[self._given : len(text) - held]
+        self._window = self._window[-CONTEXT:]
+        self._given = len(self._decode()) - held
+        return self._cleaned(new) if self.cleans_up else new
+
+    def _cleaned(self, new: str) -> str:
+        text = self._undecided + new
+        match = UNDECIDED.search(text)
+        cut = match.start() if match else len(text)
+        self._undecided = text[cut:]
+        return clean_up(text[:cut])
+
+
+class TextStreamer:
+    """Print the text of one row as it is generated, after HF's `TextStreamer`.
+
+    Give it to `generate(..., streamer=)`, which calls `put` with the prompt, then with each new token, then
+    `end`. Other than HF's it prints characters as soon as they are complete, not whole words, and skips
+    special tokens unless told otherwise, as `Tokenizer.decode`. Override `on_finalized_text` to send the
+    text elsewhere. `decode_kwargs` are those of `TextStream`. `file`: None is the standard output.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_prompt: bool = False,
+        *,
+        file: TextIO | None = None,
+        **decode_kwargs: Any,
+    ):
+        self.skip_prompt = skip_prompt
+        self.file = file
+        self._stream = TextStream(tokenizer, **decode_kwargs)
+        self._prompt_comes = True
+
+    def put(self, value: Any) -> None:
+        """Take the prompt (first call) or new tokens: an id, ids[n] or ids[1, n]."""
+        ids = np.asarray(value)
+        if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
+            raise InputError(f"a TextStreamer prints one row, got ids of shape {ids.shape}; generate one prompt")
+        is_prompt, self._prompt_comes = self._prompt_comes, False
+        if not (is_prompt and self.skip_prompt):
+            self.on_finalized_text(self._stream.put(ids.reshape(-1)))
+
+    def end(self) -> None:
+        """Print what was held back and a newline; the next `put` brings a prompt again."""
+        self._prompt_comes = True
+        self.on_finalized_text(self._stream.end(), stream_end=True)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print text that will not change any more."""
+        print(text, end="\n" if stream_end else "", file=self.file or sys.stdout, flush=True)
+
+
+class TextIteratorStreamer(TextStreamer):
+    """Hand the text to another thread that iterates over it, after HF's `TextIteratorStreamer`.
+
+    `generate` runs in a thread of its own and the text comes as it is generated. What `generate` raises would end
+    that thread only and leave the iteration waiting; `error` passes it on, and it is raised where the text is read:
+
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+
+        def run():
+            try:
+                generate(params, batch.ids, None, cfg, streamer=streamer)
+            except BaseException as error:
+                streamer.error(error)
+
+        threading.Thread(target=run).start()
+        for text in streamer:
+            print(text, end="", flush=True)
+
+    `timeout` is how many seconds to wait for the next token, None for ever; compiling comes before the first one. After
+    it the iteration raises `queue.Empty`. A streamer may serve one run after the other: an iteration ends with its
+    run, the next `for` waits for the next one. Ending an iteration early does not stop the run.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any
+    ):
+        super().__init__(tokenizer, skip_prompt, file=None, **decode_kwargs)
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+                raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+            if not 0 <= timeout <= threading.TIMEOUT_MAX:
+                raise InputError(
+                    f"timeout must be 0 to {threading.TIMEOUT_MAX:.0f} seconds, or None to wait for ever, got {timeout}"
+                )
+        self.timeout = timeout
+        self.text_queue: queue.Queue[str | BaseException | None] = queue.Queue()
+        self._ended = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Put the text into the queue, and None behind the last."""
+        self.text_queue.put(text)
+        if stream_end:
+            self.text_queue.put(None)
+
+    def error(self, exception: BaseException) -> None:
+        """End the run: the iteration gives out the text so far and raises the exception."""
+        if not isinstance(exception, BaseException):
+            raise TypeError(f"error takes an exception, got {exception!r}")
+        self._prompt_comes = True
+        try:
+            self.on_finalized_text(self._stream.end())
+        finally:
+            self.text_queue.put(exception)
+
+    def __iter__(self) -> "TextIteratorStreamer":
+        self._ended = False
+        return self
+
+    def __next__(self) -> str:
+        while not self._ended:
+            try:
+                item = self.text_queue.get(timeout=self.timeout)
+            except queue.Empty:
+                raise queue.Empty(
+                    f"no token came for {self.timeout} seconds: give a longer timeout, or see whether generate failed"
+                ) from None
+            self._ended = not isinstance(item, str)
+            if isinstance(item, BaseException):
+                raise item
+            if item:
+                return item
+        raise StopIteration

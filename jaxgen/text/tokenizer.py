@@ -1,0 +1,430 @@
+"""Text to ids and back: HF's fast tokenizers and chat templates, without transformers."""
+
+import functools
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.text import chat_template
+from jaxgen.text.token_bytes import token_bytes
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# What the two families' classes assume where tokenizer_config.json lacks the key (null is a value)
+CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2Tokenizer": {
+        "unk_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+    },
+    "LlamaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+    },
+}
+MODEL_CLASSES = {"qwen2": "Qwen2Tokenizer", "llama": "LlamaTokenizer"}
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "tokenizer_class": str,
+    "model_max_length": (int, float),
+    "truncation_side": str,
+    "added_tokens_decoder": Mapping,
+    "additional_special_tokens": Sequence,
+    **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
+    **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
+}
+# transformers writes int(1e30) where a checkpoint states no limit
+NO_MAX_LENGTH = 10**20
+
+
+class Batch(NamedTuple):
+    """Hold the prompts of one call: `ids` and `attention_mask`, both int32[B, P] and left-padded."""
+
+    ids: np.ndarray
+    attention_mask: np.ndarray
+
+
+class Tokenizer:
+    """Turn text and conversations into ids and ids into text, as HF's fast tokenizer of the same files.
+
+    `backend` is the `tokenizers.Tokenizer` that does the work; it becomes this object's own: tokens are
+    added to it, its padding and truncation are turned off (both happen only where a call asks for them).
+    `config` is the content of a tokenizer_config.json. `Tokenizer.from_pretrained` reads both from a
+    directory.
+
+    `bos_token`, `eos_token`, `unk_token`, `pad_token` and their `*_token_id` are None where the checkpoint
+    has none, `model_max_length` where it states no limit. `chat_template` is the default template or None.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
+        config = dict(config or {})
+        _check_types(config)
+        tokenizer_class = (config.get("tokenizer_class") or "").removesuffix("Fast")
+        if backend.padding:
+            config.setdefault("pad_token", backend.padding["pad_token"])
+        if backend.truncation:
+            config.setdefault("truncation_side", backend.truncation["direction"])
+        config = {**CLASS_DEFAULTS.get(tokenizer_class, {}), **config}
+        backend.no_padding()
+        backend.no_truncation()
+
+        self.backend = backend
+        self.special_tokens = _add_tokens(backend, config)
+        self.bos_token, self.bos_token_id = self._special("bos_token")
+        self.eos_token, self.eos_token_id = self._special("eos_token")
+        self.unk_token, self.unk_token_id = self._special("unk_token")
+        self.pad_token, self.pad_token_id = self._special("pad_token")
+        if tokenizer_class == "LlamaTokenizer":
+            self._rebuild_post_processor(config["add_bos_token"], config["add_eos_token"])
+
+        self.clean_up_tokenization_spaces: bool = config.get("clean_up_tokenization_spaces", True)
+        self.split_special_tokens: bool = config.get("split_special_tokens", False)
+        self.truncation_side: str = config.get("truncation_side", "right")
+        if self.truncation_side not in ("left", "right"):
+            raise ConfigError(f'truncation_side is {self.truncation_side!r}; it can be "left" or "right"')
+        max_length = config.get("model_max_length")
+        self.model_max_length = None if max_length is None or max_length > NO_MAX_LENGTH else int(max_length)
+        self._templates = chat_template.named(config.get("chat_template"))
+        self.chat_template = self._templates.get("default")
+
+    @classmethod
+    def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
+        """Read the tokenizer of a local HF directory.
+
+        Reads tokenizer.json and, where they exist, tokenizer_config.json, chat_template.jinja (it wins over
+        the config's template), special_tokens_map.json and added_tokens.json (both, as in HF, only where
+        the config has no `added_tokens_decoder`), and config.json for the class where the config names
+        none.
+
+        BOS and EOS are added as tokenizer.json says, but by a LlamaTokenizer or LlamaTokenizerFast as
+        `add_bos_token` (on by default) and `add_eos_token` say, because HF's class ignores tokenizer.json
+        there.
+
+        Raises InputError for a directory without a fast tokenizer and ConfigError for damaged files.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise InputError(f"{directory} is no directory; from_pretrained reads a local HF directory")
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
+            raise InputError(
+                f"{directory} has no tokenizer.json (it has: {found}). Slow tokenizers (tokenizer.model, "
+                "vocab.json with merges.txt) are not read; save a fast one there"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        return cls(backend, _read_config(directory))
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Count the tokens without the added ones, as HF; `len(tokenizer)` counts all."""
+        return self.backend.get_vocab_size(with_added_tokens=False)
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        split_special_tokens: bool | None = None,
+        max_length: int | None = None,
+    ) -> list[int]:
+        """Turn one text into its ids.
+
+        Special tokens written in the text count as such unless `split_special_tokens`, which is for text one
+        does not trust (None: as the config says, off by default). `max_length` counts what is added as well
+        and cuts at the config's `truncation_side`.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"encode takes one str, got {type(text).__name__}; batch takes a list of them")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the text is not valid Unicode: {error}") from error
+        split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
+        backend = self._splitting_backend if split else self.backend
+        # In two steps, because the backend's own truncation is a setting of the whole tokenizer
+        encoding = backend.encode(text, add_special_tokens=False)
+        if max_length is not None:
+            added = backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+            if max_length < max(added, 1):
+                raise InputError(
+                    f"max_length is {max_length}; it has to be at least {max(added, 1)}, "
+                    f"of which the tokenizer itself adds {added}"
+                )
+            encoding.truncate(max_length - added, direction=self.truncation_side)
+        return backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self, ids: Any, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
+    ) -> str:
+        """Turn one sequence of ids (list, numpy or jax, or a single id) into text.
+
+        `clean_up_tokenization_spaces` takes away the spaces before punctuation and English contractions
+        (None: as the config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in
+        HF, because models pad their vocabularies; a negative id is an error.
+        """
+        text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
+        return clean_up(text) if self._cleans_up(clean_up_tokenization_spaces) else text
+
+    def batch(self, texts: Sequence[str], *, max_length: int | None = None) -> Batch:
+        """Encode texts and left-pad them to the longest.
+
+        Pads with pad, else eos, else unk, else id 0: the mask makes the choice irrelevant to the model.
+        """
+        if isinstance(texts, str) or not isinstance(texts, Sequence):
+            raise TypeError(f"batch takes a list of str, got {type(texts).__name__}; give [text] for one text")
+        return self.pad([self.encode(text, max_length=max_length) for text in texts])
+
+    def chat(
+        self,
+        conversations: Sequence[Any],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        max_length: int | None = None,
+        **template_kwargs: Any,
+    ) -> Batch:
+        """Render conversations with the chat template, encode and left-pad them.
+
+        A conversation is a list of {"role": ..., "content": ...} dicts; a single one may come without the
+        list around it. The template writes BOS and the like itself: none is added. `max_length` cuts at the
+        config's `truncation_side`; on the right that is the generation prompt. The rest is as in
+        `render_chat`.
+        """
+        if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
+            raise TypeError(f"chat takes a list of conversations, got {type(conversations).__name__}")
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
+        rendered = [
+            self.render_chat(c, add_generation_prompt, tools=tools, documents=documents, **template_kwargs)
+            for c in conversations
+        ]
+        return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
+
+    def render_chat(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """Render one conversation as HF's `apply_chat_template(tokenize=False)`.
+
+        `tools` are JSON schemas and choose the template "tool_use" where there is one. `template_kwargs`
+        are further variables of the template and win over the special tokens' names. It runs in a sandbox
+        with what 4.41.1 gives it and later releases added: `tojson` without HTML escapes, `break` and
+        `continue`, generation blocks, and `strftime_now`, with which some templates print today's date.
+        """
+        return chat_template.render(
+            self._templates,
+            conversation,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            variables={**self.special_tokens, **template_kwargs},
+        )
+
+    def decode_batch(
+        self, out: Any, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
+    ) -> list[str]:
+        """Decode what was generated in each row of a `GenerateOutput`, without prompt and padding."""
+        sequences, lengths, start = np.asarray(out.sequences), np.asarray(out.lengths), int(out.prompt_width)
+        return [
+            self.decode(row[start : start + length], skip_special_tokens, clean_up_tokenization_spaces)
+            for row, length in zip(sequences, lengths, strict=True)
+        ]
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Return what each id adds to a text; None for a special token and for an id without a token.
+
+        The list is as long as the vocabulary with the added tokens. Joined, the bytes of a text's ids are the text in
+        UTF-8; those of one token may be part of a character. A SentencePiece token that starts with a space has it
+        here wherever it stands, though `decode` leaves out the space in front of a whole text.
+
+        Raises ConfigError for a tokenizer whose text is not its tokens' one after the other.
+        """
+        return list(self._token_bytes)
+
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes | None]:
+        return token_bytes(self.backend)
+
+    def _special(self, name: str) -> tuple[str | None, int | None]:
+        token = self.special_tokens.get(name)
+        return (None, None) if token is None else (token, self.backend.token_to_id(token))
+
+    def _cleans_up(self, choice: bool | None) -> bool:
+        return self.clean_up_tokenization_spaces if choice is None else choice
+
+    def _rebuild_post_processor(self, add_bos: bool, add_eos: bool) -> None:
+        """Follow HF's LlamaTokenizerFast, which replaces the post-processor of tokenizer.json."""
+        added = []
+        for name, wanted in (("bos_token", add_bos), ("eos_token", add_eos)):
+            token, token_id = self._special(name)
+            if wanted and token is None:
+                raise ConfigError(f"add_{name} is true but there is no {name}; set one of them right")
+            added.append([(token, token_id)] if wanted else [])
+        before, after = added
+        template = [*(token for token, _ in before), "$A", *(token for token, _ in after)]
+        self.backend.post_processor = TemplateProcessing(single=template, special_tokens=before + after)
+
+    @functools.cached_property
+    def _splitting_backend(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def pad(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """Left-pad rows of ids to the longest, as `batch` does."""
+        if not rows:
+            raise InputError("the list is empty; give at least one prompt")
+        for i, row in enumerate(rows):
+            if not row:
+                raise InputError(f"prompt {i} has no token at all; a prompt needs at least one, e.g. BOS")
+        choices = (self.pad_token_id, self.eos_token_id, self.unk_token_id, 0)
+        pad = next(choice for choice in choices if choice is not None)
+        width = max(map(len, rows))
+        ids = np.full((len(rows), width), pad, np.int32)
+        mask = np.zeros((len(rows), width), np.int32)
+        for i, row in enumerate(rows):
+            ids[i, width - len(row) :] = row
+            mask[i, width - len(row) :] = 1
+        return Batch(ids, mask)
+
+
+def clean_up(text: str) -> str:
+    """Take away the spaces that HF's `clean_up_tokenization` takes away, in its order."""
+    for mark in (".", "?", "!", ","):
+        text = text.replace(" " + mark, mark)
+    text = text.replace(" ' ", "'")
+    for ending in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(" " + ending, ending)
+    return text
+
+
+def id_list(ids: Any) -> list[int]:
+    """Check one sequence of token ids, or a single one, of whatever kind and return it as a list."""
+    array = np.atleast_1d(np.asarray(ids))
+    if array.size == 0:
+        return []
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"token ids are integers, got {array.dtype}")
+    if array.ndim > 1:
+        raise InputError(f"one sequence of ids is decoded at a time, got shape {array.shape}; go row by row")
+    if array.min() < 0 or array.max() >= 2**32:
+        wrong = array[(array < 0) | (array >= 2**32)][0]
+        raise InputError(f"{wrong} is no token id; ids are at least 0 and below 2**32")
+    return array.tolist()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a JSON {type(content).__name__}; it has to hold an object")
+    return content
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Put together the directory's files in the form of a modern tokenizer_config.json."""
+    config = _read_json(directory / "tokenizer_config.json")
+    if not config.get("tokenizer_class"):
+        model = _read_json(directory / "config.json")
+        by_type = MODEL_CLASSES.get(model.get("model_type", ""))
+        config["tokenizer_class"] = model.get("tokenizer_class") or by_type
+    if "added_tokens_decoder" not in config:
+        additional = list(config.get("additional_special_tokens") or ())
+        config.update(_read_json(directory / "special_tokens_map.json"))
+        additional += [t for t in config.get("additional_special_tokens") or () if t not in additional]
+        config["additional_special_tokens"] = additional
+        special = [_content(token) for token in (*map(config.get, SPECIAL_NAMES), *additional)]
+        config["added_tokens_decoder"] = {
+            index: {"content": token, "special": token in special, "normalized": token not in special}
+            for token, index in _read_json(directory / "added_tokens.json").items()
+        }
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        try:
+            config["chat_template"] = template.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{template} is damaged: {error}") from error
+    return config
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    for name, kind in TYPES.items():
+        value = config.get(name)
+        if value is not None and not isinstance(value, kind):
+            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ConfigError(f"{name} of the tokenizer's config is {value!r}; it has to be a {wanted}")
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _added_token(token: Any, special: bool) -> AddedToken:
+    flags = dict(token) if isinstance(token, Mapping) else {"normalized": False}
+    flags = {name: flags[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in flags}
+    return AddedToken(_content(token) or "", special=special, **flags)
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the config's tokens to the backend as HF does and return its special tokens by name."""
+    named = {name: config[name] for name in SPECIAL_NAMES if config.get(name) is not None}
+    additional = list(config.get("additional_special_tokens") or ())
+    for name, token in (*named.items(), *(("additional_special_tokens", token) for token in additional)):
+        if not isinstance(_content(token), str):
+            raise ConfigError(f"{name} of the tokenizer's config is {token!r}; it has to be a string")
+    special = {_content(token): token for token in (*named.values(), *additional)}
+
+    listed: dict[int, Mapping[str, Any]] = {}
+    for index, token in (config.get("added_tokens_decoder") or {}).items():
+        if not str(index).isdecimal() or not isinstance(token, Mapping) or "content" not in token:
+            raise ConfigError(f"added_tokens_decoder has {index!r}: {token!r}; it has to map ids to tokens")
+        listed[int(index)] = token
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    known |= {_content(token) for token in listed.values()}
+    tokens = [
+        _added_token(token, bool(token.get("special")) or _content(token) in special)
+        for _, token in sorted(listed.items())
+    ]
+    tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
+    # In runs, because the order gives the ids and older releases of the library read no flag in add_tokens
+    for is_special, run in itertools.groupby(tokens, key=lambda token: token.special):
+        (backend.add_special_tokens if is_special else backend.add_tokens)(list(run))
+    for index, token in listed.items():
+        if backend.token_to_id(token["content"]) != index:
+            raise ConfigError(
+                f"tokenizer_config.json gives the added token {token['content']!r} the id {index}, with this "
+                f"tokenizer.json it is {backend.token_to_id(token['content'])}; the files do not match"
+            )
+    names: dict[str, Any] = {name: _content(token) for name, token in named.items()}
+    if additional:
+        names["additional_special_tokens"] = [_content(token) for token in additional]
+    return names

@@ -1,0 +1,204 @@
+"""Texts and conversations as rows to train on."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgen.errors import InputError
+from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.training.train import TrainBatch
+
+IGNORED = -100  # the label of a token that nothing is learnt from
+
+
+class Example(NamedTuple):
+    """One text: its ids, and the labels, which are the ids or `IGNORED`. The first label is never learnt."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+def text_example(tokenizer: Tokenizer, text: str) -> Example:
+    """Return a plain text, all of which is learnt, with the eos token at its end."""
+    ids = _ended(tokenizer, tokenizer.encode(text))
+    return Example(ids, ids)
+
+
+def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
+    """Return a conversation of which only the assistant's answers are learnt, with the token that ends each.
+
+    The ids are those of the whole conversation, except that no token reaches from a question into its answer or the
+    other way round: when an answer is generated, its question's tokens are fixed. What follows the last answer is
+    left out.
+
+    Raises:
+        InputError: no answer, or one at the very beginning; a template that renders the same beginning differently
+            when more follows.
+        TypeError: no list of messages.
+    """
+    if not isinstance(conversation, Sequence) or not all(isinstance(message, Mapping) for message in conversation):
+        raise TypeError('a conversation is a list of messages, {"role": "...", "content": "..."}')
+    ids: list[int] = []
+    labels: list[int] = []
+    done = last = ""
+    for index, message in enumerate(conversation):
+        if message.get("role") != "assistant":
+            continue
+        if index == 0:
+            raise InputError("the conversation begins with an answer: put what it answers before it")
+        question = tokenizer.render_chat(conversation[:index])
+        answered = tokenizer.render_chat(conversation[: index + 1], add_generation_prompt=False)
+        if not question.startswith(done) or not answered.startswith(question):
+            raise InputError(
+                "the chat template changes the beginning of a conversation when more follows, so its answers "
+                'cannot be told apart: train on "text" instead'
+            )
+        asked, answer = question[len(done) :], answered[len(question) :].rstrip()
+        before, learnt = _after(tokenizer, last, asked), _after(tokenizer, asked, answer)
+        ids += before + learnt
+        labels += [IGNORED] * len(before) + learnt
+        done, last = question + answer, answer
+    if not any(label != IGNORED for label in labels):
+        raise InputError("the conversation has no answer: at least one message needs the role assistant")
+    return Example(ids, labels)
+
+
+def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
+    """Read a JSONL file of `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}` lines.
+
+    A completion is learnt as the answer to its prompt: a conversation where the tokenizer has a chat template, one
+    text where it has none.
+
+    Raises:
+        InputError: a line that is none of these, by its number.
+    """
+    examples = []
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                example = _example(tokenizer, _parsed(line.rstrip()))
+                if len(example.ids) < 2:
+                    raise InputError("less than two tokens, so nothing is to be predicted")
+                examples.append(example)
+            except (ValueError, TypeError) as error:
+                raise InputError(f"{file}, line {number}: {error}") from error
+    if not examples:
+        raise InputError(f"{file} has no line to train on")
+    return examples
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"no JSON: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise InputError("the JSON is nested too deeply") from error
+
+
+def _example(tokenizer: Tokenizer, entry: Any) -> Example:
+    fields = set(entry) if isinstance(entry, dict) else None
+    if fields == {"messages"}:
+        return chat_example(tokenizer, entry["messages"])
+    if fields == {"text"} and isinstance(entry["text"], str) and entry["text"]:
+        return text_example(tokenizer, entry["text"])
+    if fields == {"prompt", "completion"} and all(isinstance(value, str) for value in entry.values()):
+        return _completion(tokenizer, entry["prompt"], entry["completion"])
+    raise InputError(
+        'each line must be {"messages": [...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}, '
+        f"got {json.dumps(entry)[:80]}"
+    )
+
+
+def _completion(tokenizer: Tokenizer, prompt: str, completion: str) -> Example:
+    if tokenizer.chat_template is not None:
+        question, answer = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
+        return chat_example(tokenizer, [question, answer])
+    before = tokenizer.encode(prompt)
+    learnt = _ended(tokenizer, _after(tokenizer, prompt, completion))
+    return Example(before + learnt, [IGNORED] * len(before) + learnt)
+
+
+def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+
+def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Return the ids of `text` as they are after `before`, or alone where a token would reach across."""
+    first = tokenizer.encode(before, add_special_tokens=False)
+    both = tokenizer.encode(before + text, add_special_tokens=False)
+    if both[: len(first)] == first:
+        return both[len(first) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
+    """Put examples into rows of `width` tokens, each in the first of the last 64 rows that has room for it.
+
+    Returns the rows, numpy arrays, and the number of examples that were longer than a row and lost their end.
+    """
+    if width < 2:
+        raise InputError(f"a row must have at least 2 tokens, one to predict the other from, got {width}")
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    cut = first_open = 0
+    for example in examples:
+        cut += len(example.ids) > width
+        example = Example(example.ids[:width], example.labels[:width])
+        size = len(example.ids)
+        row = next((index for index in range(first_open, len(rows)) if room[index] >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(width)
+        rows[row].append(example)
+        room[row] -= size
+        first_open = max(first_open, len(rows) - 64)  # so that a long list stays linear
+    return _rows(rows, width), cut
+
+
+def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
+    ids = np.zeros((len(rows), width), np.int32)
+    labels = np.full((len(rows), width), IGNORED, np.int32)
+    segments = np.zeros((len(rows), width), np.int32)
+    for row, examples in enumerate(rows):
+        start = 0
+        for number, example in enumerate(examples, start=1):
+            end = start + len(example.ids)
+            ids[row, start:end] = example.ids
+            labels[row, start + 1 : end] = example.labels[1:]  # the token before a text does not predict its first
+            segments[row, start:end] = number
+            start = end
+    return TrainBatch(ids, labels, segments)
+
+
+def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
+    """Return `batches(step)`: `rows` rows of the data, in a new order in each epoch.
+
+    The batch of a step depends on the arguments alone. Where fewer rows are left at an epoch's end than a batch needs,
+    the next epoch's come in.
+    """
+    count = data.ids.shape[0]
+    if count == 0 or rows < 1:
+        raise InputError(f"there must be at least one row to train on and one per batch, got {count} and {rows}")
+
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray:
+        return np.random.default_rng((seed, epoch)).permutation(count)
+
+    def batches(step: int) -> TrainBatch:
+        places = range(step * rows, (step + 1) * rows)
+        chosen = np.array([order(place // count)[place % count] for place in places])
+        return TrainBatch(data.ids[chosen], data.labels[chosen], data.segments[chosen])
+
+    return batches

@@ -1,0 +1,338 @@
+"""Training: the loss of the forward pass, a pure step on optax, and a loop that survives being killed.
+
+The step is a function of a state and a batch, to be jitted and put into a loop of one's own:
+
+>>> step = jax.jit(functools.partial(train_step, model=cfg.model, cfg=TrainConfig(steps=1000)))  # doctest: +SKIP
+>>> state = TrainState.create(params, TrainConfig(steps=1000))                                   # doctest: +SKIP
+>>> state, metrics = step(state, batch)                                                          # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.model.causal_lm import forward
+from jaxgen.model.config import ModelConfig
+from jaxgen.model.loss import next_token_loss
+from jaxgen.training.checkpoints import read_state, write_state
+from jaxgen.training.lora import attach
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How to train: AdamW (arXiv 1711.05101) with clipped gradients, a linear warm-up and a cosine decay.
+
+    Attributes:
+        steps: optimizer steps in all.
+        learning_rate: the highest, reached after `warmup` steps.
+        warmup: steps of linear rise from 0.
+        final_rate: the lowest rate, reached at the end, as a share of the highest.
+        b1, b2, eps: AdamW's.
+        weight_decay: per step and unit of rate, of matrices only, not of biases and norms.
+        clip: the largest global norm of the gradient.
+        accumulate: micro-batches per step, which share the batch's rows evenly; the gradient is the whole batch's.
+        dtype: in which the model computes; the weights that are trained stay float32.
+        remat: compute each layer anew for its gradient rather than keep it: less memory, a third more time.
+        lora_scale: what low-rank updates are multiplied with, where they are what is trained.
+        seed: of dropout.
+    """
+
+    steps: int
+    learning_rate: float = 1e-4
+    warmup: int = 0
+    final_rate: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    accumulate: int = 1
+    dtype: str = "float32"
+    remat: bool = False
+    lora_scale: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        """Refuse what makes no sense."""
+        at_least = {"steps": 1, "warmup": 0, "accumulate": 1, "final_rate": 0, "weight_decay": 0, "seed": 0}
+        for name, least in at_least.items():
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
+        for name in ("learning_rate", "clip", "eps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        if self.warmup >= self.steps:
+            raise ConfigError(f"warmup must be less than steps, got {self.warmup} of {self.steps}")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Return the optax optimizer."""
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip),
+            optax.adamw(self.rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=_matrices),
+        )
+
+    def rate(self, step) -> jax.Array:
+        """Return the learning rate of a step, counted from 0."""
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0 if self.warmup else self.learning_rate,
+            peak_value=self.learning_rate,
+            warmup_steps=self.warmup,
+            decay_steps=self.steps,
+            end_value=self.learning_rate * self.final_rate,
+        )
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            return jnp.asarray(schedule(step), jnp.float32)
+
+
+def _matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that training changes.
+
+    Attributes:
+        params: float32, what is trained: the model's parameters, or low-rank updates of them.
+        optimizer: optax's state.
+        step: int32[], how many steps were done.
+    """
+
+    params: Any
+    optimizer: Any
+    step: jax.Array
+
+    @classmethod
+    def create(cls, params, cfg: TrainConfig) -> TrainState:
+        """Begin with `params`, copied to float32."""
+        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
+        return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
+
+
+@flax.struct.dataclass
+class TrainBatch:
+    """Rows of text, padded or packed.
+
+    Attributes:
+        ids: int32[R, T].
+        labels: int32[R, T], the ids again, -100 where nothing is to be learnt: padding, a text's first token,
+            questions.
+        segments: int32[R, T], which of its row's texts a token belongs to, counted from 1; 0 for padding, which
+            comes last.
+    """
+
+    ids: jax.Array | np.ndarray
+    labels: jax.Array | np.ndarray
+    segments: jax.Array | np.ndarray
+
+
+@flax.struct.dataclass
+class Metrics:
+    """What a step reports: float32[] each.
+
+    Attributes:
+        loss: mean cross-entropy per label, before the step.
+        gradient_norm: before clipping.
+        learning_rate: of this step.
+        tokens: labels that counted.
+    """
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    learning_rate: jax.Array
+    tokens: jax.Array
+
+
+def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = False, rngs=None):
+    """Return the summed cross-entropy of a batch and the number of its labels, float32[] both."""
+    out = forward(
+        model,
+        params,
+        jnp.asarray(batch.ids),
+        attention_mask=jnp.asarray(batch.segments) > 0,
+        segment_ids=jnp.asarray(batch.segments),
+        remat=remat,
+        rngs=rngs,
+    )
+    return next_token_loss(out.logits, jnp.asarray(batch.labels))
+
+
+def train_step(
+    state: TrainState, batch: TrainBatch, frozen=None, *, model: ModelConfig, cfg: TrainConfig
+) -> tuple[TrainState, Metrics]:
+    """Take one step: a pure function, to be jitted with `model` and `cfg` as constants.
+
+    Args:
+        state: where training is; donate it where it is not needed again.
+        batch: rows for this step.
+        frozen: the model's parameters where `state.params` are low-rank updates (`lora.init`); else None.
+        model: the model's shape.
+        cfg: how to train.
+    """
+    model = dataclasses.replace(model, dtype=cfg.dtype)
+    dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
+
+    def loss(trained, part: TrainBatch, key):
+        params = trained if frozen is None else attach(frozen, trained, cfg.lora_scale)
+        params = jax.tree.map(lambda leaf: leaf.astype(cfg.dtype), params)
+        rngs = {"dropout": key} if model.attention_dropout > 0 else None
+        return batch_loss(params, part, model, remat=cfg.remat, rngs=rngs)
+
+    total, count, gradient = _accumulate(jax.value_and_grad(loss, has_aux=True), state.params, batch, dropout, cfg)
+    count = jnp.maximum(count, 1.0)  # a batch without any label teaches nothing
+    gradient = jax.tree.map(lambda leaf: leaf / count, gradient)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, optimizer = cfg.optimizer().update(gradient, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+    metrics = Metrics(total / count, optax.tree.norm(gradient), cfg.rate(state.step), count)
+    return TrainState(params, optimizer, state.step + 1), metrics
+
+
+def _accumulate(gradient_of: Callable, params, batch: TrainBatch, dropout, cfg: TrainConfig):
+    """Return the summed loss, the number of labels and the summed gradient of all micro-batches."""
+    rows, parts = batch.ids.shape[0], cfg.accumulate
+    if rows % parts:
+        raise InputError(f"a batch of {rows} rows cannot be divided into accumulate={parts} parts")
+    if parts == 1:
+        (total, count), gradient = gradient_of(params, batch, dropout)
+        return total, count, gradient
+    split = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(parts, rows // parts, *leaf.shape[1:]), batch)
+
+    def add(sums, part):
+        index, micro_batch = part
+        (total, count), gradient = gradient_of(params, micro_batch, jax.random.fold_in(dropout, index))
+        return jax.tree.map(jnp.add, sums, (total, count, gradient)), None
+
+    zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(add, zeros, (jnp.arange(parts), split))[0]
+
+
+def train(
+    params,
+    batches: Callable[[int], TrainBatch],
+    *,
+    model: ModelConfig,
+    cfg: TrainConfig,
+    frozen=None,
+    directory: Path | None = None,
+    run: str = "",
+    save_every: int = 100,
+    report_every: int = 10,
+    report: Callable[[str], None] | None = None,
+):
+    """Train and return the trained parameters, float32.
+
+    Args:
+        params: where to begin: the model's parameters or low-rank updates.
+        batches: gives the batch of a step, the same one each time that it is asked: resuming relies on it.
+        model: the model's shape.
+        cfg: how to train.
+        frozen: as in `train_step`.
+        directory: where the state is kept every `save_every` steps. A run that was killed goes on from there and
+            ends with the same bits as one that was not.
+        run: names everything that the result depends on beside `cfg` and `model`; a state of another run in
+            `directory` is refused.
+        save_every, report_every: steps.
+        report: called with a line on progress.
+
+    Raises:
+        InputError: `directory` holds the state of a run with other settings.
+        ConfigError: training diverges: the loss is no number any more.
+    """
+    begin = functools.partial(TrainState.create, params, cfg)
+    settings = _settings(model, cfg, run)
+    state = None if directory is None else read_state(directory, jax.eval_shape(begin), settings)
+    if state is None:
+        state = begin()
+    del params, begin  # the state has copies; where the caller keeps none, the memory is free
+    step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
+    meter = _Meter(cfg.steps, report or (lambda line: None))
+    for step in range(int(state.step), cfg.steps):
+        batch = batches(step)
+        state, metrics = step_of(state, jax.device_put(batch), frozen)
+        meter.count(metrics, int(np.sum(np.asarray(batch.segments) > 0)))
+        done = step + 1
+        if done % report_every == 0 or done == cfg.steps:
+            meter.say(done, metrics)
+        if directory is not None and (done % save_every == 0 or done == cfg.steps):
+            write_state(directory, state, settings)
+    return state.params
+
+
+def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
+    """Tell whether `train` with these arguments would go on from a state in `directory`.
+
+    Raises:
+        InputError: there is a state of a run with other settings, or a damaged one.
+    """
+    return read_state(directory, {}, _settings(model, cfg, run)) is not None
+
+
+def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
+    return f"{model} {cfg} {run}"
+
+
+def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
+    """Return the mean cross-entropy per label of all of `data`, computed in `dtype`, `rows` rows at a time."""
+    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # empty rows to fill the last ones up, so that one program does
+    ids, segments = np.pad(data.ids, lacking), np.pad(data.segments, lacking)
+    labels = np.pad(data.labels, lacking, constant_values=-100)
+    total = count = 0.0
+    for start in range(0, len(ids), rows):
+        part = slice(start, start + rows)
+        sums = _sums(params, TrainBatch(ids[part], labels[part], segments[part]), model, dtype)
+        total, count = total + float(sums[0]), count + float(sums[1])
+    return total / count
+
+
+@functools.partial(jax.jit, static_argnames=("model", "dtype"))
+def _sums(params, batch: TrainBatch, model: ModelConfig, dtype: str):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return batch_loss(params, batch, dataclasses.replace(model, dtype=dtype))
+
+
+class _Meter:
+    """Says how training goes; reads a step's numbers only when it says something, so that steps queue up."""
+
+    def __init__(self, steps: int, report: Callable[[str], None]):
+        self.steps, self.report = steps, report
+        self.waiting: list[Metrics] = []
+        self.tokens = 0
+        self.since = time.perf_counter()
+
+    def count(self, metrics: Metrics, tokens: int) -> None:
+        self.waiting.append(metrics)
+        self.tokens += tokens
+
+    def say(self, step: int, metrics: Metrics) -> None:
+        losses = np.array([float(m.loss) for m in self.waiting])
+        labels = np.array([float(m.tokens) for m in self.waiting])
+        loss = np.sum(losses * labels) / max(1.0, np.sum(labels))
+        if not np.isfinite(loss):
+            raise ConfigError(
+                f"training diverged: the loss is {loss} at step {step}; lower the learning rate or warm up for longer"
+            )
+        seconds = time.perf_counter() - self.since
+        left = (self.steps - step) * seconds / len(self.waiting)
+        self.report(
+            f"step {step}/{self.steps}  loss {loss:.4f}  "
+            f"gradient {float(metrics.gradient_norm):.2f}  rate {float(metrics.learning_rate):.2e}  "
+            f"{self.tokens / seconds:,.0f} tokens/s  {left / 60:.0f} min left"
+        )
+        self.waiting.clear()
+        self.tokens = 0
+        self.since = time.perf_counter()

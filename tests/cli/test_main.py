@@ -1,0 +1,279 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from convert import load_hf
+from jaxgen import generate
+from jaxgen.cli import main as cli
+from jaxgen.text.tokenizer import Tokenizer
+from tests.support.tokenizers import CHATML, byte_level_backend, save
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# What is drawn: one program for all of it, as temperature, seed and length are arguments.
+DRAWN = ("--dtype", "bfloat16", "--do-sample", "--temperature", 9, "--max-new-tokens", 20)
+
+
+def process(*arguments, **options) -> subprocess.Popen:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **options}
+    command = [sys.executable, "-m", "jaxgen", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+class TestText:
+    def test_greedy(self, run, checkpoint):
+        assert run("--model", checkpoint, "A", "--max-new-tokens", 5) == (0, "BCDEF\n", "")
+
+    def test_chat_template_and_raw(self, run, copy):
+        (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+        arguments = ("--model", copy, "A", "--max-new-tokens", 5)
+        assert run(*arguments) == (0, '!"#$%\n', "")
+        assert run(*arguments, "--raw") == (0, "BCDEF\n", "")
+        assert run("--model", copy, "", "--max-new-tokens", 5) == (0, '!"#$%\n', "")
+
+    def test_seed(self, run, checkpoint):
+        arguments = ("--model", checkpoint, "A", *DRAWN)
+        first = run(*arguments)
+        assert first == run(*arguments, "--seed", 0) == run(*arguments, "--seed=0")
+        assert first[0] == 0
+        assert first != run(*arguments, "--seed", 1)
+
+    def test_several_answers_and_a_streamed_one(self, run, checkpoint):
+        tokenizer = Tokenizer.from_pretrained(checkpoint)
+        params, cfg = load_hf(checkpoint, dtype="bfloat16")
+        cfg = cfg.replace(do_sample=True, temperature=9.0, max_new_tokens=20, num_return_sequences=3)
+        batch = tokenizer.batch(["A"])
+        out = generate(params, batch.ids, jax.random.key(3), cfg, attention_mask=batch.attention_mask)
+        texts = tokenizer.decode_batch(out)
+        assert len(set(texts)) == 3
+        arguments = ("--model", checkpoint, "A", *DRAWN, "--seed", 3)
+        assert run(*arguments, "--num-return-sequences", 3) == (0, "\n\n".join(texts) + "\n", "")
+        assert run(*arguments) == (0, texts[0] + "\n", "")
+
+    def test_dtype(self, run, checkpoint, monkeypatch):
+        dtypes = set()
+
+        def watching(params, *arguments, **options):
+            dtypes.update(leaf.dtype.name for leaf in jax.tree.leaves(params))
+            return generate(params, *arguments, **options)
+
+        monkeypatch.setattr(cli, "generate", watching)
+        assert run("--model", checkpoint, "A", *DRAWN, "--temperature", 0.01, "--max-new-tokens", 4)[1] == "BCDE\n"
+        assert dtypes == {"bfloat16"}
+
+    def test_prompt_that_looks_like_an_option(self, run, checkpoint):
+        assert run("--model", checkpoint, "--max-new-tokens", 2, "--", "--A")[:2] == (0, "BC\n")
+
+    def test_warnings_are_one_line_each(self, run, checkpoint):
+        status, out, err = run("--model", checkpoint, "A", "--max-new-tokens", 3, "--top-p", 0.5)
+        assert (status, out) == (0, "BCD\n")
+        assert err.startswith("jaxgen: warning: top_p=0.5 ")
+        assert err.count("\n") == 1
+
+    @pytest.mark.parametrize(("options", "tokens"), [((), 5), ((*DRAWN, "--num-return-sequences", 3), 15)])
+    def test_stats(self, run, checkpoint, options, tokens):
+        status, _, err = run("--model", checkpoint, "A", "--stats", *options, "--max-new-tokens", 5)
+        lines = err.splitlines()
+        assert status == 0
+        assert all(line.startswith("jaxgen: stats: ") for line in lines)
+        assert lines[0].startswith("jaxgen: stats: load ")
+        assert lines[-1].startswith(f"jaxgen: stats: {tokens} tokens, ")
+
+    @pytest.mark.parametrize("prompt", ["", "Once upon a time"])
+    def test_real_greedy_runs(self, run, data, prompt):
+        runs = json.loads((data / "vectors" / "greedy-runs.json").read_text(encoding="utf-8"))
+        name = "stories260K-hf"
+        (real,) = [each for each in runs if (each["checkpoint"], each["prompt"]) == (name, prompt)]
+        options = ("--max-length", len(real["sequence"]), "--no-do-sample")
+        status, out, err = run("--model", data / "checkpoints" / name, prompt, *options)
+        assert (status, prompt + out, err) == (0, real["text"] + "\n", "")
+
+
+class TestLength:
+    def test_max_length_counts_the_prompt(self, run, checkpoint):
+        assert run("--model", checkpoint, "--max-length", 5, "ABC") == (0, "DE\n", "")
+        assert run("--model", checkpoint, "--max-length", 20, "ABC") == (0, "DEFGHIJKLMNOPQRST\n", "")
+
+    def test_default(self, run, checkpoint, monkeypatch):
+        status, out, err = run("--model", checkpoint, "A")
+        assert (status, len(out) - 1, err) == (0, cli.DEFAULT_NEW_TOKENS, "")
+        asked = []
+        monkeypatch.setattr(cli, "generate", lambda params, ids, key, cfg, **options: asked.append(cfg.max_new_tokens))
+        assert run("--model", checkpoint, "A" * 500)[0] == 0
+        assert np.max(asked) == 12
+
+    @pytest.mark.slow
+    def test_no_more_than_the_model_holds(self, run, checkpoint):
+        assert len(run("--model", checkpoint, "A" * 500)[1]) - 1 == 12
+
+    @pytest.mark.parametrize(("field", "value", "length"), [("max_new_tokens", 7, 7), ("max_length", 9, 6)])
+    def test_the_checkpoint_says_it(self, run, copy, field, value, length):
+        (copy / "generation_config.json").write_text(json.dumps({field: value}), encoding="utf-8")
+        assert run("--model", copy, "ABC") == (0, "DEFGHIJKL"[:length] + "\n", "")
+        assert run("--model", copy, "ABC", "--max-length", 5) == (0, "DE\n", "")
+
+    @pytest.mark.parametrize(
+        ("option", "length"), [("--min-new-tokens", 8), pytest.param("--min-length", 6, marks=pytest.mark.slow)]
+    )
+    def test_minimum_wins_over_the_checkpoints(self, run, copy, option, length):
+        eos = Tokenizer.from_pretrained(copy).encode("C")[0]
+        config = {"eos_token_id": eos, "min_new_tokens": 1, "max_new_tokens": 12}
+        (copy / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+        assert run("--model", copy, "A")[1] == "BC\n"
+        assert "C" not in run("--model", copy, "A@", option, 8)[1][:length]
+
+    def test_longer_than_the_model_holds(self, refused, checkpoint):
+        assert "507 at most" in refused("--model", checkpoint, "ABCDE", "--max-new-tokens", 508)
+        assert "507 at most" in refused("--model", checkpoint, "ABCDE", "--max-length", 513)
+        assert "shorten it" in refused("--model", checkpoint, "A" * 512)
+        assert "counts the prompt" in refused("--model", checkpoint, "ABCDE", "--max-length", 5)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["A", "--temperatur", "0.5"], "did you mean --temperature?"),
+            (["A", "--top_k", "5"], "did you mean --top-k?"),
+            (["A", "-x"], "unknown option -x"),
+            (["A", "B"], "in quotes"),
+            ([], "no prompt"),
+            ([""], "prompt is empty"),
+            (["\udcff"], "not valid Unicode"),
+            (["A", "--temperature", "hot"], "--temperature"),
+            (["A", "--temperature"], "--temperature"),
+            (["A", "--temperature", "0"], "temperature must be > 0"),
+            (["A", "--temperature", "nan"], "temperature must be > 0"),
+            (["A", "--top-k", "-1"], "top_k must be >= 0"),
+            (["A", "--top-k", "2.5"], "'2.5' is no whole number"),
+            (["A", "--top-k", "99999999999"], "below 2**31"),
+            (["A", "--top-p", "1.5"], "top_p must be between 0 and 1"),
+            (["A", "--min-p", "-0.1"], "min_p must be between 0 and 1"),
+            (["A", "--repetition-penalty", "0"], "repetition_penalty must be > 0"),
+            (["A", "--max-new-tokens", "0"], "max_new_tokens must be > 0"),
+            (["A", "--min-new-tokens", "-2"], "min_new_tokens must be >= 0"),
+            (["A", "--num-return-sequences", "0"], "num_return_sequences must be >= 1"),
+            (["A", "--num-return-sequences", "2"], "do_sample"),
+            (["A", "--max-length", "9", "--max-new-tokens", "5"], "not allowed with"),
+            (["A", "--min-length", "9", "--min-new-tokens", "5"], "not allowed with"),
+            (["A", "--seed", "-1"], "at least 0"),
+            (["A", "--seed", "one"], "--seed"),
+            (["A", "--dtype", "int8"], "--dtype"),
+        ],
+    )
+    def test_arguments(self, refused, checkpoint, arguments, words):
+        assert words in refused("--model", checkpoint, *arguments)
+
+    def test_model(self, refused, tmp_path):
+        assert "did you mean --model?" in refused("A", "--modle", tmp_path)
+        assert "neither a directory nor a hub id" in refused("A", "--model", tmp_path / "nowhere")
+        assert "config.json is missing" in refused("A", "--model", tmp_path)
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+    def test_missing_files(self, refused, copy, name):
+        (copy / name).unlink()
+        assert name.removeprefix("model") in refused("--model", copy, "A")
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ],
+    )
+    def test_damaged_files(self, refused, copy, name):
+        content = (copy / name).read_bytes()
+        (copy / name).write_bytes(content[: len(content) // 2])
+        assert name in refused("--model", copy, "A")
+        (copy / name).write_bytes(b"[\xff\n")
+        assert name in refused("--model", copy, "A")
+
+    def test_many_problems_stay_short(self, refused, copy):
+        config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+        config["hidden_size"] *= 2
+        (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        assert "more" in refused("--model", copy, "A")
+
+    def test_a_template_that_refuses_in_two_lines(self, refused, copy):
+        template = "{{ raise_exception('no\\n  such role') }}"
+        (copy / "chat_template.jinja").write_text(template, encoding="utf-8")
+        assert "no such role" in refused("--model", copy, "A")
+
+    def test_a_tokenizer_of_another_model(self, refused, copy):
+        backend = byte_level_backend()
+        backend.add_tokens(["[NEW]"])
+        save(copy, backend)
+        assert "263" in refused("--model", copy, "[NEW]")
+
+    @pytest.mark.parametrize(
+        ("error", "status", "line"),
+        [
+            (KeyboardInterrupt(), 130, ""),
+            (MemoryError(), 1, "jaxgen: error: out of memory\n"),
+            (
+                jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED:\n 9 GB"),
+                1,
+                "jaxgen: error: RESOURCE_EXHAUSTED: 9 GB\n",
+            ),
+            (
+                PermissionError(13, "Permission denied", "f"),
+                2,
+                "jaxgen: error: [Errno 13] Permission denied: 'f'\n",
+            ),
+        ],
+    )
+    def test_what_can_happen_on_the_way(self, run, checkpoint, monkeypatch, error, status, line):
+        def fail(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(cli, "load_hf", fail)
+        assert run("--model", checkpoint, "A") == (status, "", line)
+
+    def test_help(self, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["--help"])
+        assert exit_.value.code == 0
+        out = capsys.readouterr().out
+        for option in ("--max-new-tokens", "--no-do-sample", "--repetition-penalty", "--raw", "--seed"):
+            assert option in out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes are POSIX's")
+class TestProcess:
+    def test_closed_pipe(self, checkpoint, programs):
+        with process("--model", checkpoint, "A", **programs) as command:
+            assert command.stdout.read(1) == "B"
+            command.stdout.close()
+            assert command.stderr.read() == ""
+        assert command.returncode in (0, 141)  # 0: all was written before the pipe was closed
+
+    def test_interrupted_while_compiling(self, checkpoint):
+        with process("--model", checkpoint, "A", JAX_LOG_COMPILES="1") as command:
+            for line in command.stderr:
+                if "Compiling" in line and "_start" in line:
+                    break
+            command.send_signal(signal.SIGINT)
+            out, err = command.communicate(timeout=60)
+        assert (command.returncode, out) == (130, "")
+        assert "Traceback" not in err
+
+    def test_text_that_stdout_cannot_show(self, copy, programs):
+        (copy / "tokenizer.json").write_text(
+            (copy / "tokenizer.json").read_text(encoding="utf-8").replace('"B"', '"Ã©"'), encoding="utf-8"
+        )
+        arguments = ("--model", copy, "A", "--max-new-tokens", 2)
+        with process(*arguments, PYTHONIOENCODING="ascii", **programs) as command:
+            assert command.communicate(timeout=60) == ("?C\n", "")
+        assert command.returncode == 0

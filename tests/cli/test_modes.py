@@ -1,0 +1,184 @@
+"""The command's other ways: a conversation, a file of prompts."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from jaxgen.cli import main as cli
+from jaxgen.cli.chat import Chat
+from jaxgen.text.tokenizer import Tokenizer
+from tests.support.tokenizers import CHATML
+
+
+@pytest.fixture
+def talking(copy):
+    (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    return copy
+
+
+@pytest.fixture
+def ending(copy):
+    """A model that ends with Z."""
+    eos = Tokenizer.from_pretrained(copy).encode("Z")[0]
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+    return copy
+
+
+@pytest.fixture
+def say(run, talking, monkeypatch):
+    """Hold a conversation with these lines; returns status, answers and notes."""
+
+    def say(text, *options):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return run("--model", talking, "--chat", "--max-new-tokens", 4, *options)
+
+    return say
+
+
+class TestChat:
+    # The model counts: after the newline that ends a prompt comes "!" and so on, whatever was said.
+    @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
+    def test_turns(self, say, turns):
+        assert say("\n\n".join("ABC"[:turns])) == (0, '!"#$\n' * turns, "")
+
+    @pytest.mark.slow
+    def test_the_cache_is_kept_and_says_the_same(self, say, monkeypatch):
+        asked = []
+        generate = cli.generate
+
+        def watching(params, ids, key, cfg, **options):
+            out = generate(params, ids, key, cfg, **options)
+            asked.append((len(ids[0]), options["cache"], out))
+            return out
+
+        monkeypatch.setattr("jaxgen.cli.chat.generate", watching)
+        options = ("--do-sample", "--temperature", 9, "--repetition-penalty", 1.3)
+        kept = say("Hello\nand more\nand more", *options)
+        assert [cache is None for _, cache, _ in asked] == [True, False, False]
+        assert asked[2][0] < asked[0][0] + len("and more")
+
+        def anew(self):
+            self._cache, self._text = None, ""
+
+        # A chat that forgets its cache before each turn says the same.
+        ask = Chat.ask
+        monkeypatch.setattr(Chat, "ask", lambda self, *arguments: anew(self) or ask(self, *arguments))
+        assert say("Hello\nand more\nand more", *options) == kept
+        assert [cache is None for _, cache, _ in asked] == [True, False, False, True, True, True]
+
+    def test_commands(self, say):
+        status, out, err = say("/help\nA\n/reset\n/system S\nB\n/typo\n/exit\nC")
+        assert (status, out) == (0, '!"#$\n' * 2)
+        assert "/reset" in err
+        assert "/typo is no command" in err
+
+    def test_several_lines(self, say, monkeypatch):
+        rendered = []
+        render = Tokenizer.render_chat
+
+        def remember(self, conversation, *args, **kwargs):
+            rendered.append(conversation[-1]["content"])
+            return render(self, conversation, *args, **kwargs)
+
+        monkeypatch.setattr(Tokenizer, "render_chat", remember)
+        assert say('one\\\ntwo\n"""\nthree\n\nfour\n"""\n')[0] == 0
+        assert set(rendered) == {"one\ntwo", "three\n\nfour"}
+
+    def test_the_oldest_is_forgotten(self, say):
+        status, out, err = say("A" * 300 + "\n" + "B" * 600 + "\n" + "C" * 300)
+        assert (status, out) == (0, '!"#$\n' * 2)
+        assert "The oldest 2 messages were forgotten: the model holds 512 tokens" in err
+        assert "this message is too long" in err
+
+    def test_what_excludes_it(self, refused, checkpoint, talking):
+        assert "exclude each other" in refused("--model", talking, "--chat", "A")
+        assert "no chat template" in refused("--model", talking, "--chat", "--raw")
+        assert "use --max-new-tokens" in refused("--model", talking, "--chat", "--max-length", 9)
+        assert "leave out --num-return-sequences" in refused("--model", talking, "--chat", "--num-return-sequences", 2)
+        assert "needs a chat template" in refused("--model", checkpoint, "--chat")
+
+
+class TestInput:
+    def lines(self, out):
+        return [json.loads(line) for line in out.splitlines()]
+
+    def test_lines(self, run, ending, tmp_path):
+        (tmp_path / "prompts.txt").write_text("A\n\nABC\nX\nUVW\n", encoding="utf-8")
+        options = ("--model", ending, "--input", tmp_path / "prompts.txt", "--max-new-tokens", 3, "--batch-size", 2)
+        status, out, err = run(*options)
+        assert (status, err) == (0, "")
+        assert self.lines(out) == [
+            {"prompt": "A", "text": "BCD", "tokens": 3, "finish": "length"},
+            {"prompt": "ABC", "text": "DEF", "tokens": 3, "finish": "length"},
+            {"prompt": "X", "text": "YZ", "tokens": 2, "finish": "eos"},
+            {"prompt": "UVW", "text": "XYZ", "tokens": 3, "finish": "eos"},
+        ]
+        target = tmp_path / "answers.jsonl"
+        assert run(*options, "--output", target) == (0, "", "")
+        assert target.read_text(encoding="utf-8") == out
+
+    def test_batches_do_not_matter(self, run, checkpoint, tmp_path):
+        (tmp_path / "prompts").write_text("A\nBCD\nE\nFGHIJ\nK\n", encoding="utf-8")
+        options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
+        options += ("--max-new-tokens", 6, "--num-return-sequences", 2)
+        one, four = run(*options, "--batch-size", 1), run(*options, "--batch-size", 4)
+        assert one == four
+        assert [line["sequence"] for line in self.lines(one[1])] == [0, 1] * 5
+        assert len({line["text"] for line in self.lines(one[1])}) > 5
+
+    @pytest.mark.slow
+    def test_a_line_has_the_room_that_it_has_alone(self, run, checkpoint, tmp_path):
+        (tmp_path / "prompts").write_text("A\nBCDEF\n", encoding="utf-8")
+        out = run("--model", checkpoint, "--input", tmp_path / "prompts", "--max-length", 8)[1]
+        assert [line["tokens"] for line in self.lines(out)] == [7, 3]
+
+    def test_json_from_stdin(self, run, talking, ending, monkeypatch):
+        messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}]
+        entries = [{"prompt": "A", "id": 7}, {"messages": messages}]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, entries))))
+        status, out, _ = run("--model", talking, "--input", "-", "--max-new-tokens", 2, "--system", "T")
+        assert status == 0
+        assert self.lines(out) == [entry | {"text": '!"', "tokens": 2, "finish": "length"} for entry in entries]
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            ("", "has no prompt"),
+            ('{"prompt": "A"}\nB', "line 2: Expecting value"),
+            ('{"prompt": "A"}\n\n{"text": "B"}', 'line 3: each line must be an object with "prompt" or "messages"'),
+            ('{"prompt": 3}', 'line 1: "prompt" must be a string, got 3'),
+            ('{"messages": [{"role": "user", "content": "A"}]}', "need a chat template"),
+        ],
+    )
+    def test_bad_lines(self, refused, checkpoint, tmp_path, content, words):
+        (tmp_path / "prompts").write_text(content, encoding="utf-8")
+        assert words in refused("--model", checkpoint, "--input", tmp_path / "prompts")
+
+    def test_mistakes(self, refused, checkpoint, tmp_path):
+        (tmp_path / "prompts").write_bytes(b"A\xff\n")
+        assert "is not UTF-8" in refused("--model", checkpoint, "--input", tmp_path / "prompts")
+        assert "No such file" in refused("--model", checkpoint, "--input", tmp_path / "nowhere")
+        (tmp_path / "prompts").write_text("A", encoding="utf-8")
+        arguments = ("--model", checkpoint, "--input", tmp_path / "prompts")
+        assert "exists" in refused(*arguments, "--output", tmp_path / "prompts")
+        assert "at least 1" in refused(*arguments, "--batch-size", 0)
+        assert "give that too" in refused("--model", checkpoint, "A", "--output", tmp_path / "answers")
+        assert "exclude each other" in refused(*arguments, "A")
+
+
+def test_system(run, refused, talking, checkpoint, monkeypatch):
+    conversations = []
+    chat = Tokenizer.chat
+    monkeypatch.setattr(
+        Tokenizer, "chat", lambda self, c, **options: conversations.append(c) or chat(self, c, **options)
+    )
+    assert run("--model", talking, "A", "--system", "S", "--max-new-tokens", 2) == (0, '!"\n', "")
+    assert conversations[0][0][0] == {"role": "system", "content": "S"}
+    assert "needs a chat template" in refused("--model", checkpoint, "A", "--system", "Be brief.")
+
+
+def test_a_request_that_memory_cannot_hold(refused, checkpoint, monkeypatch):
+    monkeypatch.setattr("jaxgen.request.memory.free_bytes", lambda device: 1000)
+    assert "are free" in refused("--model", checkpoint, "A")

@@ -1,0 +1,395 @@
+"""The command `jaxgen train`: what it learns, what it writes, what it refuses, and that a kill costs nothing."""
+
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convert import load_hf, save_hf
+from convert.hf import TOKENIZER_FILES
+from jaxgen import GenerationConfig, InputError, Tokenizer, generate
+from jaxgen.cli import main as cli
+from jaxgen.cli import train as finetune
+from jaxgen.model.causal_lm import param_shapes
+from jaxgen.training import lora
+from jaxgen.training.checkpoints import alone_in, write_state
+from jaxgen.training.dataset import pack, read_examples, shuffled, text_example
+from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
+from tests.support.models import model_config, random_params
+from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, save
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = len(byte_level())
+LOW_RANK = {"steps": 80, "learning_rate": 2e-2, "lora": 4, "lora_alpha": 8}
+CHATS = [("Who are you?", "A fox."), ("Where is the hen?", "Over the hill."), ("Why?", "I do not know.")]
+SMALL = {"vocab_size": VOCABULARY, "intermediate_size": 48, "num_hidden_layers": 1, "tie_word_embeddings": True}
+
+
+def write_checkpoint(folder: Path, dtype: str = "float32", **changes) -> Path:
+    model = model_config(**{**SMALL, "torch_dtype": dtype, **changes})
+    eos = byte_level().eos_token_id
+    save_hf(random_params(model, scale=0.1), GenerationConfig(model=model, eos_token_id=eos, pad_token_id=0), folder)
+    config = {"eos_token": "<|im_end|>", "pad_token": "<|end|>", "chat_template": CHATML}
+    return save(folder, byte_level_backend(), tokenizer_config=config, special_tokens_map={})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    lines = [{"prompt": prompt, "completion": completion} for prompt, completion in CHATS]
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def run(checkpoint, data, tmp_path, capsys):
+    """Run the command, by default to fine-tune `checkpoint` on `data`: its status and what it wrote to stderr."""
+    default = {"data": data, "model": checkpoint, "out": tmp_path / "out", "batch": 2, "width": 64, "steps": 8}
+
+    def run(*words, **options) -> tuple[int, str]:
+        given = (default | options).items()
+        pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given if value is not None]
+        status = cli.main(["train", *(word for pair in pairs for word in pair), *words])
+        out, err = capsys.readouterr()
+        assert out == ""
+        return status, err
+
+    return run
+
+
+def answers(path: Path) -> list[str]:
+    """What the checkpoint says to the prompts it was trained on."""
+    params, cfg = load_hf(path)
+    tokenizer = Tokenizer.from_pretrained(path)
+    batch = tokenizer.chat([[{"role": "user", "content": prompt}] for prompt, _ in CHATS])
+    out = generate(params, batch.ids, None, cfg.replace(max_new_tokens=20), attention_mask=batch.attention_mask)
+    return tokenizer.decode_batch(out)
+
+
+def weights(path: Path) -> dict:
+    return flax.traverse_util.flatten_dict(load_hf(path)[0], sep=".")
+
+
+def held_out(err: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"held-out loss \w+: ([\d.]+)", err)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+class TestResult:
+    def test_all_weights(self, run, checkpoint, data, tmp_path):
+        status, err = run(steps=80, learning_rate=1e-2, eval_data=data, save_every=30)
+        assert status == 0, err
+        assert answers(tmp_path / "out") == [answer for _, answer in CHATS]
+        before, after = held_out(err)
+        assert after < 0.2 < 2 < before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
+        for name in TOKENIZER_FILES:
+            assert (checkpoint / name).exists() == (tmp_path / "out" / name).exists()
+        kept = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+        old, new = files(checkpoint), files(tmp_path / "out")
+        assert all(json.loads(old[name]) == json.loads(new[name]) for name in kept)
+        assert old.keys() == new.keys()
+
+    def test_low_rank_updates_change_their_targets_only(self, run, checkpoint, data, tmp_path):
+        status, err = run(**LOW_RANK, eval_data=data)
+        assert status == 0, err
+        before, after = held_out(err)
+        assert after < 0.7 * before
+        old, new = weights(checkpoint), weights(tmp_path / "out")
+        changed = {name for name in old if (old[name] != new[name]).any()}
+        assert changed == {f"{name}.weight" for name in (n.removesuffix(".weight") for n in old) if _is_target(name)}
+        for name in changed:
+            assert np.linalg.matrix_rank(np.asarray(new[name] - old[name]), tol=1e-4) <= 4
+
+    @pytest.mark.parametrize("rank", [0, 2])
+    @pytest.mark.slow
+    def test_weights_keep_their_dtypes(self, run, data, tmp_path, rank):
+        base = write_checkpoint(tmp_path / "half", "bfloat16")
+        status, err = run(model=base, steps=40, lora=rank, learning_rate=1e-2, eval_data=data)
+        assert status == 0, err
+        assert "in bfloat16" in err
+        assert held_out(err)[1] < held_out(err)[0]
+        assert {leaf.dtype for leaf in weights(tmp_path / "out").values()} == {jnp.dtype(jnp.bfloat16)}
+
+    def test_the_epochs_decide_the_steps(self, run, tmp_path):
+        assert "in 3 rows of 64 tokens" in (err := run(steps=None, epochs=5, report_every=100)[1])
+        assert "8 steps of 2 rows" in err
+        assert "step 8/8" in err
+
+    @pytest.mark.slow
+    def test_fewer_rows_than_a_batch_has(self, run):
+        status, err = run(width=200, batch=8, accumulate=4)
+        assert (status, "1 rows of 200 tokens" in err) == (0, True)
+
+    def test_examples_that_are_too_long(self, run, data):
+        data.write_text(data.read_text() + '\n{"prompt": "Who?", "completion": "%s"}' % ("A fox. " * 9))
+        assert sum(len(example.ids) > 64 for example in read_examples(data, byte_level())) == 1
+        status, err = run()
+        assert status == 0
+        (line,) = [line for line in err.splitlines() if line.startswith("jaxgen: warning:")]
+        assert "1 of 4 examples are longer than 64 tokens and lost their end" in line
+
+    @pytest.mark.slow
+    def test_an_end_that_the_checkpoint_does_not_know(self, run, checkpoint, tmp_path):
+        base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
+        (base / "generation_config.json").write_text('{"eos_token_id": 3}')
+        status, err = run(model=base)
+        assert (status, "end with <|im_end|>" in err) == (0, True)
+        eos = byte_level().eos_token_id
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [3, eos]}
+        (base / "generation_config.json").unlink()
+        assert run("--overwrite", model=base)[0] == 0
+        assert not (tmp_path / "out" / "generation_config.json").exists()
+        assert load_hf(tmp_path / "out")[1].eos_token_id == eos
+
+    def test_texts_without_an_end(self, run, checkpoint, data, tmp_path):
+        base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
+        (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        data.write_text('{"text": "Over the hill"}')
+        assert "jaxgen: warning: not all examples end with a special token" in run(model=base)[1]
+
+
+def _is_target(name: str) -> bool:
+    return name.split(".")[-1] in lora.TARGETS
+
+
+class TestGoingOn:
+    def test_a_run_that_was_stopped(self, run, tmp_path, monkeypatch):
+        options = LOW_RANK | {"save_every": 20}
+        assert run(**options, out=tmp_path / "whole")[0] == 0
+
+        def stops_at_50(*arguments):
+            batches = shuffled(*arguments)
+            return lambda step: batches(step) if step < 50 else _interrupt()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(finetune, "shuffled", stops_at_50)
+            assert run(**options)[0] == 130
+        assert not (tmp_path / "out").exists()
+        for other in ({"steps": 10}, {"batch": 4}, {"width": 50}, {"lora": 3}, {"seed": 1}):
+            status, err = run(**{**options, **other})
+            assert (status, "of a run with other settings or data" in err) == (2, True), other
+        status, err = run(**options)
+        assert (status, "going on from the state" in err) == (0, True)
+        assert files(tmp_path / "out") == files(tmp_path / "whole")
+        assert not (tmp_path / "out.training").exists()
+
+    def test_other_data_or_another_checkpoint(self, run, checkpoint, data, tmp_path, monkeypatch):
+        monkeypatch.setattr(finetune, "_write", _interrupt)
+        assert run()[0] == 130
+        base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
+        params, cfg = load_hf(base)
+        params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"] *= 2
+        save_hf(params, cfg, base, overwrite=True)
+        assert "of a run with other settings or data" in run(model=base)[1]
+        data.write_text(data.read_text().replace("fox", "cow"))
+        assert "of a run with other settings or data" in run()[1]
+
+    def test_two_at_once(self, run, tmp_path):
+        with alone_in(tmp_path / "out.training"):
+            assert "another process trains in" in run()[1]
+        assert not (tmp_path / "out.training").exists()
+
+    def test_damaged_states(self, run, tmp_path):
+        work = tmp_path / "out.training"
+        write_state(work, {"a": jnp.zeros(9)}, "settings")
+        content = (work / "state.npz").read_bytes()
+        for damaged in (b"", b"PK", content[:-40], content[:60], b"\0" * 200):
+            (work / "state.npz").write_bytes(damaged)
+            status, err = run()
+            assert (status, "is damaged" in err) == (2, True)
+            assert f"remove {work} to begin anew" in err
+
+    @pytest.mark.slow
+    def test_killed_at_random_moments(self, checkpoint, data, tmp_path):
+        """Kill the command at random moments, also while it writes; whatever finishes has the same bytes."""
+
+        def start(out: Path) -> subprocess.Popen:
+            words = f"--model {checkpoint} --data {data} --out {out} --steps 400 --batch 2 --width 64 --save-every 1"
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            command = [sys.executable, "-m", "jaxgen", "train", *words.split()]
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+        def finish(process: subprocess.Popen) -> str:
+            err = process.communicate(timeout=200)[1]
+            assert process.returncode in (0, -signal.SIGKILL), err
+            return err
+
+        finish(start(tmp_path / "whole"))
+        whole, out = files(tmp_path / "whole"), tmp_path / "out"
+        draw, kills = random.Random(0), int(os.environ.get("JAXGEN_KILLS", "6"))
+        killed = resumed = 0
+        while killed < kills or not out.exists():
+            process = start(out)
+            if killed < kills:
+                time.sleep(draw.uniform(2, 8))
+                process.kill()
+            resumed += "going on" in finish(process)
+            killed += process.returncode != 0
+            if out.exists():
+                assert files(out) == whole
+                if killed < kills:
+                    shutil.rmtree(out)
+                    shutil.rmtree(tmp_path / "out.training", ignore_errors=True)
+        assert resumed >= kills / 4
+        assert files(out) == whole
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("words", "options", "message"),
+        [
+            ([], {"data": None}, "--data is missing: give the JSONL file"),
+            ([], {"model": None}, "--model is missing"),
+            ([], {"out": None}, "--out is missing"),
+            (["--learning_rate", "1"], {}, "unknown option --learning_rate: did you mean --learning-rate?"),
+            (["more"], {}, "'more' belongs to no option"),
+            ([], {"data": "nowhere.jsonl"}, "--data nowhere.jsonl is no file"),
+            ([], {"eval_data": "nowhere.jsonl"}, "--eval-data nowhere.jsonl is no file"),
+            ([], {"model": "no where"}, "'no where' is neither a directory nor a hub id"),
+            ([], {"out": "nowhere/out"}, "nowhere is not a directory: create it first"),
+            ([], {"epochs": 1}, "not allowed with argument"),
+            ([], {"steps": 0}, "--steps: 0 must be at least 1"),
+            ([], {"learning_rate": "inf"}, "--learning-rate: inf must be above 0 and finite"),
+            ([], {"warmup": 1}, "--warmup: 1 must be at least 0 and below 1"),
+            ([], {"clip": "much"}, "--clip: 'much' is no number"),
+            ([], {"batch": 8, "accumulate": 3}, "--batch 8 cannot be divided into --accumulate 3 parts"),
+            ([], {"width": 513}, "--width 513 is more than the 512 tokens that the model holds"),
+            ([], {"width": 1}, "at least 2 tokens"),
+            ([], {"width": 10}, "nothing is to be learnt from the first 10 tokens of any line: raise --width"),
+            ([], {"lora": -1}, "--lora -1 must be at least 0"),
+            ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: give --lora RANK too"),
+            ([], {"dtype": "int8"}, "--dtype"),
+        ],
+    )
+    def test_options(self, run, tmp_path, monkeypatch, words, options, message):
+        monkeypatch.setattr(finetune, "load_hf", lambda path: pytest.fail("the weights were loaded"))
+        status, err = run(*words, **options)
+        assert (status, err.count("\n")) == (2, 1), err
+        assert err.startswith("jaxgen: error: ")
+        assert message in err
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
+
+    def test_data(self, run, data):
+        data.write_text('{"text": "hello"}\n{"txt": "hello"}')
+        assert "data.jsonl, line 2: each line must be" in run()[1]
+
+    def test_out_is_in_the_way(self, run, checkpoint, data, tmp_path):
+        assert "--model and --out are both" in run(out=checkpoint)[1]
+        (tmp_path / "out").mkdir()
+        assert run()[0] == 0
+        assert "exists: choose another name, or overwrite=True (--overwrite)" in run()[1]
+        old = files(tmp_path / "out")
+        data.write_text(data.read_text().replace("fox", "cow"))
+        assert run("--overwrite")[0] == 0
+        assert files(tmp_path / "out") != old
+
+    def test_a_tokenizer_of_another_model(self, run, checkpoint, data, tmp_path):
+        base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
+        backend = byte_level_backend()
+        backend.add_tokens(["[NEW]"])
+        save(base, backend)
+        data.write_text('{"text": "[NEW] words"}')
+        assert f"gives the id {VOCABULARY} and the model has {VOCABULARY} tokens" in run(model=base)[1]
+
+    def test_too_little_memory(self, run, monkeypatch):
+        monkeypatch.setattr(finetune, "free_bytes", lambda device: 1000)
+        err = run()[1]
+        assert "0.0 are free: try --lora 16, a larger --accumulate or a smaller --width" in err
+
+    def test_a_rate_that_is_too_high(self, run, tmp_path):
+        status, err = run(steps=50, learning_rate=1e30, warmup=0, report_every=5)
+        assert status == 2
+        assert "training diverged: the loss is nan at step 5; lower the learning rate" in err
+        assert not (tmp_path / "out").exists()
+
+    def test_help(self, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            finetune.main(["--help"])
+        assert exit_.value.code == 0
+        assert "--lora-alpha" in capsys.readouterr().out
+
+
+class TestParts:
+    MODEL = model_config(**SMALL)
+    CFG = TrainConfig(steps=8, learning_rate=finetune.FULL_RATE, weight_decay=0.0)  # the command's, here by default
+
+    def rows(self, count: int = 3) -> TrainBatch:
+        rows = pack([text_example(byte_level(), text) for pair in CHATS * 2 for text in pair], 64)[0]
+        return jax.tree.map(lambda leaf: leaf[:count], rows)
+
+    def test_held_out_loss_does_not_depend_on_the_batch(self):
+        params = random_params(self.MODEL)
+        assert len(self.rows().ids) == 3
+        losses = [evaluate(params, self.rows(), model=self.MODEL, dtype="float32", rows=n) for n in (1, 2, 3, 16)]
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+        assert np.isfinite(losses[0])
+
+    @pytest.mark.slow
+    def test_low_rank_updates_take_no_copy_of_the_frozen_weights(self):
+        def taken(layers: int) -> int:
+            model = model_config(**{**SMALL, "hidden_size": 256, "num_hidden_layers": layers})
+            cfg = TrainConfig(steps=2, dtype="bfloat16")
+            params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in param_shapes(model).items()}
+            params = flax.traverse_util.unflatten_dict(params, sep=".")
+            begin = jax.eval_shape(lambda p: TrainState.create(lora.init(p, 2, jax.random.key(0)), cfg), params)
+            step = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
+            batch = jax.tree.map(lambda leaf: leaf[:1, :8], self.rows())
+            return step.lower(begin, batch, params).compile().memory_analysis().temp_size_in_bytes
+
+        layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * SMALL["intermediate_size"]  # weights that are updated
+        assert taken(5) - taken(1) < 4 * layer  # a copy in bfloat16 would be twice that, in float32 four times
+
+    def test_training_lets_go_of_what_it_begins_with(self):
+        alive = []
+
+        def begin():
+            params = random_params(self.MODEL)
+            alive.append(weakref.ref(params["model"]["norm"]["weight"]))
+            return params
+
+        def batches(step):
+            assert alive[0]() is None
+            return self.rows(2)
+
+        train(begin(), batches, model=self.MODEL, cfg=self.CFG)
+
+    def test_can_resume_looks_at_the_settings_alone(self, tmp_path):
+        settings = {"model": self.MODEL, "cfg": self.CFG}
+        assert not can_resume(tmp_path, **settings)
+        train(random_params(self.MODEL), lambda step: self.rows(2), **settings, directory=tmp_path)
+        assert can_resume(tmp_path, **settings)
+        with pytest.raises(InputError, match="other settings"):
+            can_resume(tmp_path, **settings, run="another")
+
+    def test_frozen_dicts_are_taken(self):
+        params = random_params(self.MODEL)
+        plain, frozen = (lora.init(p, 2, jax.random.key(0)) for p in (params, flax.core.freeze(params)))
+        assert jax.tree.structure(plain) == jax.tree.structure(frozen)
+        assert len(jax.tree.leaves(frozen)) == 14

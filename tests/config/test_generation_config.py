@@ -1,0 +1,273 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import ConfigError, GenerationConfig
+from tests.support.models import model_config
+
+# Every field of transformers 4.41.1 with its default.
+DEFAULTS_441 = {
+    "max_length": 20, "max_new_tokens": None, "min_length": 0, "min_new_tokens": None, "early_stopping": False,
+    "max_time": None, "stop_strings": None, "do_sample": False, "num_beams": 1, "num_beam_groups": 1,
+    "penalty_alpha": None, "use_cache": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None,
+    "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "diversity_penalty": 0.0, "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "force_words_ids": None, "renormalize_logits": False, "constraints": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "remove_invalid_values": False, "exponential_decay_length_penalty": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_decoder_ids": None, "sequence_bias": None,
+    "guidance_scale": None, "low_memory": None, "watermarking_config": None, "num_return_sequences": 1,
+    "output_attentions": False, "output_hidden_states": False, "output_scores": False, "output_logits": None,
+    "return_dict_in_generate": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    "encoder_no_repeat_ngram_size": 0, "decoder_start_token_id": None, "num_assistant_tokens": 5,
+    "num_assistant_tokens_schedule": "heuristic", "cache_implementation": None, "prompt_lookup_num_tokens": None,
+    "max_matching_ngram_size": None,
+}  # fmt: skip
+
+
+def test_fields_and_defaults_are_those_of_transformers():
+    cfg = GenerationConfig()
+    assert {name: getattr(cfg, name) for name in DEFAULTS_441} == DEFAULTS_441
+
+
+NEUTRAL = {
+    "temperature": [1.0, 1, np.float32(1), None], "top_p": [1.0, 1, None], "top_k": [0, None],
+    "min_p": [None, 0.0, 0], "repetition_penalty": [1.0, 1, None], "min_length": [0, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "values"), NEUTRAL.items(), ids=NEUTRAL)
+def test_a_neutral_value_is_off_and_reads_as_the_default(name, values):
+    structures = set()
+    for value in values:
+        cfg = GenerationConfig(top_k=0).replace(**{name: value})
+        assert not cfg.on(name)
+        assert getattr(cfg, name) == (0 if name == "top_k" else DEFAULTS_441[name])
+        structures.add(jax.tree.structure(cfg))
+    assert len(structures) == 1
+    on = GenerationConfig(top_k=0).replace(**{name: 2 if name in ("top_k", "min_length") else 0.5})
+    assert on.on(name)
+    assert jax.tree.structure(on) not in structures
+
+
+def test_what_is_on_shows_under_jit():
+    cfg = GenerationConfig(temperature=0.5, eos_token_id=[4, 7])
+
+    @jax.jit
+    def inside(cfg):
+        assert cfg.on("temperature")
+        assert not cfg.on("top_p")
+        assert cfg.top_p == 1.0
+        return cfg.temperature * 2, cfg.eos_token_id, cfg.replace(top_p=cfg.temperature)
+
+    doubled, eos, changed = inside(cfg)
+    assert float(doubled) == 1.0
+    assert eos.tolist() == [4, 7, -1, -1]
+    assert float(changed.top_p) == 0.5
+    inside(cfg.replace(temperature=0.9, eos_token_id=3))
+    assert inside._cache_size() == 1
+
+
+def test_values_per_prompt():
+    cfg = GenerationConfig(temperature=[1, 0.5], top_k=jnp.asarray([3, 0]), max_new_tokens=np.asarray([4, 5]))
+    assert cfg.temperature.dtype == np.float32
+    assert cfg.top_k.dtype == np.int32
+    assert cfg.on("temperature")
+    assert cfg == GenerationConfig(temperature=[1, 0.5], top_k=[3, 0], max_new_tokens=[4, 5])
+    assert cfg != GenerationConfig(temperature=[1, 0.6], top_k=[3, 0], max_new_tokens=[4, 5])
+    with pytest.raises(ConfigError, match="has one value per prompt"):
+        cfg.to_hf()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"temprature": 1.0}, ConfigError, "did you mean 'temperature'"),
+        ({"zzz": 1.0}, ConfigError, "unknown option 'zzz'"),
+        ({"temperature": 0.0}, ConfigError, "temperature.*do_sample=False"),
+        ({"temperature": -1}, ConfigError, "temperature"),
+        ({"temperature": [1.0, 0.0]}, ConfigError, "temperature"),
+        ({"temperature": float("nan")}, ConfigError, "temperature"),
+        ({"temperature": "hot"}, TypeError, "temperature"),
+        ({"temperature": True}, TypeError, "temperature"),
+        ({"temperature": [[1.0]]}, ConfigError, "one per prompt"),
+        ({"top_k": -1}, ConfigError, "top_k"),
+        ({"top_k": 2.5}, TypeError, "top_k"),
+        ({"top_p": 1.5}, ConfigError, "top_p"),
+        ({"min_p": -0.1}, ConfigError, "min_p"),
+        ({"repetition_penalty": 0}, ConfigError, "repetition_penalty"),
+        ({"max_new_tokens": 0}, ConfigError, "max_new_tokens"),
+        ({"min_new_tokens": -1}, ConfigError, "min_new_tokens"),
+        ({"max_length": 0}, ConfigError, "max_length"),
+        ({"max_length": 3.0}, TypeError, "max_length"),
+        ({"do_sample": 1}, TypeError, "do_sample"),
+        ({"output_logits": "no"}, TypeError, "output_logits"),
+        ({"bos_token_id": "x"}, TypeError, "bos_token_id"),
+        ({"early_stopping": 1}, ConfigError, "early_stopping"),
+        ({"top_k": 2**31}, ConfigError, "top_k must fit"),
+        ({"eos_token_id": 2**31}, ConfigError, "eos_token_id"),
+        ({"eos_token_id": jnp.asarray([1.0])}, TypeError, "eos_token_id"),
+        ({"eos_token_id": [[[1]]]}, ConfigError, "eos_token_id"),
+        ({"eos_token_id": [[1], 2]}, ConfigError, "eos_token_id"),
+        ({"bad_words_ids": []}, ConfigError, "bad_words_ids.*not empty"),
+        ({"bad_words_ids": [[1], []]}, ConfigError, "bad_words_ids"),
+        ({"bad_words_ids": [1]}, ConfigError, "bad_words_ids must be a list of lists"),
+        ({"bad_words_ids": [["a"]]}, TypeError, "bad_words_ids"),
+        ({"bad_words_ids": [[-1]]}, ConfigError, "bad_words_ids"),
+        ({"sequence_bias": {}}, ConfigError, "sequence_bias.*not empty"),
+        ({"sequence_bias": {1: 2.0}}, ConfigError, "sequence_bias must have tuples"),
+        ({"sequence_bias": {(): 2.0}}, ConfigError, "sequence_bias"),
+        ({"sequence_bias": {(1,): "x"}}, TypeError, "sequence_bias"),
+        ({"sequence_bias": {(1,): float("nan")}}, TypeError, "sequence_bias"),
+        ({"sequence_bias": [1]}, ConfigError, "sequence_bias"),
+        ({"forced_decoder_ids": [[1, 2, 3]]}, ConfigError, "forced_decoder_ids.*2 numbers"),
+        ({"forced_eos_token_id": -1}, ConfigError, "forced_eos_token_id"),
+        ({"suppress_tokens": "x"}, TypeError, "suppress_tokens"),
+        ({"exponential_decay_length_penalty": 3}, ConfigError, "exponential_decay_length_penalty must be a pair"),
+        ({"exponential_decay_length_penalty": (1, -1.0)}, ConfigError, "exponential_decay_length_penalty's factor"),
+        ({"exponential_decay_length_penalty": ([1, 2], [1.0] * 3)}, ConfigError, "as many starts as factors, got 2"),
+        ({"no_repeat_ngram_size": "a"}, TypeError, "no_repeat_ngram_size must be a whole number"),
+        ({"encoder_no_repeat_ngram_size": -1}, ConfigError, "encoder_no_repeat_ngram_size must be >= 0"),
+        ({"max_length": 10**30}, ConfigError, "max_length must be >= 1 and fit into 32 bits"),
+        ({"temperature": 1e39}, ConfigError, "temperature must be > 0"),
+        ({"bos_token_id": -1}, ConfigError, "bos_token_id must be >= 0"),
+        ({"num_assistant_tokens": "x"}, TypeError, "num_assistant_tokens must be a whole number"),
+        ({"exponential_decay_length_penalty": (1.5, 1.0)}, TypeError, "exponential_decay_length_penalty's start"),
+        ({"watermarking_config": 3}, TypeError, "watermarking_config"),
+        ({"watermarking_config": {"greenlist_ratio": 2.0}}, ConfigError, "greenlist_ratio"),
+        ({"stop_strings": [1]}, TypeError, "stop_strings"),
+        ({"stop_strings": ""}, ConfigError, "stop_strings must not be empty"),
+        ({"max_time": "x"}, TypeError, "max_time"),
+        ({"max_time": -1}, ConfigError, "max_time"),
+        ({"prefill_chunk_size": 0}, ConfigError, "prefill_chunk_size"),
+        ({"top_logprobs": 2}, ConfigError, "top_logprobs=2 needs output_logprobs"),
+        ({"output_logprobs": "all"}, ConfigError, "output_logprobs"),
+        ({"typical_p": 0.0}, ConfigError, "typical_p"),
+        ({"epsilon_cutoff": 1.0}, ConfigError, "epsilon_cutoff"),
+        ({"eta_cutoff": -0.1}, ConfigError, "eta_cutoff"),
+        ({"top_h": 0.0}, ConfigError, "top_h"),
+        ({"eos_token_id": "x"}, TypeError, "eos_token_id"),
+        ({"eos_token_id": -2}, ConfigError, "eos_token_id"),
+        ({"eos_token_id": [1.0]}, TypeError, "eos_token_id"),
+        ({"pad_token_id": -1}, ConfigError, "pad_token_id"),
+        ({"pad_token_id": [0, 1]}, ConfigError, "pad_token_id"),
+        ({"num_return_sequences": 2}, ConfigError, "num_return_sequences=2"),
+        ({"num_return_sequences": 0}, ConfigError, "num_return_sequences"),
+        ({"early_stopping": "sometimes"}, ConfigError, "early_stopping"),
+        ({"num_beams": 2, "num_return_sequences": 3}, ConfigError, "num_beams=2"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, ConfigError, "multiple"),
+        ({"num_beams": 4, "num_beam_groups": 2}, ConfigError, "diversity_penalty"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "do_sample": True}, ConfigError, "do_sample"),
+        ({"num_beams": 2, "force_words_ids": [[1]], "do_sample": True}, ConfigError, "force_words_ids"),
+        ({"no_repeat_ngram_size": -1}, ConfigError, "no_repeat_ngram_size"),
+        ({"model": {}}, TypeError, "ModelConfig"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        GenerationConfig().replace(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({}, "greedy_search"),
+        ({"do_sample": True}, "sample"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
+        ({"penalty_alpha": 0.6, "top_k": 1}, "greedy_search"),
+        ({"num_beams": 2}, "beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "beam_sample"),
+        ({"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group_beam_search"),
+        ({"force_words_ids": [[1]]}, "constrained_beam_search"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+    ],
+)
+def test_mode(fields, mode):
+    assert GenerationConfig(**fields).mode == mode
+
+
+def test_from_and_to_hf():
+    text = """{"bos_token_id": 151643, "pad_token_id": 151643, "do_sample": true, "eos_token_id": [151645, 151643],
+    "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0"}"""
+    held = json.loads(text)
+    model = model_config()
+    cfg = GenerationConfig.from_hf(held, model=model)
+    assert cfg.model is model
+    assert cfg.eos_token_id == (151645, 151643)
+    del held["transformers_version"]
+    assert cfg.to_hf() == held
+    json.dumps(cfg.to_hf())
+    with pytest.raises(ConfigError, match="no_such_field"):
+        GenerationConfig.from_hf({"no_such_field": 1})
+
+
+def test_numpy_and_jax_scalars_are_fine():
+    cfg = GenerationConfig(do_sample=np.bool_(True), num_return_sequences=np.int64(2), max_length=np.int32(9))
+    assert cfg == GenerationConfig(do_sample=True, num_return_sequences=2, max_length=9)
+    assert GenerationConfig(eos_token_id=jnp.asarray([3, 4])).to_hf() == {"eos_token_id": [3, 4]}
+    fields = {"sequence_bias": {(1, 2): 0.5, (3,): -1.0}, "exponential_decay_length_penalty": (2, 1.5)}
+    on_device = jax.tree.map(jnp.asarray, GenerationConfig(**fields))
+    assert json.loads(json.dumps(on_device.to_hf())) == {
+        "sequence_bias": [[[1, 2], 0.5], [[3], -1.0]],
+        "exponential_decay_length_penalty": [2, 1.5],
+    }
+    through = jax.jit(lambda cfg: cfg)(GenerationConfig(max_new_tokens=5, temperature=0.5))
+    assert through.to_hf() == {"max_new_tokens": 5, "temperature": 0.5}
+
+
+def test_traced_values_get_their_dtype_and_shape_checked():
+    def on(name, value):
+        return jax.jit(lambda value: getattr(GenerationConfig(**{name: value}), name))(value)
+
+    assert on("temperature", np.int32(2)).dtype == jnp.float32
+    with pytest.raises(TypeError, match="top_k"):
+        on("top_k", np.float32(2))
+    with pytest.raises(ConfigError, match="temperature"):
+        on("temperature", np.ones((2, 2), np.float32))
+
+
+TABLES = {
+    "eos_token_id": ([3, 4], [[3], [4, 5]], [3, 4, -1, -1]),
+    "suppress_tokens": (7, [[1], []], [7, -1, -1, -1]),
+    "bad_words_ids": ([[1], [2, 3]], [[[1]], [[2, 3], [4]]], [[1, -1], [2, 3], [-1, -1], [-1, -1]]),
+    "forced_decoder_ids": ([[1, 5]], [[[1, 5]], [[2, 6]]], [[1, 5], [-1, -1], [-1, -1], [-1, -1]]),
+}
+
+
+@pytest.mark.parametrize(("name", "case"), TABLES.items(), ids=TABLES)
+def test_ids_become_tables_whose_sizes_are_rounded_up(name, case):
+    value, per_prompt, table = case
+    cfg = GenerationConfig(**{name: value})
+    assert jax.tree.leaves(cfg.replace(top_k=0))[-1].tolist() == table
+    assert cfg.to_hf() == {name: value}
+    assert jax.tree.leaves(GenerationConfig(**{name: per_prompt}).replace(top_k=0))[-1].shape[0] == 2
+    with pytest.raises(ConfigError, match=f"{name} has one value per prompt"):
+        GenerationConfig(**{name: per_prompt}).to_hf()
+    # What jit gives back is the same config, and its fields can be set anew.
+    for given in (cfg, GenerationConfig(**{name: per_prompt})):
+        through = jax.jit(lambda cfg: cfg.replace(temperature=0.5))(given)
+        assert through.replace(temperature=1.0) == given
+
+
+def test_biases():
+    cfg = GenerationConfig(sequence_bias={(1, 2): 0.5, (3,): -1}, top_k=0)
+    sequences, bias = jax.tree.leaves(cfg)
+    assert sequences.tolist() == [[1, 2], [3, -1], [-1, -1], [-1, -1]]
+    assert bias.tolist() == [0.5, -1.0, 0.0, 0.0]
+    assert cfg == GenerationConfig(sequence_bias=[[[1, 2], 0.5], [[3], -1.0]], top_k=0)
+    assert GenerationConfig.from_hf(json.loads(json.dumps(cfg.to_hf()))) == cfg
+    several = GenerationConfig(sequence_bias=[{(1,): 0.5}, {(2, 3): 1.0, (4,): 2.0}], top_k=0)
+    assert [leaf.shape for leaf in jax.tree.leaves(several)] == [(2, 4, 2), (2, 4)]
+
+
+def test_is_frozen_and_not_shared():
+    cfg = GenerationConfig()
+    with pytest.raises(AttributeError):
+        cfg.temperature = 2.0
+    biases = {(1, 2): 0.5}
+    cfg = cfg.replace(sequence_bias=biases)
+    biases[(3,)] = 1.0
+    assert dict(cfg.sequence_bias) == {(1, 2): 0.5}
+    assert "sequence_bias" in repr(cfg)

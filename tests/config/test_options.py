@@ -1,0 +1,293 @@
+"""Every option of the config in one table: it works, or it is refused by its name."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import ConfigError, GenerationConfig, NotBuiltYetError, StopReason, WatermarkingConfig, generate
+from jaxgen.config import reference
+from jaxgen.config.availability import NEVER, UNBUILT
+from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+
+CFG = counting_config(max_new_tokens=4, pad_token_id=0)
+PARAMS = counting_params(CFG)
+# The likeliest token is the last one plus one, the next likeliest the one after it.
+PARAMS["lm_head"]["weight"] += 0.5 * jnp.roll(PARAMS["lm_head"]["weight"], 1, axis=0)
+
+
+def run(prompt=3, **fields):
+    cfg = CFG.replace(**fields)
+    ids = [prompt] if isinstance(prompt, int) else prompt
+    return generate(PARAMS, None if ids is None else [ids], jax.random.key(0), cfg)
+
+
+def tokens(*expected):
+    """The option makes the tokens these, where they are 4, 5, 6, 7 without it."""
+    return lambda out: generated(out, 0) == list(expected)
+
+
+def kept(count):
+    """Sampling draws from so many tokens."""
+    return lambda out: int(np.isfinite(out.scores[0, 0]).sum()) == count
+
+
+SAMPLED = {"do_sample": True, "top_k": 0, "output_scores": True}
+WORKS = {
+    "max_length": ({"max_new_tokens": None, "max_length": 3}, tokens(4, 5)),
+    "max_new_tokens": ({"max_new_tokens": 2}, tokens(4, 5)),
+    "min_length": ({"min_length": 3, "eos_token_id": 5}, tokens(4, 6, 7, 8)),
+    "min_new_tokens": ({"min_new_tokens": 2, "eos_token_id": 5}, tokens(4, 6, 7, 8)),
+    "max_time": ({"max_time": 0.0}, lambda out: out.stop_reasons.tolist() == [StopReason.TIME]),
+    "do_sample": (
+        {"do_sample": True, "temperature": 100.0, "top_k": 2, "max_new_tokens": 12},
+        lambda out: set(np.diff(generated(out, 0)).tolist()) == {1, 2},
+    ),
+    "temperature": (SAMPLED | {"temperature": 0.5}, lambda out: bool(jnp.isclose(out.scores[0, 0, 4], 40, rtol=1e-3))),
+    "top_k": (SAMPLED | {"top_k": 2}, kept(2)),
+    "top_p": (SAMPLED | {"top_p": 0.5}, kept(1)),
+    "min_p": (SAMPLED | {"min_p": 1e-6}, kept(2)),
+    "typical_p": (SAMPLED | {"typical_p": 0.2}, kept(1)),
+    "epsilon_cutoff": (SAMPLED | {"epsilon_cutoff": 1e-6}, kept(2)),
+    "eta_cutoff": (SAMPLED | {"eta_cutoff": 1e-6}, kept(2)),
+    "top_h": (SAMPLED | {"top_h": 0.5}, kept(1)),
+    "repetition_penalty": ({"prompt": [4, 3], "repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
+    "encoder_repetition_penalty": ({"prompt": [5, 3], "encoder_repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
+    "no_repeat_ngram_size": ({"prompt": [3, 4, 3], "no_repeat_ngram_size": 2}, tokens(5, 6, 7, 8)),
+    "encoder_no_repeat_ngram_size": ({"prompt": [3, 4, 3], "encoder_no_repeat_ngram_size": 2}, tokens(5, 6, 7, 8)),
+    "bad_words_ids": ({"bad_words_ids": [[4, 5], [8]]}, tokens(4, 6, 7, 9)),
+    "renormalize_logits": (
+        {"renormalize_logits": True, "output_scores": True},
+        lambda out: bool(jnp.isclose(jax.nn.logsumexp(out.scores[0, 0]), 0.0, atol=1e-6)),
+    ),
+    "forced_bos_token_id": ({"forced_bos_token_id": 20}, tokens(20, 21, 22, 23)),
+    "forced_eos_token_id": ({"forced_eos_token_id": 20}, tokens(4, 5, 6, 20)),
+    "remove_invalid_values": (
+        {"remove_invalid_values": True, "bad_words_ids": [[0]], "output_scores": True},
+        lambda out: bool(jnp.all(jnp.isfinite(out.scores))),
+    ),
+    "exponential_decay_length_penalty": (
+        {"exponential_decay_length_penalty": (0, 3.0), "eos_token_id": 7},
+        tokens(4, 5, 7),
+    ),
+    "suppress_tokens": ({"suppress_tokens": [4, 7]}, tokens(5, 6, 8, 9)),
+    "begin_suppress_tokens": ({"begin_suppress_tokens": [4, 6]}, tokens(5, 6, 7, 8)),
+    "forced_decoder_ids": ({"forced_decoder_ids": [[2, 20]]}, tokens(4, 20, 21, 22)),
+    "sequence_bias": ({"sequence_bias": {(4, 6): 15.0, (8,): -15.0}}, tokens(4, 6, 7, 9)),
+    "guidance_scale": (
+        # The last token of the prompt alone is what is guided away from: the first step stays, by its rank
+        {"guidance_scale": 1.5, "output_scores": True},
+        lambda out: bool(jnp.isclose(jax.nn.logsumexp(out.scores[0, 0]), 0.0, atol=1e-5)),
+    ),
+    "watermarking_config": (
+        {"watermarking_config": WatermarkingConfig(bias=30.0), "output_scores": True, "output_logits": True},
+        lambda out: {0.0, 30.0} == set(np.unique(out.scores[0] - out.logits[0]).tolist()),
+    ),
+    "num_return_sequences": (
+        {"num_return_sequences": 2, "do_sample": True},
+        lambda out: out.sequences.shape[0] == 2,
+    ),
+    "output_attentions": ({"output_attentions": True}, lambda out: out.attentions.prefill[0].shape == (1, 2, 1, 1)),
+    "output_hidden_states": (
+        {"output_hidden_states": True},
+        lambda out: out.hidden_states.decode[1].shape == (3, 1, 64),
+    ),
+    "output_scores": ({"output_scores": True}, lambda out: out.scores.shape == (4, 1, 50)),
+    "output_logits": ({"output_logits": True}, lambda out: out.logits.shape == (4, 1, 50)),
+    "output_logprobs": ({"output_logprobs": "logits"}, lambda out: out.logprobs.shape == (1, 4)),
+    "top_logprobs": (
+        {"output_logprobs": "scores", "top_logprobs": 2},
+        lambda out: out.top_tokens[0].tolist() == [[4, 5], [5, 6], [6, 7], [7, 8]],
+    ),
+    "return_dict_in_generate": ({"return_dict_in_generate": True}, tokens(4, 5, 6, 7)),
+    "pad_token_id": ({"pad_token_id": 9, "eos_token_id": 5}, lambda out: out.sequences[0].tolist() == [3, 4, 5, 9, 9]),
+    "bos_token_id": ({"prompt": None, "bos_token_id": 10}, tokens(11, 12, 13, 14)),
+    "eos_token_id": ({"eos_token_id": [20, 5]}, tokens(4, 5)),
+    "prefill_chunk_size": ({"prompt": [1, 2, 3], "prefill_chunk_size": 2}, tokens(4, 5, 6, 7)),
+    "cache_implementation": ({"cache_implementation": "static"}, tokens(4, 5, 6, 7)),
+    "use_cache": ({"use_cache": True}, tokens(4, 5, 6, 7)),
+    # What other modes look at changes nothing; where it could be meant for this one, it is warned of.
+    "num_beams": ({"num_beams": 1}, tokens(4, 5, 6, 7)),
+    "num_assistant_tokens": ({"num_assistant_tokens": 3}, tokens(4, 5, 6, 7)),
+    "num_assistant_tokens_schedule": ({"num_assistant_tokens_schedule": "constant"}, tokens(4, 5, 6, 7)),
+    "max_matching_ngram_size": ({"max_matching_ngram_size": 3}, tokens(4, 5, 6, 7)),
+    "penalty_alpha": ({"penalty_alpha": 0.0}, tokens(4, 5, 6, 7)),
+}
+REFUSED = {
+    "num_beams": ({"num_beams": 2}, NotBuiltYetError),
+    "num_beam_groups": ({"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0}, NotBuiltYetError),
+    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, NotBuiltYetError),
+    "constraints": ({"num_beams": 2, "constraints": ["x"]}, NotBuiltYetError),
+    "force_words_ids": ({"num_beams": 2, "force_words_ids": [[1]]}, NotBuiltYetError),
+    "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 3}, NotBuiltYetError),
+    "assistant_confidence_threshold": ({"assistant_confidence_threshold": 0.4}, NotBuiltYetError),
+    "assistant_early_exit": ({"assistant_early_exit": 2}, NotBuiltYetError),
+    "assistant_lookbehind": ({"assistant_lookbehind": 2}, NotBuiltYetError),
+    "target_lookbehind": ({"target_lookbehind": 2}, NotBuiltYetError),
+    "is_assistant": ({"is_assistant": True}, NotBuiltYetError),
+    "dola_layers": ({"dola_layers": "low"}, NotBuiltYetError),
+    "token_healing": ({"token_healing": True}, NotBuiltYetError),
+    "use_cache": ({"use_cache": False}, ConfigError),
+    "cache_implementation": ({"cache_implementation": "quantized"}, ConfigError),
+    "low_memory": ({"low_memory": True}, ConfigError),
+    "decoder_start_token_id": ({"decoder_start_token_id": 1}, ConfigError),
+    "generation_kwargs": ({"generation_kwargs": {"a": 1}}, ConfigError),
+    "cache_config": ({"cache_config": {"a": 1}}, ConfigError),
+    "compile_config": ({"compile_config": {"a": 1}}, ConfigError),
+    "disable_compile": ({"disable_compile": True}, ConfigError),
+    "max_cache_len": ({"max_cache_len": 9}, ConfigError),
+    "return_legacy_cache": ({"return_legacy_cache": True}, ConfigError),
+}
+# Of modes that are refused as a whole; each is warned of where such a mode is not chosen.
+WARNED = {
+    "early_stopping": True,
+    "length_penalty": 2.0,
+    "diversity_penalty": 1.0,
+    "num_beam_groups": 2,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+    "top_h": 0.5,
+}
+
+
+def test_the_table_has_every_option():
+    fields = {field.name for field in dataclasses.fields(GenerationConfig)}
+    assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | {"stop_strings", "model"} == fields
+
+
+def test_the_reference_is_that_of_the_code():
+    fields = {field.name for field in dataclasses.fields(GenerationConfig)} - {"model"}
+    assert reference.OPTIONS.keys() | set(UNBUILT) | NEVER.keys() == fields
+    path = Path(__file__).resolve().parents[2] / "OPTIONS.md"
+    assert path.read_text() == reference.reference(), "make it anew: python -m jaxgen.config.reference > OPTIONS.md"
+
+
+@pytest.mark.slow
+def test_without_jit():
+    with jax.disable_jit():
+        assert tokens(4, 5, 6, 7)(run(**SAMPLED | {"top_k": 1}))
+
+
+@pytest.mark.slow  # most of them are a program of their own
+@pytest.mark.parametrize(("name", "case"), WORKS.items(), ids=WORKS)
+def test_works(name, case):
+    fields, holds = case
+    assert holds(run(**fields))
+
+
+@pytest.mark.parametrize(("name", "case"), REFUSED.items(), ids=REFUSED)
+def test_is_refused_by_name(name, case):
+    fields, error = case
+    shown = "num_beams" if name == "num_beam_groups" else name
+    with pytest.raises(error, match=shown):
+        run(**fields)
+
+
+@pytest.mark.parametrize(("name", "value"), WARNED.items(), ids=WARNED)
+def test_what_greedy_search_does_not_look_at_is_warned_of(name, value):
+    fields = {name: value}
+    if name in ("diversity_penalty", "num_beam_groups"):
+        fields = {"diversity_penalty": 1.0, "num_beam_groups": 2}
+    with pytest.warns(UserWarning, match=f"{name}={value}"):
+        assert tokens(4, 5, 6, 7)(run(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"suppress_tokens": 50},
+        {"begin_suppress_tokens": [1, 50]},
+        {"bad_words_ids": [[50]]},
+        {"sequence_bias": {(50,): 1.0}},
+        {"forced_bos_token_id": 50},
+        {"forced_eos_token_id": [50]},
+        {"forced_decoder_ids": [[1, 50]]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_ids_outside_of_the_vocabulary_are_refused(fields):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))} has the token 50.*0 to 49"):
+        run(**fields)
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(ValueError, match="stop_strings are text: give the tokenizer"):
+        run(stop_strings="x")
+
+
+# Sampling options together, and those of all modes in three groups: values for three prompts, the second mostly off.
+PER_PROMPT = {
+    "sampling": {
+        "do_sample": True,
+        "temperature": [0.5, 2.0, 1.0],
+        "top_k": [10, 0, 30],
+        "top_p": [0.9, 1.0, 0.8],
+        "min_p": [0.1, 0.0, 0.01],
+        "typical_p": [0.9, 1.0, 0.8],
+        "epsilon_cutoff": [0.02, 0.0, 0.01],
+        "eta_cutoff": [0.02, 0.0, 0.01],
+        "top_h": [0.9, 1.0, 0.8],
+    },
+    "penalties": {
+        "repetition_penalty": [1.4, 1.0, 0.7],
+        "encoder_repetition_penalty": [1.4, 1.0, 0.7],
+        "guidance_scale": [1.4, 1.0, 0.5],
+        "max_new_tokens": [6, 8, 1],
+        "suppress_tokens": [list(range(40, 90)), [], [94]],
+    },
+    "bans": {
+        "min_new_tokens": [3, 0, 1],
+        "eos_token_id": [[5, 43], [], [8, 33, 9]],
+        "begin_suppress_tokens": [list(range(40, 90)), [], [94]],
+        "bad_words_ids": [[[41]], [[11, 18], [3]], [[94, 33]]],
+        "sequence_bias": [{(41,): -9.0}, {(11, 18): -9.0, (3,): 1.0}, {(94, 33): -9.0}],
+        "exponential_decay_length_penalty": ([1, 2, 3], [1.5, 2.0, 0.5]),
+    },
+    "forced": {
+        "min_length": [6, 0, 1],
+        "forced_bos_token_id": [3, 4, 5],
+        "forced_eos_token_id": [[5], [], [8, 33, 9]],
+        "forced_decoder_ids": [[[4, 9]], [[1, 8], [3, 7]], [[5, 6]]],
+    },
+}
+MODEL = GenerationConfig(model=model_config(num_hidden_layers=1), max_new_tokens=8, pad_token_id=0, top_k=0)
+
+
+def of_row(value, row):
+    if isinstance(value, bool):
+        return value
+    return tuple(part[row] for part in value) if isinstance(value, tuple) else value[row : row + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", PER_PROMPT.values(), ids=PER_PROMPT)
+def test_a_value_per_prompt_is_that_of_the_row_alone(values):
+    params = random_params(MODEL.model)
+    prompts = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
+    keys = jax.random.split(jax.random.key(1), 3)
+    ids, mask = left_pad(prompts)
+    cfg = MODEL.replace(eos_token_id=[1, 2]).replace(**values)
+    together = generate(params, ids, keys, cfg, attention_mask=mask)
+    plain = generate(params, ids, keys, MODEL.replace(do_sample=cfg.do_sample), attention_mask=mask)
+    assert generated(together, 0) != generated(plain, 0)
+    for row, prompt in enumerate(prompts):
+        own = cfg.replace(**{name: of_row(value, row) for name, value in values.items()})
+        alone = generate(params, [prompt], keys[row : row + 1], own)
+        assert generated(together, row) == generated(alone, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for values in PER_PROMPT.values() for name, value in values.items() if name != "do_sample"],
+)
+def test_values_for_another_number_of_prompts_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} has 3 values for 1 prompts"):
+        generate(PARAMS, [[1]], None, CFG.replace(**{name: value}))

@@ -1,0 +1,154 @@
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from convert.atomic_directory import new_directory, replaced
+from convert.safetensors import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fill(directory: Path, text: str) -> None:
+    (directory / "config.json").write_text(text)
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_nothing_has_the_targets_name_before_the_end(target):
+    with new_directory(target) as directory:
+        fill(directory, "new")
+        assert not target.exists()
+        assert directory.parent == target.parent
+        assert directory.name.startswith(".")
+    assert names(target.parent) == ["out"]
+    assert (target / "config.json").read_text() == "new"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_error_leaves_everything_as_it_was(target, error, existing):
+    if existing:
+        target.mkdir()
+        fill(target, "old")
+
+    def write():
+        with new_directory(target, overwrite=True) as directory:
+            fill(directory, "new")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert names(target.parent) == (["out"] if existing else [])
+    assert not existing or (target / "config.json").read_text() == "old"
+
+
+def test_a_failing_rename_puts_the_old_back(target, monkeypatch):
+    target.mkdir()
+    fill(target, "old")
+    rename = Path.rename
+
+    def fail(self, other):
+        if self.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"), new_directory(target, overwrite=True) as directory:
+        fill(directory, "new")
+    assert names(target.parent) == ["out"]
+    assert (target / "config.json").read_text() == "old"
+
+
+def test_an_empty_directory_may_be_in_the_way(target):
+    target.mkdir()
+    with new_directory(target) as directory:
+        fill(directory, "new")
+    assert (target / "config.json").read_text() == "new"
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path, target):
+    (tmp_path / "real").mkdir()
+    fill(tmp_path / "real", "old")
+    target.symlink_to("real")
+    with new_directory(target, overwrite=True) as directory:
+        fill(directory, "new")
+    assert target.is_symlink()
+    assert (tmp_path / "real" / "config.json").read_text() == "new"
+
+
+def test_what_is_never_replaced(tmp_path, target):
+    def refusal(overwrite: bool = True) -> str:
+        with pytest.raises(CheckpointError) as caught, new_directory(target, overwrite=overwrite):
+            pytest.fail("the block must not run")
+        return str(caught.value)
+
+    target.write_text("")
+    assert "is a file" in refusal()
+    target.unlink()
+    target.mkdir()
+    (target / "letter.txt").write_text("")
+    assert "is no checkpoint (no config.json)" in refusal()
+    fill(target, "old")
+    assert "overwrite=True (--overwrite)" in refusal(overwrite=False)
+    (target / ".git").mkdir()
+    assert "has folders that replacing would delete (.git)" in refusal()
+    target = tmp_path / "absent" / "out"
+    assert "absent is not a directory" in refusal()
+    assert names(tmp_path) == ["out"]
+
+
+def test_something_that_appeared_meanwhile_is_not_replaced(target):
+    def write():
+        with new_directory(target) as directory:
+            fill(directory, "new")
+            target.mkdir()
+            fill(target, "other")
+
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        write()
+    assert names(target.parent) == ["out"]
+    assert (target / "config.json").read_text() == "other"
+
+
+def test_leftovers_go_unless_their_writer_lives(tmp_path, target):
+    alive, dead, similar = (tmp_path / f".out.{number}.partial" for number in ("00000000", "11111111", "x"))
+    for path in (alive, dead, similar):
+        path.mkdir()
+        fill(path, "half")
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        with new_directory(target) as directory:
+            fill(directory, "new")
+    finally:
+        os.close(lock)
+    assert names(tmp_path) == [alive.name, similar.name, "out"]
+
+
+def test_an_interrupted_replacement_is_undone_first(target):
+    replaced(target).mkdir()
+    fill(replaced(target), "old")
+    with pytest.raises(CheckpointError, match="exists"), new_directory(target):
+        pytest.fail("the block must not run")
+    assert names(target.parent) == ["out"]
+    assert (target / "config.json").read_text() == "old"
+
+
+def test_a_killed_writer_leaves_nothing_partial(tmp_path):
+    script = ROOT / "tests" / "support" / "killed_writer.py"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "intact\n"), done.stderr

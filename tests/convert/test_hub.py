@@ -1,0 +1,322 @@
+"""Against a hub in this process that speaks as much of the protocol as huggingface_hub asks for when it downloads."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+
+from convert import load_hf
+from convert.hf import TOKENIZER_FILES
+from convert.hub import SMALL_FILES, local_directory
+from jaxgen import InputError, Tokenizer
+from tests.support.checkpoints import GENERATION, QWEN2, weights, write
+from tests.support.tokenizers import CHATML, byte_level_backend, save
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+API = re.compile(r"/api/models/(?P<model>.+?)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
+FILE = re.compile(r"/(?P<model>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+
+# Reads lines of JSON, each with hub ids, an environment, and files for the output and the errors. A process of its own
+# for each, as huggingface_hub looks at the environment once, calls local_directory and writes, as JSON, what it returns
+# or raises; what comes back is its status. They are forked from one process, which has imported jax. Retries come at
+# once.
+CALLS = """
+import json, os, signal, sys, time
+
+time.sleep = lambda seconds: None
+from jaxgen.errors import JaxgenError
+from convert.hub import local_directory
+
+for line in sys.stdin:
+    models, environment, out, err = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    assert "huggingface_hub" not in sys.modules
+    signal.alarm(120)
+    os.environ |= environment
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    for model in models:
+        try:
+            print(json.dumps(["path", str(local_directory(model))]))
+        except JaxgenError as error:
+            print(json.dumps([type(error).__name__, str(error)]))
+    sys.exit()
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves `models`, each a dict of files, and refuses the ids in `refused` with a status and an error code.
+
+    A code of None is about all of a model, "GatedRepo" about its files. `cuts` responses with weights are broken off
+    half-way; `asked` lists the files whose content was asked for.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.models: dict[str, dict[str, bytes]] = {}
+        self.refused: dict[str, tuple[int, str | None]] = {}
+        self.cuts = 0
+        self.asked: list[str] = []
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def stop(self):
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_GET(self):
+        path = unquote(urlsplit(self.path).path)
+        match = API.fullmatch(path) or FILE.fullmatch(path)
+        assert match is not None, path
+        model, revision = match["model"], match["revision"]
+        status, code = self.server.refused.get(model, (None, None))
+        if status is not None and (code is None or "file" in match.groupdict()):
+            return self.respond(status, {"X-Error-Code": code} if code else {})
+        files = self.server.models.get(model)
+        if files is None:
+            return self.respond(404, {"X-Error-Code": "RepoNotFound"})
+        if revision not in ("main", "v1", COMMIT):
+            return self.respond(404, {"X-Error-Code": "RevisionNotFound"})
+        if match.re is FILE:
+            return self.send_file(match["file"], files[match["file"]])
+        if match["what"] == "revision":
+            return self.send_json({"id": model, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
+        return self.send_json(
+            [{"type": "file", "path": n, "size": len(c), "oid": digest(c)[:40]} for n, c in files.items()]
+        )
+
+    do_HEAD = do_GET
+
+    def send_json(self, content):
+        self.respond(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
+
+    def send_file(self, name: str, content: bytes):
+        headers = {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT}
+        status, size = 200, len(content)
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
+        if asked:
+            status, start = 206, int(asked[1])
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+            content = content[start:]
+        if self.command == "GET":
+            self.server.asked.append(name)
+            if name.endswith(".safetensors") and self.server.cuts > 0:
+                self.server.cuts -= 1
+                self.close_connection = True
+                return self.respond(status, headers, content, sent=len(content) // 2)
+        return self.respond(status, headers, content)
+
+    def respond(self, status: int, headers: dict[str, str], content: bytes = b"", sent: int | None = None):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[:sent])
+
+    def log_message(self, format, *arguments):
+        pass
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    config = QWEN2 | {"vocab_size": 263}
+    folder = write(tmp_path_factory.mktemp("hub") / "model", config, weights(config), GENERATION, shards=2)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return save(folder, byte_level_backend(), tokenizer_config={"eos_token": "<|im_end|>"})
+
+
+@pytest.fixture(scope="module")
+def hub(checkpoint):
+    files = files_of(checkpoint)
+    small = {name: content for name, content in files.items() if not name.endswith(".safetensors")}
+    hub = Hub()
+    hub.models = {
+        "owner/model": {**files, "README.md": b"#", "pytorch_model.bin": b"x", "onnx/model.safetensors": b"x"},
+        "owner/pickled": {**small, "pytorch_model.bin": b"x"},
+        "owner/other": {**files, "config.json": b'{"model_type": "gpt2"}', "only-here.safetensors": b"x"},
+        "owner/bare": {"model.safetensors": b"x", "config.gguf": b"x"},
+        "owner/gated": files,
+        "owner/gated-401": files,
+    }
+    hub.refused = {
+        "owner/gated": (403, "GatedRepo"),
+        "owner/gated-401": (401, "GatedRepo"),
+        "owner/unauthorised": (401, None),
+        "owner/busy": (503, None),
+    }
+    yield hub
+    hub.stop()
+
+
+@pytest.fixture(scope="module")
+def caller():
+    """The process that forks."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", CALLS]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        process.stdin.close()
+    assert process.returncode == 0
+
+
+@pytest.fixture
+def fetch(hub, caller, tmp_path):
+    """Call `local_directory` in a process of its own, its cache in the test's folder; return what came of each call."""
+
+    def fetch(*models, **environment) -> list[tuple[str, str]]:
+        settings = {
+            "HF_ENDPOINT": hub.address,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+        out, err = tmp_path / "stdout", tmp_path / "stderr"
+        print(json.dumps([models, settings | environment, str(out), str(err)]), file=caller.stdin, flush=True)
+        assert caller.stdout.readline() == "0\n", err.read_text()
+        assert "Traceback" not in err.read_text()
+        return [tuple(json.loads(line)) for line in out.read_text().splitlines()]
+
+    return fetch
+
+
+def closed_port() -> str:
+    hub = Hub()
+    hub.stop()
+    return hub.address
+
+
+def test_a_model_is_fetched_once_and_loads(fetch, hub, checkpoint):
+    hub.asked.clear()
+    (kind, path), *others = fetch("owner/model", "owner/model@v1", f"owner/model@{COMMIT}")
+    assert kind == "path", path
+    assert others == [(kind, path)] * 2
+    expected = files_of(checkpoint)
+    assert files_of(Path(path)) == expected
+    assert sorted(hub.asked) == sorted(expected)
+
+    params, cfg = load_hf(path)
+    wanted, wanted_cfg = load_hf(checkpoint)
+    assert cfg == wanted_cfg
+    np.testing.assert_array_equal(params["model"]["norm"]["weight"], wanted["model"]["norm"]["weight"])
+    tokenizer = Tokenizer.from_pretrained(path)
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    assert tokenizer.chat_template == CHATML
+
+    assert fetch("owner/model", HF_HUB_OFFLINE="1", HF_ENDPOINT=closed_port()) == [(kind, path)]
+    assert fetch("owner/model", HF_ENDPOINT=closed_port()) == [(kind, path)]
+
+
+def test_what_cannot_be_had_is_said_in_one_line(fetch, hub):
+    expected = {
+        "owner/absent": ("InputError", ["neither a directory nor a model on", hub.address, "HF_TOKEN"]),
+        "absent": ("InputError", ["neither a directory nor a model on"]),
+        "owner/model@v2": ("InputError", ["owner/model has no revision 'v2'", "branch"]),
+        "owner/gated": ("InputError", ["gated", f"{hub.address}/owner/gated", "HF_TOKEN"]),
+        "owner/gated-401": ("InputError", ["gated", "HF_TOKEN"]),
+        "owner/unauthorised": ("InputError", ["401", "HF_TOKEN"]),
+        "owner/busy": ("InputError", ["503", "later"]),
+        "owner/pickled": ("InputError", ["has no *.safetensors"]),
+        "owner/bare": ("InputError", ["has no config.json"]),
+        "owner/other": ("ConfigError", ["owner/other", "'gpt2' is not built"]),
+        "owner/a--b": ("InputError", ["neither a directory nor a hub id"]),
+    }
+    hub.asked.clear()
+    for (model, (kind, parts)), (raised, text) in zip(expected.items(), fetch(*expected), strict=True):
+        assert raised == kind, text
+        assert "\n" not in text
+        assert model.partition("@")[0] in text
+        for part in parts:
+            assert part in text
+    assert not [name for name in hub.asked if name.endswith(".safetensors")]
+
+
+def test_without_a_connection(fetch):
+    ((kind, text),) = fetch("owner/model", HF_ENDPOINT=closed_port())
+    assert kind == "InputError"
+    assert "owner/model is no directory here and cannot be fetched" in text
+    assert "the cache lacks it" in text
+    ((kind, text),) = fetch("owner/model", HF_HUB_OFFLINE="1")
+    assert kind == "InputError"
+    assert "lacks owner/model" in text
+    assert "HF_HUB_OFFLINE is set" in text
+
+
+def test_a_connection_that_is_cut(fetch, hub, checkpoint, tmp_path):
+    """Old releases give up where new ones go on; either way no half of a file is taken for the whole."""
+    hub.cuts = 10**6
+    ((kind, text),) = fetch("owner/model")
+    assert kind == "InputError"
+    assert "cannot be fetched" in text
+    assert "\n" not in text
+    assert not list(tmp_path.glob("home/hub/*/snapshots/*/*.safetensors"))
+    ((kind, text),) = fetch("owner/model", HF_HUB_OFFLINE="1")
+    assert kind == "InputError"
+    assert "broken off" in text or "lacks owner/model or a part of it" in text
+
+    hub.cuts = 1
+    *given_up, (kind, path) = fetch("owner/model", "owner/model")
+    assert all(kind == "path" or "cannot be fetched" in text for kind, text in given_up)
+    assert (kind, hub.cuts) == ("path", 0)
+    assert files_of(Path(path)) == files_of(checkpoint)
+
+
+def test_a_directory_is_returned_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    assert local_directory("owner/model") == Path("owner/model")
+    assert local_directory(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize(
+    "text", ["", "./absent", "/absent", "~/absent", "../absent", "a/b/c", "a/", "a b", "a@", "ä/b"]
+)
+def test_neither_a_directory_nor_an_id(text):
+    with pytest.raises(InputError, match="is neither a directory nor a hub id, such as"):
+        local_directory(text)
+
+
+def test_a_file(checkpoint):
+    with pytest.raises(InputError, match=r"config\.json is a file: give the directory"):
+        local_directory(checkpoint / "config.json")
+
+
+def test_without_huggingface_hub(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match=r'owner/model is no directory: .*pip install "jaxgen\[hub\]"'):
+        local_directory("owner/model")
+
+
+def test_all_files_of_a_tokenizer_are_fetched():
+    assert set(TOKENIZER_FILES) < set(SMALL_FILES)

@@ -1,0 +1,248 @@
+"""Going on from an earlier output's cache is a run from the beginning."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate, prefill
+from tests.support.models import (
+    counting_config,
+    counting_params,
+    generated,
+    left_pad,
+    model_config,
+    random_params,
+    slow,
+    with_layers,
+)
+
+MODEL = model_config()
+PARAMS = random_params(MODEL)
+CFG = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0)
+PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
+FOLLOWING = [[30], [31, 32, 33], [34, 35]]
+
+
+def start(cfg, key=None, **options):
+    ids, mask = left_pad(PROMPTS)
+    return generate(PARAMS, ids, key, cfg, attention_mask=mask, **options)
+
+
+def both(cfg, first, key=None):
+    """The rows of a run that goes on, and those of one from the beginning."""
+    ids, mask = left_pad(FOLLOWING)
+    on = generate(PARAMS, ids, key, cfg, attention_mask=mask, cache=first.cache)
+    whole = [prompt + generated(first, row) + FOLLOWING[row] for row, prompt in enumerate(PROMPTS)]
+    ids, mask = left_pad(whole)
+    anew = generate(PARAMS, ids, key, cfg, attention_mask=mask)
+    return [[generated(out, row) for row in range(3)] for out in (on, anew)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": [1.4, 1.0, 1.2], "max_new_tokens": [3, 1, 8]},
+        *slow({}, {"do_sample": True, "temperature": 1.5, "top_k": 20}),
+        *slow({"min_length": 16, "eos_token_id": list(range(40, 80))}),
+    ],
+)
+def test_going_on_is_beginning_anew(fields):
+    cfg = CFG.replace(**fields)
+    key = jax.random.key(4) if cfg.do_sample else None
+    first = start(cfg.replace(min_length=0, eos_token_id=None), key)
+    on, anew = both(cfg, first, key)
+    assert on == anew
+
+
+@pytest.mark.slow
+def test_rows_that_ended_at_different_lengths():
+    ends = [generated(start(CFG), row)[position] for row, position in ((0, 2), (1, 5))]
+    cfg = CFG.replace(eos_token_id=ends)
+    first = start(cfg)
+    assert len(set(np.asarray(first.lengths).tolist())) > 1
+    on, anew = both(cfg, first)
+    assert on == anew
+
+
+@pytest.mark.parametrize("turns", [4, *slow(15)])
+def test_a_long_conversation(turns):
+    cfg = counting_config(max_new_tokens=5, pad_token_id=0)
+    params = counting_params(cfg)
+    cache = None
+    for turn in range(turns):
+        out = generate(params, [[turn + 1], [turn + 7]], None, cfg, cache=cache)
+        assert generated(out, 1) == [(turn + 8 + step) % 50 for step in range(5)]
+        cache = out.cache
+        assert cache.total_known.tolist() == [6 * (turn + 1)] * 2
+        assert cache.total_length.tolist() == [6 * (turn + 1) - 1] * 2
+    kept = np.concatenate([np.asarray(part.tokens)[0, : int(part.known[0])] for part in cache.parts])
+    assert kept.tolist() == [(turn + 1 + step) % 50 for turn in range(turns) for step in range(6)]
+
+
+@pytest.mark.slow
+def test_max_length_counts_what_the_cache_holds():
+    first = start(CFG)
+    out = generate(PARAMS, [[1], [2], [3]], None, CFG.replace(max_new_tokens=None, max_length=21), cache=first.cache)
+    assert out.lengths.tolist() == [21 - (len(prompt) + 8 + 1) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_return_sequences_go_on_each_by_itself():
+    cfg = CFG.replace(do_sample=True, num_return_sequences=2, temperature=2.0)
+    first = start(cfg, jax.random.key(1))
+    ids = np.arange(40, 46)[:, None]
+    on = generate(PARAMS, ids, None, CFG, cache=first.cache)
+    for row in range(6):
+        prompt = PROMPTS[row // 2] + generated(first, row) + [40 + row]
+        assert generated(on, row) == generated(generate(PARAMS, [prompt], None, CFG), 0)
+
+
+def test_a_cache_of_the_model_alone():
+    prompt = jnp.asarray([[5, 6, 7, 8]])
+    cache = jax.jit(CausalLM(MODEL).apply)({"params": PARAMS}, prompt, cache=KVCache.create(MODEL, 1, 10)).cache
+    out = generate(PARAMS, [[9]], None, CFG, cache=cache)
+    assert generated(out, 0) == generated(generate(PARAMS, [[5, 6, 7, 8, 9]], None, CFG), 0)
+    for options in ({"repetition_penalty": 1.2}, {"forced_bos_token_id": 3}, {"forced_decoder_ids": [[6, 30]]}):
+        with pytest.raises(InputError, match=f"{next(iter(options))} looks at all tokens"):
+            generate(PARAMS, [[9]], None, CFG.replace(**options), cache=cache)
+    with pytest.raises(InputError, match="repetition_penalty looks at all tokens"):  # nor later
+        generate(PARAMS, [[9]], None, CFG.replace(repetition_penalty=1.2), cache=out.cache)
+
+
+@pytest.mark.slow
+def test_tokens_that_are_unknown_count_for_the_length():
+    prompt = jnp.asarray([[5, 6, 7, 8]])
+    cache = jax.jit(CausalLM(MODEL).apply)({"params": PARAMS}, prompt, cache=KVCache.create(MODEL, 1, 10)).cache
+    cfg = CFG.replace(min_length=7, eos_token_id=list(range(0, 97, 2)))
+    ended = generate(PARAMS, [[9]], None, cfg, cache=cache)
+    assert generated(ended, 0) == generated(generate(PARAMS, [[5, 6, 7, 8, 9]], None, cfg), 0)
+    assert 3 <= int(ended.lengths[0]) < 8
+
+
+def test_under_jit():
+    cfg = CFG.replace(repetition_penalty=[1.4, 1.0, 1.2])
+    first = start(cfg)
+    ids, mask = left_pad(FOLLOWING)
+    plain = generate(PARAMS, ids, None, cfg, attention_mask=mask, cache=first.cache)
+
+    @jax.jit
+    def go_on(params, cfg, cache, ids, mask):
+        return generate(params, ids, None, cfg.replace(max_new_tokens=8), attention_mask=mask, cache=cache).sequences
+
+    assert (go_on(PARAMS, cfg, first.cache, jnp.asarray(ids), jnp.asarray(mask)) == plain.sequences).all()
+
+
+@pytest.mark.slow
+def test_the_cache_that_was_given_is_not_changed():
+    first = start(CFG)
+    before = jax.tree.map(np.array, first.cache)
+    both(CFG, first)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, first.cache), before)
+
+
+@pytest.mark.slow
+def test_streaming():
+    class Collect:
+        def __init__(self):
+            self.values = []
+
+        def put(self, value):
+            self.values.append(np.asarray(value).reshape(-1))
+
+        def end(self):
+            self.values = np.concatenate(self.values)
+
+    first, collect = start(CFG), Collect()
+    ids, mask = left_pad(FOLLOWING)
+    generate(PARAMS, ids, None, CFG, attention_mask=mask, cache=first.cache, streamer=collect)
+    out = generate(PARAMS, ids, None, CFG, attention_mask=mask, cache=first.cache)
+    assert collect.values[ids.size :].reshape(-1, 3).T.tolist() == np.asarray(out.sequences)[:, 3:].tolist()
+
+
+def test_caches_that_do_not_fit():
+    first = start(CFG)
+    with pytest.raises(InputError, match="the cache has 3 rows and there are 1 prompts"):
+        generate(PARAMS, [[1]], None, CFG, cache=first.cache)
+    other = with_layers(MODEL, 1)
+    with pytest.raises(InputError, match="the cache is of another model"):
+        generate(PARAMS, [[1]], None, CFG, cache=KVCache.create(other, 1, 8))
+
+
+# --- What a cache can be made to hold -----------------------------------------------------------------------------
+
+
+def run(ids, cfg=CFG, key=None, **options):
+    ids, mask = left_pad(ids)
+    out = generate(PARAMS, ids, key, cfg, attention_mask=mask, **options)
+    return out, [generated(out, row) for row in range(out.lengths.shape[0])]
+
+
+SYSTEM = [40, 41, 42, 43]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "prefill_chunk_size": 2},
+        *slow({}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}, {"guidance_scale": 1.5}),
+    ],
+)
+def test_a_prefix_is_shared_by_many_prompts(fields):
+    cfg = CFG.replace(**fields)
+    key = jax.random.key(3) if cfg.do_sample else None
+    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # those of the prompts to come
+    assert system.rows == 1
+    out, said = run(PROMPTS, cfg, key, cache=system)
+    assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]
+    if not cfg.on("guidance_scale"):
+        assert out.cache.parts[0].rows == 1  # not one per prompt
+    # And it is not used up: going on from the results is going on from the whole.
+    following = FOLLOWING * cfg.num_return_sequences
+    if cfg.num_return_sequences == 1:
+        on = run(following, cfg, key, cache=out.cache)[1]
+        whole = [SYSTEM + p + s + f for p, s, f in zip(PROMPTS, said, FOLLOWING, strict=True)]
+        assert on == run(whole, cfg, key)[1]
+
+
+@pytest.mark.slow
+def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
+    two = prefill(PARAMS, [[50], [51]], CFG, cache=prefill(PARAMS, [SYSTEM], CFG))
+    said = run([[1], [2], [3], [4]], cache=two)[1]
+    assert said == run([[*SYSTEM, 50 + row // 2, row + 1] for row in range(4)])[1]
+    with pytest.raises(InputError, match="the cache has 2 rows and there are 3 prompts"):
+        run([[1], [2], [3]], cache=two)
+
+
+@pytest.mark.slow
+def test_prefill_under_jit_and_out_of_a_finished_run():
+    held = jax.jit(prefill)(PARAMS, jnp.asarray([SYSTEM]), CFG.replace(pad_token_id=None, eos_token_id=[3, 4]))
+    assert run(PROMPTS, cache=held)[1] == run([SYSTEM + prompt for prompt in PROMPTS])[1]
+    out, said = run([SYSTEM])
+    assert run(PROMPTS, cache=out.cache)[1] == run([SYSTEM + said[0] + prompt for prompt in PROMPTS])[1]
+
+
+def test_crop_takes_back_what_was_said():
+    out, said = run(PROMPTS)
+    cut = out.cache.crop(jnp.asarray([len(prompt) + 2 for prompt in PROMPTS]))
+    on = run(FOLLOWING, cache=cut)[1]
+    assert on == run([p + s[:2] + f for p, s, f in zip(PROMPTS, said, FOLLOWING, strict=True)])[1]
+    less = out.cache.crop(-6)
+    assert less.total_known.tolist() == [len(prompt) + 2 for prompt in PROMPTS]
+    assert out.cache.crop(100).total_known.tolist() == out.cache.total_known.tolist()
+    with pytest.raises(InputError, match="one integer or one per row"):
+        out.cache.crop(jnp.asarray([1, 2]))
+
+
+@pytest.mark.slow
+def test_reorder_and_expand():
+    out, said = run(PROMPTS)
+    order = [2, 0, 2]
+    on = run(FOLLOWING, cache=out.cache.reorder(jnp.asarray(order)))[1]
+    assert on == run([PROMPTS[r] + said[r] + f for r, f in zip(order, FOLLOWING, strict=True)])[1]
+    twice = out.cache.expand(2)
+    assert twice.rows == 6
+    on = run([[7]] * 6, cache=twice)[1]
+    assert on == run([[7]] * 6, cache=out.cache)[1]
+    with pytest.raises(InputError, match="rows must be from 0 to 2"):
+        out.cache.reorder(jnp.asarray([3]))

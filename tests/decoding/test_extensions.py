@@ -1,0 +1,360 @@
+"""What steers a run besides the config: functions, automata, stop strings; and how rows end."""
+
+import json
+import re
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, Tokenizer, demo, generate
+from tests.support.compilations import compilations
+from tests.support.models import counting_config, counting_params, generated, left_pad, slow
+
+CFG = counting_config(max_new_tokens=6, pad_token_id=0)
+PARAMS = counting_params(CFG)
+IDS = [[3], [7]]
+
+
+def shout(history, scores):
+    """Bans what follows the last token: the next best counts from there."""
+    following = (history.last(1) + 1) % scores.shape[-1]
+    return scores.at[jnp.arange(scores.shape[0]), following[:, 0]].set(-jnp.inf)
+
+
+@flax.struct.dataclass
+class Ban:
+    tokens: jax.Array
+
+    def __call__(self, history, scores):
+        return scores.at[:, self.tokens].set(-jnp.inf)
+
+
+def test_processors_of_the_users_own():
+    out = generate(PARAMS, IDS, None, CFG, logits_processor=[shout])
+    assert generated(out, 0) == [0, 0, 0, 0, 0, 0]  # all other tokens have the same score
+    out = generate(PARAMS, IDS, None, CFG.replace(sequence_bias={(20,): 5.0}), logits_processor=[shout])
+    assert generated(out, 1)[:3] == [20, 20, 20]
+
+
+def test_a_processor_that_holds_arrays_is_an_argument_of_the_program():
+    generate(PARAMS, IDS, None, CFG, logits_processor=[Ban(np.asarray([5]))])
+    partial = jax.tree_util.Partial(lambda bias, history, scores: scores + bias[None, :])
+    generate(PARAMS, IDS, None, CFG, logits_processor=[jax.tree_util.Partial(partial, np.zeros(50, np.float32))])
+    with compilations() as count:
+        out = generate(PARAMS, IDS, None, CFG, logits_processor=[Ban(np.asarray([9]))])
+        again = generate(
+            PARAMS,
+            IDS,
+            None,
+            CFG,
+            logits_processor=[jax.tree_util.Partial(partial, 100 * np.eye(50, dtype=np.float32)[4])],
+        )
+    assert count[0] == 0
+    assert 9 not in generated(out, 1)
+    assert generated(again, 0) == [4] * 6
+
+
+def test_criteria_of_the_users_own():
+    def at_a_multiple_of_five(history, scores):
+        return history.last(1)[:, 0] % 5 == 0
+
+    out = generate(PARAMS, IDS, None, CFG.replace(eos_token_id=9), stopping_criteria=[at_a_multiple_of_five])
+    assert [generated(out, row) for row in range(2)] == [[4, 5], [8, 9]]
+    assert out.stop_reasons.tolist() == [StopReason.CRITERION, StopReason.EOS]
+    assert out.sequences[0].tolist() == [3, 4, 5, 0, 0, 0, 0]
+    with pytest.raises(InputError, match=r"stopping_criteria must return bool\[2\]"):
+        generate(PARAMS, IDS, None, CFG, stopping_criteria=[lambda history, scores: jnp.ones((), bool)])
+
+
+def test_stop_reasons():
+    out = generate(PARAMS, IDS, None, CFG.replace(eos_token_id=5, max_new_tokens=[4, 2]))
+    assert out.stop_reasons.tolist() == [StopReason.EOS, StopReason.LENGTH]
+    assert out.attention_mask.tolist() == [[True, True, True, False, False], [True, True, True, False, False]]
+
+
+# --- prefix_allowed_tokens_fn as a function ---------------------------------------------------------------------
+
+
+def test_a_prefix_function_is_asked_for_each_unfinished_row():
+    asked = []
+
+    def allowed(row, ids):
+        asked.append((row, ids.tolist()))
+        return [20 + row, int(ids[-1]) + 2]
+
+    out = generate(PARAMS, [[0, 3], [6, 7]], None, CFG.replace(max_new_tokens=[2, 1], sequence_bias={(20,): 1.0}),
+                   attention_mask=[[0, 1], [1, 1]], prefix_allowed_tokens_fn=allowed)  # fmt: skip
+    assert [generated(out, row) for row in range(2)] == [[20, 20], [9]]
+    assert asked == [(0, [3]), (1, [6, 7]), (0, [3, 20])]
+
+
+def test_another_prefix_function_compiles_nothing():
+    generate(PARAMS, IDS, None, CFG, prefix_allowed_tokens_fn=lambda row, ids: [1])
+    with compilations() as count:
+        out = generate(PARAMS, IDS, None, CFG, prefix_allowed_tokens_fn=lambda row, ids: [2])
+    assert count[0] == 0
+    assert generated(out, 0) == [2] * 6
+
+
+@pytest.mark.slow
+def test_a_prefix_function_streams():
+    class Collector:
+        def __init__(self):
+            self.values = []
+
+        def put(self, value):
+            self.values.append(value.tolist())
+
+        def end(self):
+            self.values.append("end")
+
+    streamer = Collector()
+    out = generate(PARAMS, [[3]], None, CFG, prefix_allowed_tokens_fn=lambda row, ids: [len(ids)], streamer=streamer)
+    assert generated(out, 0) == [1, 2, 3, 4, 5, 6]
+    assert streamer.values == [[[3]], [1], [2], [3], [4], [5], [6], "end"]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (lambda row, ids: [], InputError, "returned no token for row 0"),
+        (lambda row, ids: [50], InputError, "outside of the vocabulary"),
+        (lambda row, ids: ["x"], InputError, "must return a list of token ids"),
+        (lambda row, ids: 1 / 0, ZeroDivisionError, "division"),
+    ],
+)
+def test_what_goes_wrong_in_a_prefix_function_is_raised(function, error, message):
+    with pytest.raises(error, match=message):
+        generate(PARAMS, IDS, None, CFG, prefix_allowed_tokens_fn=function)
+
+
+def test_a_prefix_function_under_jit():
+    def run(params, function):
+        return generate(params, IDS, None, CFG, prefix_allowed_tokens_fn=function).sequences
+
+    assert jax.jit(run, static_argnums=1)(PARAMS, lambda row, ids: [row + 5])[:, 1:].tolist() == [[5] * 6, [6] * 6]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="returned no token for row 0"):
+        jax.block_until_ready(jax.jit(run, static_argnums=1)(PARAMS, lambda row, ids: []))
+
+
+# --- Rows that cannot go on -------------------------------------------------------------------------------------
+
+EVERYTHING = list(range(50))
+KEPT_BY = {"min_p": 0.1, "epsilon_cutoff": 0.1, "top_p": 0.5}  # warpers that would take a NaN away
+FAILURES = {
+    "banned": (StopReason.NO_TOKEN, {"suppress_tokens": [EVERYTHING, [1]]}, None, "every token is banned"),
+    "nan": (StopReason.NOT_A_NUMBER, {}, lambda h, s: jnp.where(h.ids[:, :1] == 3, jnp.nan, s), "are not numbers"),
+}
+
+
+@pytest.mark.parametrize(
+    ("failure", "do_sample"), [("nan", True), *slow(("banned", True), ("banned", False), ("nan", False))]
+)
+def test_a_row_that_cannot_go_on(failure, do_sample):
+    reason, fields, processor, message = FAILURES[failure]
+    cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields, **(KEPT_BY if do_sample else {}))
+    more = {} if processor is None else {"logits_processor": [processor]}
+    with pytest.raises(GenerationError, match=f"row 0 cannot go on after 0 generated tokens.*{message}"):
+        generate(PARAMS, IDS, jax.random.key(0), cfg, **more)
+    out = jax.jit(lambda params: generate(params, IDS, jax.random.key(0), cfg, **more))(PARAMS)
+    assert out.stop_reasons.tolist() == [reason, StopReason.LENGTH]
+    assert out.lengths.tolist() == [0, 6]
+    assert generated(out, 1) == [8, 9, 10, 11, 12, 13]
+    assert out.sequences[0].tolist() == [3, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_temperature_of_zero_under_jit():
+    cfg = CFG.replace(do_sample=True, temperature=[1.0, 0.5], top_k=5, min_p=0.1)
+    run = jax.jit(lambda cfg: generate(PARAMS, IDS, jax.random.key(0), cfg.replace(max_new_tokens=6)))
+    traced = jax.tree.map(jnp.asarray, cfg)
+    assert run(traced).stop_reasons.tolist() == [StopReason.LENGTH] * 2
+    out = run(jax.tree.map(lambda x: jnp.where(x == 0.5, 0.0, x) if x.dtype == "float32" else x, traced))
+    assert out.stop_reasons.tolist() == [StopReason.LENGTH, StopReason.NOT_A_NUMBER]
+
+
+def test_ids_outside_of_the_vocabulary_under_jit():
+    mask = jnp.asarray([[1], [1], [1], [0]])
+    run = jax.jit(lambda ids, mask: generate(PARAMS, ids, None, CFG, attention_mask=mask))
+    out = run(jnp.asarray([[3], [50], [-4], [3]]), mask)
+    assert out.stop_reasons.tolist() == [StopReason.LENGTH, *[StopReason.BAD_ID] * 3]
+    assert out.lengths.tolist() == [6, 0, 0, 0]
+
+
+def test_time():
+    cfg = CFG.replace(max_new_tokens=40, max_time=0.0)
+    out = generate(PARAMS, IDS, None, cfg.replace(eos_token_id=[4]))
+    assert out.stop_reasons.tolist() == [StopReason.EOS, StopReason.TIME]
+    assert out.lengths.tolist() == [1, 1]
+    assert generate(PARAMS, IDS, None, cfg.replace(max_time=1000)).stop_reasons.tolist() == [StopReason.LENGTH] * 2
+    with pytest.raises(InputError, match="max_time needs the host"):
+        jax.jit(lambda params: generate(params, IDS, None, cfg))(PARAMS)
+
+
+# --- Text: automata and stop strings, with the model of the package ----------------------------------------------
+
+TOKENIZER = Tokenizer.from_pretrained(demo.PATH)
+
+
+@pytest.fixture(scope="module")
+def storyteller():
+    from convert import load_hf
+
+    return load_hf(demo.PATH, dtype="float32")
+
+
+def chat(text):
+    batch = TOKENIZER.chat([[{"role": "user", "content": text}]])
+    return batch.ids
+
+
+def test_a_pattern_is_kept_to(storyteller):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_regex("(yes|no), because [a-z ]{5,20}!", TOKENIZER)
+    ids = np.repeat(chat("What is the opposite of hot?"), 8, axis=0)
+    out = generate(params, ids, jax.random.key(0), cfg.replace(max_new_tokens=40, temperature=2.0, top_p=1.0),
+                   prefix_allowed_tokens_fn=automaton)  # fmt: skip
+    texts = TOKENIZER.decode_batch(out)
+    assert len(set(texts)) > 4
+    for text, reason in zip(texts, out.stop_reasons.tolist(), strict=True):
+        assert reason == StopReason.EOS
+        assert re.fullmatch("(yes|no), because [a-z ]{5,20}!", text), text
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "kind": {"enum": ["fox", "owl"]},
+        "friends": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    },
+    "required": ["name", "age", "kind", "friends"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.slow
+def test_a_json_schema_is_kept_to(storyteller):
+    (params, cfg), seeds = storyteller, 200
+    automaton = TokenAutomaton.from_json_schema(SCHEMA, TOKENIZER)
+    keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
+    ids = np.repeat(chat("Tell me a story about a fox"), seeds, axis=0)
+    out = generate(params, ids, keys, cfg.replace(max_new_tokens=128), prefix_allowed_tokens_fn=automaton)
+    for text, reason in zip(TOKENIZER.decode_batch(out), out.stop_reasons.tolist(), strict=True):
+        assert reason in (StopReason.EOS, StopReason.LENGTH)  # a long number is brought to its end in time
+        value = json.loads(text)
+        assert value.keys() == {"name", "age", "kind", "friends"}
+        assert len(value["name"]) <= 12
+        assert value["kind"] in ("fox", "owl")
+
+
+@pytest.mark.parametrize("room", [30, 45])
+def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_json_schema({"type": "array", "items": {"type": "string"}}, TOKENIZER)
+    ids = np.repeat(chat("Tell me a story about a fox"), 8, axis=0)
+    hot = cfg.replace(max_new_tokens=room, temperature=3.0, top_p=1.0)
+    out = generate(params, ids, jax.random.key(0), hot, prefix_allowed_tokens_fn=automaton)
+    assert StopReason.LENGTH in out.stop_reasons.tolist()
+    for text in TOKENIZER.decode_batch(out):
+        assert isinstance(json.loads(text), list)
+
+
+@pytest.mark.slow
+def test_a_text_that_cannot_be_longer_is_complete_without_an_eos_id(storyteller):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_regex("(zq[)]){1,99}", TOKENIZER)
+    for room in (7, 8, 9):
+        limited = cfg.replace(max_new_tokens=room, eos_token_id=None)
+        out = generate(params, chat("A"), jax.random.key(0), limited, prefix_allowed_tokens_fn=automaton)
+        assert out.stop_reasons.tolist()[0] in (StopReason.COMPLETE, StopReason.LENGTH)
+        assert set(TOKENIZER.decode_batch(out)[0].split(")")) == {"zq", ""}
+
+
+@pytest.mark.slow
+def test_rows_with_and_without_an_end_of_their_own(storyteller):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_regex("[0-9]{3}", TOKENIZER)
+    ids = np.repeat(chat("A number"), 2, axis=0)
+    cfg = cfg.replace(max_new_tokens=9, eos_token_id=[[cfg.eos_token_id], []])
+    out = generate(params, ids, jax.random.key(0), cfg, prefix_allowed_tokens_fn=automaton)
+    assert out.stop_reasons.tolist() == [StopReason.EOS, StopReason.COMPLETE]
+    assert [text.isdigit() for text in TOKENIZER.decode_batch(out)] == [True, True]
+
+
+def test_an_automaton_that_does_not_fit_is_refused(storyteller):
+    params, cfg = storyteller
+    cfg = GenerationConfig(model=cfg.model, max_new_tokens=9)
+    digits = TokenAutomaton.from_regex("[0-9]{3}", TOKENIZER)
+    two, ids = TokenAutomaton.stack([digits, digits]), np.ones((4, 3), int)
+    for call in (lambda function: function(params), lambda function: jax.jit(function)(params)):
+        with pytest.raises(InputError, match="stacked for 2 prompts and there are 4"):
+            call(lambda params: generate(params, ids, None, cfg, prefix_allowed_tokens_fn=two))
+    with pytest.raises(InputError, match="automaton is of 50 tokens and the model has"):
+        generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:50]))
+
+
+def test_too_little_room_for_a_grammar_is_refused(storyteller):
+    params, cfg = storyteller
+    automaton = TokenAutomaton.from_regex("[0-9]{30}", TOKENIZER)
+    with pytest.raises(
+        InputError, match=r"shortest text has \d+ tokens, and there is room for 4: raise max_new_tokens"
+    ):
+        generate(params, chat("A number"), jax.random.key(0), cfg.replace(max_new_tokens=4),
+                 prefix_allowed_tokens_fn=automaton)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_grammar_per_prompt(storyteller):
+    params, cfg = storyteller
+    both = TokenAutomaton.stack([TokenAutomaton.from_regex(text, TOKENIZER) for text in ("[0-9]{4}", "one|two")])
+    ids = np.repeat(chat("Tell me a number"), 2, axis=0)
+    out = generate(params, ids, jax.random.key(0), cfg.replace(max_new_tokens=16, num_return_sequences=3),
+                   prefix_allowed_tokens_fn=both)  # fmt: skip
+    texts = TOKENIZER.decode_batch(out)
+    assert all(text.isdigit() and len(text) == 4 for text in texts[:3])
+    assert set(texts[3:]) <= {"one", "two"}
+
+
+def test_stop_strings_end_their_row(storyteller):
+    params, cfg = storyteller
+    cfg = cfg.replace(do_sample=False, max_new_tokens=60, temperature=1.0, top_p=1.0, top_k=50)
+    ids = chat("Tell me a story about a brave fox who lost a key")
+    whole = TOKENIZER.decode_batch(generate(params, ids, None, cfg))[0]
+    stop = whole[20:27]  # somewhere, and most likely not at the bounds of tokens
+    out = generate(params, ids, None, cfg.replace(stop_strings=[stop, "never said"]), tokenizer=TOKENIZER)
+    text = TOKENIZER.decode_batch(out)[0]
+    assert out.stop_reasons.tolist() == [StopReason.STOP_STRING]
+    assert whole.startswith(text)
+    assert stop in text
+    ids = np.asarray(generated(out, 0))
+    assert stop not in TOKENIZER.decode(ids[:-1])
+    with compilations() as count:
+        generate(params, chat("Tell me a story about a brave fox who lost a key"), None,
+                 cfg.replace(stop_strings="the"), tokenizer=TOKENIZER)  # fmt: skip
+    assert count[0] == 0
+
+
+@pytest.mark.slow
+def test_left_padding_makes_no_difference_to_rules(storyteller):
+    params, cfg = storyteller
+    cfg = cfg.replace(do_sample=False, max_new_tokens=24, temperature=1.0, top_p=1.0, top_k=50, stop_strings=["a", "."])
+    rows = [chat(text)[0].tolist() for text in ("Tell me a story", "What is the opposite of hot?", "Who are you?")]
+    ids, mask = left_pad(rows)
+    automaton = TokenAutomaton.from_regex("[ A-Z]{2,9}[a-z .]*", TOKENIZER)
+    together = generate(params, ids, None, cfg, attention_mask=mask, tokenizer=TOKENIZER,
+                        prefix_allowed_tokens_fn=automaton)  # fmt: skip
+    for row, prompt in enumerate(rows):
+        alone = generate(params, [prompt], None, cfg, tokenizer=TOKENIZER, prefix_allowed_tokens_fn=automaton)
+        assert generated(together, row) == generated(alone, 0)
+        assert together.stop_reasons[row] == alone.stop_reasons[0]
+
+
+def test_the_config_is_checked_before_anything_is_compiled():
+    with compilations() as count, pytest.raises(InputError, match="stop_strings"):
+        generate(PARAMS, IDS, None, CFG.replace(stop_strings="x"))
+    assert count[0] == 0

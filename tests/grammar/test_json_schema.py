@@ -1,0 +1,224 @@
+import copy
+import json
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.json_schema import FORMATS, regex_of
+from jaxgen.grammar.regex import compile_regex
+from tests.grammar.test_regex import accepts
+
+PERSON = {
+    "type": "object",
+    "title": "Person",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 4},
+        'a "b"\n': {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["é", 1, None, 'x"y']}, "maxItems": 3},
+        "more": {"anyOf": [{"$ref": "#/$defs/pair"}, {"type": "null"}], "default": None},
+        "id": {"type": ["integer", "null"]},
+    },
+    "required": ["name", "tags"],
+    "$defs": {
+        "pair": {
+            "type": "array",
+            "prefixItems": [{"type": "number"}, {"type": "string", "pattern": "^[a-c]+|d$"}],
+            "minItems": 2,
+        }
+    },
+}
+
+
+def check_person(value):
+    assert list(value) == [key for key in PERSON["properties"] if key in value]
+    assert {"name", "tags"} <= set(value)
+    assert isinstance(value["name"], str)
+    assert 1 <= len(value["name"]) <= 4
+    assert value.get('a "b"\n', True) in (True, False)
+    assert len(value["tags"]) <= 3
+    assert all(tag in ("é", 1, None, 'x"y') and tag is not True for tag in value["tags"])
+    if value.get("more") is not None:
+        number, word = value["more"]
+        assert isinstance(number, int | float)
+        assert re.fullmatch("[a-c]+|d", word)
+    assert value.get("id") is None or type(value["id"]) is int
+
+
+def check_free(value, depth=2):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is not None:
+        assert depth > 0
+        for part in inner:
+            check_free(part, depth - 1)
+
+
+def check_record(value):
+    assert list(value) == [key for key in "abc" if key in value]
+    assert all(part is None for part in value.values())
+
+
+def check_map(value):
+    assert all(isinstance(part, dict) and all(type(x) is bool for x in part.values()) for part in value.values())
+
+
+def check_list(value):
+    assert isinstance(value, list)
+    assert 2 <= len(value) <= 4
+    assert all(type(part) is int for part in value)
+
+
+BOOLEANS = {"type": "object", "additionalProperties": {"type": "boolean"}}
+CHOICE = {
+    "oneOf": [{"const": {"k": ["é", 1.5]}}, {"allOf": [{"$ref": "#/definitions/~1x"}]}],
+    "definitions": {"/x": {"enum": [3]}},
+}
+CASES: list[tuple[Any, Any]] = [
+    (PERSON, check_person),
+    ({}, check_free),
+    ({"title": "anything"}, check_free),
+    ({"type": "object"}, check_free),
+    ({"properties": {"a": {"type": "null"}, "b": {"type": "null"}, "c": {"const": None}}}, check_record),
+    ({"type": "object", "additionalProperties": BOOLEANS}, check_map),
+    ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}, check_list),
+    ({"properties": {}}, lambda value: value == {}),
+    ({"type": "array", "maxItems": 0}, lambda value: value == []),
+    (CHOICE, lambda value: value in ({"k": ["é", 1.5]}, 3)),
+]
+
+
+def texts(automaton, count, rng):
+    """Walk at random, and after forty bytes the shortest way to an end."""
+    table, accepting = automaton.table, automaton.accepting
+    distance = np.where(accepting, 0, len(table)).astype(int)
+    for _ in range(len(table)):
+        behind = np.where(table >= 0, np.append(distance, 0)[table], len(table)).min(axis=1) + 1
+        distance = np.minimum(distance, behind)
+    for _ in range(count):
+        state, text = automaton.start, b""
+        while True:
+            choices = np.flatnonzero(table[state] >= 0)
+            if len(text) > 40:
+                choices = choices[distance[table[state, choices]] < distance[state]]
+            if not choices.size or (accepting[state] and rng.random() < 0.3):
+                break
+            byte = rng.choice(choices)
+            state, text = table[state, byte], text + bytes([byte])
+        assert accepting[state]
+        yield text.decode()
+
+
+@pytest.mark.parametrize(("schema", "check"), CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize("space", [None, "[\n ]*", ""])
+def test_every_text_is_valid(schema, check, space):
+    automaton = compile_regex(regex_of(schema, space))
+    for text in texts(automaton, 40, np.random.default_rng(0)):
+        value = json.loads(text, parse_int=lambda digits: int(digits[:40]))
+        assert check(value) in (None, True), text
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_valid_texts(as_text):
+    schema = json.dumps(PERSON) if as_text else copy.deepcopy(PERSON)
+    automaton = compile_regex(regex_of(schema))
+    assert schema == (json.dumps(PERSON) if as_text else PERSON)
+    full = {"name": "jö/👋", 'a "b"\n': True, "tags": ["é", 1, None], "more": [-1.5e-3, "abca"], "id": -12}
+    assert accepts(automaton, json.dumps(full, ensure_ascii=False))
+    assert accepts(automaton, json.dumps(full, ensure_ascii=False, separators=(",", ":")))
+    assert accepts(automaton, '{"name":"\\n\\"","tags":[ ]}')
+    for wrong in (
+        {**full, "name": ""},
+        {**full, "name": "abcde"},
+        {**full, "id": 1.5},
+        {**full, "other": 1},
+        {**full, "more": [1, "e"]},
+        {"name": "a"},
+        dict(reversed(full.items())),
+    ):
+        assert not accepts(automaton, json.dumps(wrong, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "other"),
+    [
+        ({"type": "integer"}, ["0", "-7", "120"], ["01", "1.0", "+1", "1e3"]),
+        ({"type": "number"}, ["0", "-7.50", "1e9", "2.5E-3"], ["1.", ".5", "NaN", "1e"]),
+        ({"type": "boolean"}, ["true", "false"], ["True", "1"]),
+        ({"type": "string"}, ['""', '"a\\\\b"', '"é👋"'], ['"', '"a"b"', '"\n"', '"\\x"', '"\x7f"']),
+        ({"const": "a.b"}, ['"a.b"'], ['"axb"']),
+    ],
+)
+def test_scalars(schema, valid, other):
+    automaton = compile_regex(regex_of(schema))
+    assert [accepts(automaton, text) for text in valid + other] == [True] * len(valid) + [False] * len(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "other"),
+    [
+        ("date", ["2024-02-29"], ["2024-13-01", "٢٠٢٤-01-01"]),
+        ("time", ["23:59:00Z", "01:02:03.5+01:00"], ["24:00:00Z", "01:02:03"]),
+        ("date-time", ["2024-02-29T01:02:03Z"], ["2024-02-29 01:02:03Z"]),
+        ("uuid", ["123e4567-e89b-12d3-a456-426614174000"], ["123"]),
+        ("email", ["a.b+c@x-y.org"], ["a@b", '"a"@b.c']),
+        ("uri", ["https://x.org/a?b=c#d", "urn:isbn:1"], ["x.org", 'http://a"b']),
+    ],
+)
+def test_formats(name, valid, other):
+    automaton = compile_regex(regex_of({"type": "string", "format": name}))
+    assert name in FORMATS
+    assert all(accepts(automaton, f'"{text}"') for text in valid)
+    assert not any(accepts(automaton, f'"{text}"') for text in other)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 1}, "has minimum"),
+        (
+            {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+            r"properties\.a has uniqueItems",
+        ),
+        ({"not": {}}, "has not, but none of type"),
+        ({"type": "string", "maxLength": 3, "pattern": "a"}, "pattern and maxLength"),
+        ({"type": "string", "pattern": "."}, r"""can write '"'"""),
+        ({"type": "string", "pattern": r"[^\x22]"}, r"can write '\\\\'"),
+        ({"type": "string", "pattern": "a$|b"}, r"has \$ inside"),
+        ({"type": "string", "format": "ipv4"}, "known are date"),
+        ({"type": "string", "format": ["date"]}, "known are date"),
+        ({"type": "string", "maxLength": 2.5}, "whole number"),
+        ({"type": "string", "minLength": True}, "whole number"),
+        ({"type": "array", "minItems": 3, "maxItems": 2}, "nothing is both"),
+        ({"prefixItems": [{}], "minItems": 2}, "1 prefixItems"),
+        ({"enum": []}, "not empty"),
+        ({"enum": [math.nan]}, "no JSON"),
+        ('{"enum": [NaN]}', "it has NaN"),
+        ("{", "no JSON"),
+        ("3", "the schema is 3"),
+        ({"type": "array", "items": False}, r"items is False"),
+        ({"type": "strin"}, "'strin'.* one, or a list, of string"),
+        ({"type": []}, "one, or a list"),
+        ({"properties": {}, "required": ["a"]}, r"requires \['a'\]"),
+        ({"properties": []}, "an object as properties"),
+        ({"allOf": [{}, {}]}, "merge"),
+        ({"anyOf": [{}], "type": "string"}, "has type, which is not supported there"),
+        ({"$ref": "#/$defs/b", "$defs": {}}, "does not have"),
+        ({"$ref": "http://x"}, "inside the schema"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}, "recursion"),
+        ({"type": "array", "items": {"$ref": "#"}}, "recursion"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(schema, words):
+    with pytest.raises(InputError, match=words):
+        regex_of(schema)
+
+
+def test_other_arguments():
+    with pytest.raises(InputError, match="can write 'x'"):
+        regex_of({}, "x| ")
+    for wrong in (True, None, [{}]):
+        with pytest.raises(TypeError, match="dict or its text"):
+            regex_of(wrong)  # type: ignore[arg-type]

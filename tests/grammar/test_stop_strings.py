@@ -1,0 +1,288 @@
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.stop_strings import StopStrings
+from jaxgen.text.token_bytes import BYTE_OF
+from jaxgen.text.tokenizer import Tokenizer
+from tests.support.compilations import compilations
+from tests.support.tokenizers import byte_level, llama
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "seed0" / "441" / "stop_strings.json").read_text("utf-8"))
+CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+SENTENCEPIECE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+DECODERS = {"byte_level": decoders.ByteLevel(), "sentencepiece": decoders.Sequence(SENTENCEPIECE)}
+
+
+def tokenizer_of(tokens: list[str], special=(), decoder: str = "byte_level") -> Tokenizer:
+    """A tokenizer with just these tokens, in this order."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.decoder = DECODERS[decoder]
+    backend.add_special_tokens(list(special))
+    return Tokenizer(backend)
+
+
+def tokenizer_of_bytes(tokens: list[bytes]) -> Tokenizer:
+    return tokenizer_of(["".join(CHARACTER_OF[byte] for byte in token) for token in tokens])
+
+
+@jax.jit
+def run(stop: StopStrings, ids, prompt_length):
+    """bool[rows, W]: does it stop with the token of each column? `prompt_length int32[rows]` columns are not pushed."""
+
+    def step(state, inputs):
+        column, tokens = inputs
+        following, ends = stop.push(state, tokens)
+        pushed = column >= prompt_length
+        return jnp.where(pushed, following, state), ends & pushed
+
+    columns = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    return jax.lax.scan(step, stop.begin(ids, prompt_length), (columns, ids.T))[1].T
+
+
+def stops(stop: StopStrings, rows: list[list[int]], prompts: list[int], width: int = 48) -> list[list[int]]:
+    """The n of each row at which it stops after the first n tokens; what is behind a row's end is id -1, no text."""
+    ids = np.full((len(rows), width), -1, np.int32)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = tokens
+    ends = np.asarray(run(stop, jnp.asarray(ids), jnp.asarray(prompts, jnp.int32)))
+    return [(np.flatnonzero(row) + 1).tolist() for row in ends]
+
+
+def expected(strings: list[str], tokens: list[bytes], prompt: int = 0) -> list[int]:
+    """The n for which a stop string ends within the n-th token, by Python's own search."""
+    result = []
+    for n in range(prompt + 1, len(tokens) + 1):
+        before, text = len(b"".join(tokens[: n - 1])), b"".join(tokens[:n])
+        ends = (before + 1 + i for i in range(len(text) - before))
+        if any(text[:end].endswith(tuple(string.encode() for string in strings)) for end in ends):
+            result.append(n)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop"),
+    [
+        *[(text.split(), True) for text in ("st op", "stop", "st opera", "sto pper", "las topper", "s to pped")],
+        *[(text.split(), False) for text in ("stop at", "st op at", "st opera tion")],
+    ],
+)
+def test_examples_of_transformers(pieces, stop):
+    names = ["st", "op", "stop", "opera", "sto", "pper", "las", "topper", "s", "to", "pped", "at", "tion"]
+    table = StopStrings.build(["stop"], tokenizer_of(names))
+    assert (len(pieces) in stops(table, [[names.index(piece) for piece in pieces]], [0])[0]) == stop
+
+
+LETTERS = [b"a", b"b", *(bytes([byte]) for byte in "é".encode())]
+TOKENS = [*LETTERS, *(x + y for x in LETTERS for y in LETTERS), *(x + y + x for x in LETTERS for y in LETTERS)]
+TOKENS += [b"ab" * 150, b"aab\xc3" * 3]
+MIXED = tokenizer_of_bytes(TOKENS)
+ROW = st.lists(st.integers(0, len(TOKENS) - 1), max_size=12)
+STRING = st.text("abé", min_size=1, max_size=7)
+
+
+def cut(draw, text: bytes) -> list[int]:
+    """The ids of a text, in tokens of one and two bytes at random."""
+    ids = []
+    while text:
+        size = draw(st.integers(1, min(2, len(text))))
+        ids.append(TOKENS.index(text[:size]))
+        text = text[size:]
+    return ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STRING, min_size=1, max_size=5), st.tuples(ROW, ROW, ROW), st.data())
+def test_any_strings_and_any_tokens(strings, rows, data):
+    rows = [row + cut(data.draw, data.draw(st.sampled_from(strings)).encode()) for row in rows]
+    prompts = [data.draw(st.integers(0, len(row))) for row in rows]
+    wanted = [expected(strings, [TOKENS[i] for i in row], n) for row, n in zip(rows, prompts, strict=True)]
+    assert stops(StopStrings.build(strings, MIXED), rows, prompts) == wanted
+
+
+@pytest.mark.parametrize("kind", sorted(GOLDEN))
+def test_same_as_transformers(kind):
+    golden = GOLDEN[kind]
+    tokenizer = tokenizer_of(golden["tokens"], golden["special"], kind)
+    for number, case in enumerate(golden["cases"]):
+        table = StopStrings.build(case["stop_strings"], tokenizer)
+        prompts = [0, number % len(case["ids"])]
+        wanted = [[n for n in case["stops"] if n > prompt] for prompt in prompts]
+        assert stops(table, [case["ids"]] * 2, prompts) == wanted, f"case {number}"
+
+
+class TestText:
+    def test_characters_split_over_tokens(self):
+        tok = byte_level()
+        ids = tok.encode("h€é")
+        assert len(ids) == 6
+        assert stops(StopStrings.build(["€"], tok), [ids], [0]) == [[4]]
+        assert stops(StopStrings.build(["é"], tok), [ids], [3]) == [[6]]
+        # "é" is C3 A9; the bytes C3 of "Ã" and A9 of "©" do not make one
+        assert stops(StopStrings.build(["é"], tok), [tok.encode("Ã©")], [0]) == [[]]
+
+    def test_special_tokens_have_their_name_for_text(self):
+        tok = byte_level()
+        ids = tok.encode("he<|im_end|>he") + tok.encode("<|im_end|>", split_special_tokens=True)
+        assert tok.token_bytes()[ids[1]] is None
+        assert stops(StopStrings.build("<|im_end|>", tok), [ids], [0]) == [[2, len(ids)]]
+        assert stops(StopStrings.build(["e<|im_"], tok), [ids], [0]) == [[2, len(ids) - 5]]
+
+    def test_sentencepiece_keeps_the_space_of_the_first_token(self):
+        tok = llama()
+        ids = tok.encode("hell a", add_special_tokens=False)
+        assert stops(StopStrings.build([" hell"], tok), [ids], [0]) == [[1]]
+        assert stops(StopStrings.build(["ll a"], tok), [ids], [1]) == [[2]]
+
+    def test_byte_fallback(self):
+        tok = llama()
+        ids = tok.encode("h€", add_special_tokens=False)
+        assert stops(StopStrings.build(["€"], tok), [ids], [0]) == [[len(ids)]]
+
+    def test_ids_without_a_token_have_no_text(self):
+        tok = byte_level()
+        h, e = tok.encode("h")[0], tok.encode("e")[0]
+        rows = [[h, 300, e], [h, -1, e], [h, 10**9, e], [300, h, e]]
+        for vocab_size in (None, 301, 1000):
+            table = StopStrings.build(["he"], tok, vocab_size)
+            assert stops(table, rows, [0, 0, 2, 1]) == [[3]] * 4
+
+    def test_a_smaller_vocabulary_of_the_model(self):
+        tok = byte_level()
+        hell = tok.encode("hell")
+        assert len(hell) == 1
+        assert stops(StopStrings.build(["hell"], tok), [hell], [0]) == [[1]]
+        assert stops(StopStrings.build(["hell"], tok, 256), [hell, tok.encode("h")], [0, 0]) == [[], []]
+
+
+class TestPrompt:
+    def test_a_string_that_ends_in_the_prompt_counts_no_more(self):
+        tok = tokenizer_of_bytes([b"a", b"b", b"ab", b"ba"])
+        table = StopStrings.build(["ab"], tok)
+        assert stops(table, [[0, 1, 1], [0, 1, 1], [2, 0, 1]], [0, 2, 1]) == [[2], [], [3]]
+
+    def test_only_what_is_before_the_end_is_read(self):
+        tok = byte_level()
+        table = StopStrings.build(["hell ", "€", "a" * 70], tok)
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, 260, (5, 12)).astype(np.int32)
+        ids[0, :2], ids[1, :1], ids[2, :2] = tok.encode("hehe"), tok.encode("hell"), tok.encode("€")[:2]
+        length = np.array([2, 1, 2, 0, 12], np.int32)
+        begin = jax.jit(StopStrings.begin)
+        narrow = begin(table, ids, length)
+        other = np.where(np.arange(12)[None] < length[:, None], ids, rng.integers(0, 260, ids.shape)).astype(np.int32)
+        wide = np.pad(other, ((0, 0), (0, 500)), constant_values=3)
+        np.testing.assert_array_equal(begin(table, wide, length), narrow)
+        assert np.all(np.asarray(narrow)[:3] > 0)
+        assert np.asarray(narrow)[3] == 0
+
+    def test_a_prompt_of_long_tokens_and_of_many(self):
+        tok = tokenizer_of_bytes([b"a", b"b" * 1000, b"a" * 99 + b"c", b"c"])
+        string = "b" * 30 + "a" * 99 + "c"
+        table = StopStrings.build([string], tok)
+        row = [0] * 5 + [1] + [0] * 99 + [3]
+        assert stops(table, [row, row, row[1:]], [0, 105, 50], width=120) == [[106], [106], [105]]
+        assert stops(table, [[1, 2], [1, 0, 2]], [1, 2], width=120) == [[2], []]
+
+
+def test_strings_that_hold_each_other():
+    tok = tokenizer_of_bytes([b"a", b"b", b"c", b"bc"])
+    strings = ["abc", "bc", "ab", "b", "abc", "cab"]
+    ids = [2, 0, 3, 0, 0, 2, 1]
+    for some in (strings, strings[::-1], strings[:2], strings[4:]):
+        wanted = expected(some, [[b"a", b"b", b"c", b"bc"][i] for i in ids])
+        assert stops(StopStrings.build(some, tok), [ids], [0]) == [wanted]
+    assert wanted == [3]
+
+
+def test_rows_do_not_know_each_other():
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, len(TOKENS), (16, 20)).tolist()
+    prompts = rng.integers(0, 20, 16).tolist()
+    table = StopStrings.build(["ab", "éa", "bb"], MIXED)
+    together = stops(table, rows, prompts)
+    assert together == [stops(table, [row], [prompt])[0] for row, prompt in zip(rows, prompts, strict=True)]
+    assert sum(map(len, together)) > 30
+
+
+def test_other_strings_compile_nothing():
+    tok = byte_level()
+    ids = [tok.encode("hell <|im_end|>")]
+    stops(StopStrings.build(["hell"], tok), ids, [0])
+    with compilations() as count:
+        for strings in (["€"], ["h", "e", " "], ["a" * 63], "<|im_end|>", ["\n\nQuestion:", "</s>", "User:"]):
+            stops(StopStrings.build(strings, tok), ids, [0])
+    assert count[0] == 0
+    larger = StopStrings.build(["a" * 64], tok)
+    with compilations() as count:
+        stops(larger, ids, [0])
+    assert count[0] > 0
+
+
+def test_built_inside_of_a_jit_and_outside():
+    tok = byte_level()
+    ids = jnp.asarray([tok.encode("hell ")])
+
+    @jax.jit
+    def inside(ids):
+        stop = StopStrings.build(["ell"], tok)
+        return stop.push(stop.begin(ids, jnp.zeros(1, jnp.int32)), ids[:, 0])[1]
+
+    assert inside(ids)[0]
+    assert stops(StopStrings.build(["ell"], tok), [ids[0].tolist()], [0]) == [[1]]
+    assert inside(ids[:, 1:]).tolist() == [False]
+
+
+def test_qwen(data):
+    tok = Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct")
+    strings = ["<|im_end|>", "\n\nQuestion:", "。", "stop", "👋"]
+    table = StopStrings.build(strings, tok, 151_936)
+    texts = [
+        "Nonstop Question:\n\nQuestion: a\n\nQuestion",
+        "<|im_start|>你好。👋。<|im_end|>",
+        "unstoppable👋🏽 st op",
+    ]
+    rows = [tok.encode(text) for text in texts]
+    rows.append(np.random.default_rng(0).integers(0, 151_936, 40).tolist())
+    added = {i: token.content.encode() for i, token in tok.backend.get_added_tokens_decoder().items()}
+    names = tok.token_bytes()
+    known = [[added.get(i) or (names[i] if i < len(names) else b"") for i in row] for row in rows]
+    wanted = [expected(strings, row) for row in known]
+    assert [len(found) for found in wanted[:3]] == [2, 4, 2]
+    assert stops(table, rows, [0] * 4) == wanted
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("strings", "error", "message"),
+        [
+            ([], InputError, "stop_strings must not be empty"),
+            ("", InputError, "stop_strings must not be empty"),
+            (["a", ""], InputError, "stop_strings must not be empty"),
+            (["a", 3], TypeError, "stop_strings must be a str or a list of them, got .*3"),
+            (b"a", TypeError, "stop_strings must be a str"),
+            (None, TypeError, "stop_strings must be a str"),
+            ({"a"}, TypeError, "stop_strings must be a str"),
+            (["\ud800"], InputError, "stop_strings has a string that is not valid Unicode"),
+        ],
+    )
+    def test_strings(self, strings, error, message):
+        with pytest.raises(error, match=message):
+            StopStrings.build(strings, byte_level())
+
+    def test_a_string_that_can_never_come(self):
+        with pytest.raises(InputError, match="stop_strings has 'ax'"):
+            StopStrings.build(["a", "ax"], tokenizer_of_bytes([b"a", b"b"]))
+
+    def test_no_tokenizer(self):
+        with pytest.raises(TypeError, match="got str"):
+            StopStrings.build(["a"], "qwen")

@@ -1,0 +1,313 @@
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import outlines_core
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from jaxgen import Tokenizer, demo
+from jaxgen.errors import InputError
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from tests.support.compilations import compilations
+from tests.support.tokenizers import byte_level, llama
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "mood": {"enum": ["calm", "très gai"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}},
+    },
+    "required": ["name", "age", "mood", "tags"],
+}
+PATTERNS = [
+    r"(yes|no), because [^.\n]{1,30}\.",
+    r"a|ab|abc",
+    r"[0-9]+(\.[0-9]+)?",
+    r"(the |a )?[a-z]{3,9}( [a-z]+)*[.!?]",
+    r"(é|[😀-😎]|ß){2,5}",
+    r"\w+@\w+",
+    r"",
+]
+allowed = jax.jit(lambda automaton, state, eos: automaton.allowed(state, eos))
+push = jax.jit(lambda automaton, state, tokens, eos: automaton.push(state, tokens, eos))
+exhausted = jax.jit(lambda automaton, state: automaton.exhausted(state))
+
+
+@pytest.fixture(scope="module")
+def tok() -> Tokenizer:
+    return Tokenizer.from_pretrained(demo.PATH)
+
+
+def marks(size: int, *ids: int) -> jax.Array:
+    return jnp.asarray(np.isin(np.arange(size), ids))
+
+
+def automaton_of(grammar, tokenizer, **options) -> TokenAutomaton:
+    build = TokenAutomaton.from_regex if isinstance(grammar, str) else TokenAutomaton.from_json_schema
+    return build(grammar, tokenizer, **options)
+
+
+def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:
+    """Choose allowed tokens at random until eos, from the middle on those that lead to the end the shortest way."""
+    rng, eos = np.random.default_rng(seed), marks(size, eos_id)
+    table, distance = np.asarray(automaton.transitions), np.where(automaton.accepting, 0, 10**6)
+    table, before = table[:, : int(np.max(automaton.classes)) + 1], None
+    while before is None or not np.array_equal(before, distance):
+        before, distance = distance, np.minimum(distance, np.where(table >= 0, distance[table], 10**6).min(axis=1) + 1)
+    state, texts, done = automaton.begin(rows), [[] for _ in range(rows)], np.zeros(rows, bool)
+    for step in range(steps):
+        may, here, tokens = np.asarray(allowed(automaton, state, eos)), np.asarray(state), np.zeros(rows, np.int32)
+        for row in np.flatnonzero(~done):
+            assert may[row].any()
+            assert bool(automaton.accepting[here[row]]) == may[row, eos_id]
+            choices = np.flatnonzero(may[row])
+            if step > steps // 4 and not may[row, eos_id]:
+                behind = distance[table[here[row], np.asarray(automaton.classes)[choices]]]
+                choices = choices[behind < distance[here[row]]]
+            ends = may[row, eos_id] and (step > steps // 4 or rng.random() < 0.3)
+            tokens[row] = eos_id if ends else rng.choice(choices)
+            if tokens[row] == eos_id:
+                done[row] = True
+            else:
+                texts[row].append(int(tokens[row]))
+        after = push(automaton, state, jnp.asarray(tokens), eos)
+        state = jnp.where(jnp.asarray(done), state, after)
+        if done.all():
+            return texts
+    raise AssertionError("a row did not end")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_random_walks_match_the_pattern(tok, pattern):
+    automaton = automaton_of(pattern, tok)
+    for row in walk(automaton, len(tok), tok.eos_token_id, seed=1):
+        assert re.fullmatch(pattern, tok.decode(row))
+
+
+def test_random_walks_are_json(tok):
+    automaton = automaton_of(SCHEMA, tok)
+    for row in walk(automaton, len(tok), tok.eos_token_id, seed=2, rows=8):
+        value = json.loads(tok.decode(row))
+        assert list(value) == ["name", "age", "mood", "tags"]
+        assert isinstance(value["name"], str)
+        assert len(value["name"]) <= 12
+        assert type(value["age"]) is int
+        assert value["mood"] in ("calm", "très gai")
+        assert all(type(tag) is bool for tag in value["tags"])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_decision_is_that_of_the_library(tok, pattern):
+    """Compared with outlines-core's index of the whole vocabulary, anchored: alone it stops at the shortest match."""
+    texts: dict[bytes, list[int]] = {b"\0\0": [len(tok)]}
+    for index, text in enumerate(tok.token_bytes()):
+        if text:
+            texts.setdefault(text, []).append(index)
+    eos = tok.eos_token_id
+    library = outlines_core.Index(rf"\x00\x00(?:{pattern})\z|", outlines_core.Vocabulary(eos, texts))
+    automaton, rng = automaton_of(pattern, tok), np.random.default_rng(3)
+    for _ in range(6):
+        theirs = library.get_next_state(library.get_initial_state(), len(tok))
+        state = automaton.begin(1)
+        for _ in range(12):
+            may = np.flatnonzero(np.asarray(allowed(automaton, state, marks(len(tok), eos)))[0])
+            expected = library.get_transitions()[theirs]
+            assert may.tolist() == sorted(token for token in expected if token < len(tok))
+            choices = may[may != eos]
+            assert bool(exhausted(automaton, state)[0]) == (choices.size == 0)
+            if not choices.size:
+                break
+            token = rng.choice(choices)
+            theirs = library.get_next_state(theirs, int(token))
+            state = push(automaton, state, jnp.asarray([token], jnp.int32), None)
+
+
+def test_parts_of_a_character(tok):
+    automaton = automaton_of("é👋?", tok)
+    state = automaton.begin(1)
+    for token in [tok.token_bytes().index(bytes([byte])) for byte in "é👋".encode()]:
+        assert bool(allowed(automaton, state, None)[0, token])
+        state = push(automaton, state, jnp.asarray([token], jnp.int32), None)
+    assert automaton.accepting[state].tolist() == [True]
+    assert automaton.exhausted(state).tolist() == [True]
+    half = automaton.push(automaton.begin(1), jnp.asarray([tok.token_bytes().index(b"\xc3")], jnp.int32), None)
+    assert automaton.accepting[half].tolist() == [False]
+
+
+def test_eos_and_dead_rows(tok):
+    automaton, size = automaton_of("ab?", tok), len(tok)
+    a, b = (tok.encode(text)[0] for text in "ab")
+    eos = marks(size, 2, 7)
+    start = automaton.begin(3)
+    assert np.flatnonzero(np.asarray(allowed(automaton, start, eos))[0]).tolist() == sorted(
+        i for i, text in enumerate(tok.token_bytes()) if text in (b"a", b"ab")
+    )
+    state = push(automaton, start, jnp.asarray([a, b, 2], jnp.int32), eos)
+    assert state.tolist()[1:] == [-1, int(start[0])]
+    may = np.asarray(allowed(automaton, state, eos))
+    assert may[0, [2, 7, b]].tolist() == [True, True, True]
+    assert not may[1].any()
+    assert not np.asarray(allowed(automaton, state, None))[0, 2]
+    after = push(automaton, state, jnp.asarray([7, a, a], jnp.int32), eos)
+    assert after.tolist() == [int(state[0]), -1, int(state[0])]
+    end = push(automaton, state, jnp.asarray([b, 2, a], jnp.int32), eos)
+    assert exhausted(automaton, end).tolist() == [True, True, False]
+    per_row = jnp.stack([marks(size), marks(size, b), marks(size, 2)])
+    may = np.asarray(allowed(automaton, jnp.full(3, state[0]), per_row))
+    assert may[:, [2, b]].tolist() == [[False, True], [False, True], [True, True]]
+    after = push(automaton, jnp.full(3, state[0]), jnp.full(3, b, jnp.int32), per_row)
+    assert after.tolist() == [int(end[0]), int(state[0]), int(end[0])]
+
+
+def test_an_eos_token_is_no_text(tok):
+    automaton = automaton_of("ab?", tok)
+    a = tok.encode("a")[0]
+    assert not np.asarray(allowed(automaton, automaton.begin(1), marks(len(tok), a)))[0, a]
+
+
+@pytest.mark.parametrize("eos_of_rows", [False, True])
+def test_stack(tok, eos_of_rows):
+    single = [automaton_of(grammar, tok) for grammar in ("(yes|no)!", SCHEMA, "[0-9]{1,3}")]
+    order = [2, 0, 1, 0]
+    stacked = TokenAutomaton.stack([single[i] for i in order])
+    assert stacked.start.shape == (4,)
+    assert stacked.start[1] == stacked.start[3]
+    eos = marks(len(tok), tok.eos_token_id)
+    eos = jnp.broadcast_to(eos, (8, len(tok))) if eos_of_rows else eos
+    one = eos[0] if eos_of_rows else eos
+    rng = np.random.default_rng(0)
+    state, states = stacked.begin(8), [single[i].begin(1) for i in order for _ in range(2)]
+    for _ in range(12):
+        may = np.asarray(allowed(stacked, state, eos))
+        tokens = np.zeros(8, np.int32)
+        for row in range(8):
+            automaton = single[order[row // 2]]
+            np.testing.assert_array_equal(may[row], np.asarray(allowed(automaton, states[row], one))[0])
+            assert bool(exhausted(stacked, state)[row]) == bool(exhausted(automaton, states[row])[0])
+            tokens[row] = rng.choice(np.flatnonzero(may[row]))
+            states[row] = push(automaton, states[row], jnp.asarray(tokens[row : row + 1]), one)
+        state = push(stacked, state, jnp.asarray(tokens), eos)
+    again = TokenAutomaton.stack([stacked, single[0]])
+    assert again.start.shape == (5,)
+
+
+def test_stacks_that_cannot_be(tok):
+    with pytest.raises(InputError, match="no automaton"):
+        TokenAutomaton.stack([])
+    automaton = automaton_of("a", tok)
+    with pytest.raises(InputError, match=r"\[1024, 1030\]"):
+        TokenAutomaton.stack([automaton, automaton_of("a", tok, vocab_size=1030)])
+    with pytest.raises(InputError, match="3 rows are no multiple of the 2 prompts"):
+        TokenAutomaton.stack([automaton, automaton]).begin(3)
+    assert automaton.begin(3).shape == (3,)
+
+
+def test_padding_is_invisible(tok):
+    automaton = automaton_of(PATTERNS[0], tok)
+    states, kinds = (int(jnp.max(table)) + 1 for table in (automaton.transitions, automaton.classes))
+    assert automaton.transitions.shape == (256, 64) != (states, kinds)
+    tight = automaton.replace(
+        transitions=automaton.transitions[:states, :kinds], accepting=automaton.accepting[:states]
+    )
+    eos = marks(len(tok), 2)
+    every = jnp.arange(states, dtype=jnp.int32)
+    np.testing.assert_array_equal(automaton.allowed(every, eos), tight.allowed(every, eos))
+    np.testing.assert_array_equal(automaton.exhausted(every), tight.exhausted(every))
+    assert TokenAutomaton.stack([automaton]).transitions.shape == automaton.transitions.shape
+
+
+def test_another_grammar_of_the_size_compiles_nothing(tok):
+    @jax.jit
+    def step(automaton, tokens, eos):
+        state = automaton.push(automaton.begin(2), tokens, eos)
+        return automaton.allowed(state, eos), automaton.exhausted(state)
+
+    tokens, eos = np.asarray([5, 6], np.int32), np.zeros(len(tok), bool)
+    jax.block_until_ready(step(automaton_of("[a-z]{3}", tok), tokens, eos))
+    with compilations() as count:
+        for pattern in ("(yes|no)!", "[0-9]+", "é*"):
+            jax.block_until_ready(step(automaton_of(pattern, tok), tokens, eos))
+    assert count[0] == 0
+
+
+def small_tokenizer(*pieces: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {"eos_token": "<end>"})
+
+
+def test_no_token_leads_into_a_dead_end():
+    tok = small_tokenizer("a", "b", "ab", "", "cd")
+    automaton = TokenAutomaton.from_regex("abc|ba?|abab", tok)
+    first = np.asarray(automaton.allowed(automaton.begin(1), None))[0]
+    assert first.tolist() == [True, True, True, False, False, False]
+    then = automaton.push(automaton.begin(1), jnp.asarray([2], jnp.int32), None)
+    assert np.asarray(automaton.allowed(then, None))[0].tolist() == [True, False, True, False, False, False]
+    automaton = TokenAutomaton.from_regex("abc|b", tok)
+    assert np.asarray(automaton.allowed(automaton.begin(1), None))[0].tolist() == [False, True, *[False] * 4]
+    with pytest.raises(InputError, match="can be written with this tokenizer's tokens"):
+        TokenAutomaton.from_regex("abc|x", tok)
+
+
+def test_ids_beyond_the_tokenizer(tok):
+    automaton = automaton_of("[^x]*", tok, vocab_size=1100)
+    may = np.asarray(automaton.allowed(automaton.begin(1), marks(1100, 1050)))[0]
+    assert may.shape == (1100,)
+    assert np.flatnonzero(may[1024:]).tolist() == [26]
+    assert not may[:3].any()
+    with pytest.raises(InputError, match="vocab_size is 1000, but the tokenizer has 1024"):
+        automaton_of("a", tok, vocab_size=1000)
+    for method in (automaton.allowed, lambda state, eos: automaton.push(state, state, eos)):
+        with pytest.raises(InputError, match="vocab_size=1024"):
+            method(automaton.begin(1), marks(1024))
+
+
+def test_special_tokens_are_no_text():
+    tok = byte_level()
+    automaton = automaton_of(r"(<\|end\|>|h)", tok)
+    may = np.flatnonzero(np.asarray(automaton.allowed(automaton.begin(1), None))[0])
+    assert [tok.token_bytes()[i] for i in may] == [b"<", b"h"]
+
+
+def test_a_sentencepiece_space_in_front():
+    tok = llama()
+    first = {}
+    for pattern in ("hell a", " ?hell a"):
+        automaton = automaton_of(pattern, tok)
+        may = np.flatnonzero(np.asarray(automaton.allowed(automaton.begin(1), None))[0])
+        first[pattern] = {tok.backend.id_to_token(int(i)) for i in may}
+    assert first["hell a"] == {"h", "he", "hell", "<0x68>"}
+    assert first[" ?hell a"] == first["hell a"] | {"▁", "▁hell", "<0x20>"}
+    for row in walk(automaton_of(" ?(hell|é)( a)?", tok), len(tok), 2, seed=0):
+        assert re.fullmatch("(hell|é)( a)?", tok.decode(row))
+
+
+def test_wrong_types(tok):
+    with pytest.raises(TypeError, match=r"jaxgen\.Tokenizer"):
+        TokenAutomaton.from_regex("a", tok.backend)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a pattern is a str"):
+        TokenAutomaton.from_regex(3, tok)  # type: ignore[arg-type]
+
+
+def test_real_qwen(data):
+    tok = Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct")
+    automaton = TokenAutomaton.from_json_schema(SCHEMA, tok, vocab_size=151936)
+    assert automaton.classes.shape == (151936,)
+    assert automaton.transitions.size < 2**17
+    for row in walk(automaton, 151936, tok.eos_token_id, seed=4, rows=2, steps=40):
+        value = json.loads(tok.decode(row))
+        assert len(value["name"]) <= 12
+        assert value["mood"] in ("calm", "très gai")
+    prompt = tok.encode('{"name": "Zoë 👋", "age": -3, "mood": "très gai", "tags": [true, false]}')
+    state = automaton.begin(1)
+    for token in prompt:
+        assert bool(allowed(automaton, state, None)[0, token])
+        state = push(automaton, state, jnp.asarray([token], jnp.int32), None)
+    assert exhausted(automaton, state).tolist() == [True]
+    assert automaton.accepting[state].tolist() == [True]

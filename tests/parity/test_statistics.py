@@ -1,0 +1,245 @@
+"""What is drawn against the distribution of transformers 4.41.1, and what each warper keeps of many rows.
+
+The scores, and the tokens that are kept, are from goldens/README.md's files.
+"""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxgen import GenerationConfig, generate
+from jaxgen.decoding.sample import draw, sequence_keys
+from jaxgen.logits import warpers
+from jaxgen.logits.history import History
+from jaxgen.logits.pipeline import build_transform
+from tests.support.goldens import GOLDENS, load
+from tests.support.models import left_pad, model_config
+
+SIGNIFICANCE = 1e-4
+DRAWS, CHUNK = 50_000, 1000
+COPIES = 5000  # sequences per prompt
+SETTINGS = json.loads((GOLDENS / "441" / "statistics.json").read_text())
+
+
+# --- Pearson's test -----------------------------------------------------------------------------------------------
+
+
+def chi_square(seen, probs):
+    """Pearson's statistic and its degrees of freedom. Cells expected less than five times are taken together."""
+    expected = probs * seen.sum()
+    order = np.argsort(-expected, kind="stable")
+    expected, seen = expected[order], seen[order]
+    common = int(np.sum(expected >= 5))
+    if 0 < expected[common:].sum() < 5:
+        common = max(common - 1, 0)
+    expected, seen = (np.append(x[:common], x[common:].sum()) for x in (expected, seen))
+    expected, seen = expected[expected > 0], seen[expected > 0]
+    return np.sum((seen - expected) ** 2 / expected), len(expected) - 1
+
+
+def tail(statistic, freedom):
+    """The probability of a larger statistic, after Wilson and Hilferty."""
+    if freedom == 0:
+        return 1.0
+    spread = 2 / (9 * freedom)
+    return 0.5 * math.erfc(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(2 * spread))
+
+
+def is_plausible(tokens, probs):
+    """Whether draws may well be of a distribution: none is impossible, and the test does not reject them."""
+    seen = np.bincount(tokens, minlength=len(probs))
+    return bool(np.all(seen[probs == 0] == 0)) and tail(*chi_square(seen, probs)) >= SIGNIFICANCE
+
+
+def softmax(scores):
+    scores = np.asarray(scores, np.float64)
+    probs = np.exp(scores - scores.max())
+    return probs / probs.sum()
+
+
+# From a table: degrees of freedom, and the values that the statistic exceeds with the probability 0.05 and 0.0001.
+@pytest.mark.parametrize(
+    ("freedom", "five_percent", "significant"),
+    [(1, 3.841, 15.137), (2, 5.991, 18.421), (5, 11.070, 25.745), (10, 18.307, 35.564), (40, 55.758, 82.062)],
+)
+def test_the_tail_of_the_statistic(freedom, five_percent, significant):
+    assert tail(five_percent, freedom) == pytest.approx(0.05, rel=0.06)
+    assert SIGNIFICANCE < tail(significant, freedom) < 1.65 * SIGNIFICANCE  # the fewer degrees, the more lenient
+
+
+def test_rare_cells_are_taken_together():
+    probs = np.asarray([0.5, 0.0, 0.3, 0.01, 0.17, 0.02])
+    seen = np.asarray([48, 0, 33, 2, 16, 1])
+    statistic, freedom = chi_square(seen, probs)  # the two rare ones are still rare together, and join the third
+    assert freedom == 2
+    assert statistic == pytest.approx(4 / 50 + 9 / 30 + 1 / 20)
+    assert chi_square(np.asarray([7, 0]), np.asarray([1.0, 0.0])) == (0, 0)
+
+
+def test_the_test_can_fail():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=41) * 1.5
+    probs = softmax(logits)
+    assert is_plausible(rng.choice(41, DRAWS, p=probs), probs)
+    best, second = np.argsort(-probs)[[0, 4]]
+    swapped = probs.copy()
+    swapped[[best, second]] = probs[[second, best]]
+    shifted = probs.copy()
+    shifted[best] *= 0.85
+    without = np.where(np.arange(41) == second, 0, probs)
+    mutated = {"swapped": swapped, "shifted": shifted, "colder": softmax(logits / 0.96), "without": without}
+    for name, other in mutated.items():
+        other = other / other.sum()
+        assert not is_plausible(rng.choice(41, DRAWS, p=other), probs), name
+        assert not is_plausible(rng.choice(41, DRAWS, p=probs), other), name
+
+
+def test_the_test_rarely_fails():
+    rng = np.random.default_rng(1)
+    probs = softmax(rng.normal(size=41) * 1.5)
+    tails = np.asarray([tail(*chi_square(rng.multinomial(DRAWS, probs), probs)) for _ in range(2000)])
+    for share in (0.01, 0.1, 0.5, 0.9):
+        assert np.mean(tails < share) == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 2000))
+
+
+# --- Draws --------------------------------------------------------------------------------------------------------
+
+
+def settings(of_the_model):
+    chosen = [setting for setting in SETTINGS if ("checkpoint" in setting) == of_the_model]
+    for number, setting in enumerate(chosen):
+        marks = [pytest.mark.slow] if number > 0 else []
+        names = "-".join(f"{name}={value}" for name, value in setting["options"].items() if name != "sequence_bias")
+        yield pytest.param(setting, id=f"{number}-{names}", marks=marks)
+
+
+def config(setting, **fields):
+    return GenerationConfig(do_sample=True, **{"top_k": 0, **setting["options"], **fields})
+
+
+def expected(setting, scores):
+    """The distribution; top_h, which 4.41.1 does not have, is added here."""
+    probs = softmax(scores)
+    if "top_h" not in setting["options"]:
+        return probs
+    order = np.argsort(-probs, kind="stable")
+    entropy = np.cumsum(-probs[order] * np.log(probs[order]))
+    kept = entropy <= setting["options"]["top_h"] * entropy[-1]
+    kept[0] = True
+    probs[order[~kept]] = 0
+    return probs / probs.sum()
+
+
+@jax.jit
+def many_draws(key, scores):
+    """Draws as in the loop, int32[DRAWS], from `scores float32[1, V]`."""
+    keys = sequence_keys(key, 1, DRAWS).reshape(-1, CHUNK)
+    rows = jnp.broadcast_to(scores, (CHUNK, scores.shape[1]))
+    return lax.map(lambda keys: draw(keys, jnp.int32(2), rows), keys).reshape(-1)
+
+
+@pytest.mark.parametrize("setting", list(settings(of_the_model=False)))
+def test_draws_from_processed_scores(setting):
+    logits = np.asarray(setting["logits"], np.float32)
+    cfg = config(setting, model=model_config(vocab_size=logits.shape[1]))
+    ids, prompt = setting["ids"], setting["prompt_length"]
+
+    @jax.jit
+    def process(cfg, ids, logits):
+        length = jnp.asarray([prompt], jnp.int32)
+        history = History.begin(cfg, ids, length, jnp.asarray([16], jnp.int32))
+        for column in range(prompt, ids.shape[1]):
+            history = history.push(ids[:, column], jnp.zeros(1, bool))
+        return build_transform(cfg, 1)(history, logits, None)
+
+    tokens = np.asarray(many_draws(jax.random.key(0), process(cfg, np.asarray([ids], np.int32), logits)))
+    assert is_plausible(tokens, expected(setting, setting["scores"][0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", list(settings(of_the_model=True)))
+def test_draws_of_generate(setting):
+    params, cfg = load(GOLDENS / "441" / "checkpoints" / setting["checkpoint"])
+    cfg = config(setting, model=cfg.model, max_new_tokens=1, num_return_sequences=COPIES)
+    ids, mask = left_pad(setting["prompts"])
+
+    @jax.jit  # where there is room for one token, not for a bucket of them
+    def drawn(params, key):
+        return generate(params, ids, key, cfg, attention_mask=mask).sequences[:, -1]
+
+    tokens = np.asarray(drawn(params, jax.random.key(1))).reshape(len(ids), COPIES)
+    probs = [softmax(scores) for scores in setting["scores"]]
+    for row in range(len(ids)):
+        assert is_plausible(tokens[row], probs[row])
+        assert not is_plausible(tokens[row], probs[row - 1])
+
+
+# --- What is kept -------------------------------------------------------------------------------------------------
+
+WARPERS = {
+    "top_k": warpers.top_k,
+    "top_p": warpers.top_p,
+    "min_p": warpers.min_p,
+    "typical_p": warpers.typical,
+    "epsilon_cutoff": warpers.epsilon,
+    "eta_cutoff": warpers.eta,
+}
+
+
+@functools.cache
+def kept_by(name):
+    """Scores float32[rows, V] and knobs, what our warper and theirs keep, bool[rows, V], and which rows are near."""
+    with np.load(GOLDENS / "441" / "kept.npz") as arrays:
+        scores, vocab = arrays["scores"], arrays["vocab"]
+        values, near = arrays[f"{name}_value"], arrays[f"{name}_near"]
+        theirs = np.unpackbits(arrays[f"{name}_kept"], axis=-1).astype(bool)
+    values = values.astype(np.int32) if name == "top_k" else values
+    ours = np.zeros(scores.shape, bool)
+    for size in np.unique(vocab):
+        rows = vocab == size
+        given = scores[rows, :size]
+        out = np.asarray(jax.jit(WARPERS[name])(given, values[rows, None]))
+        ours[rows, :size] = np.isfinite(out)
+        np.testing.assert_array_equal(out, np.where(np.isfinite(out), given, -np.inf))
+    return scores, values, ours, theirs, near
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_the_kept_values_are_those_of_transformers(name):
+    scores, _, ours, theirs, near = kept_by(name)
+    assert len(scores) >= 500
+    values, wanted = (np.sort(np.where(kept, scores, -np.inf), axis=-1) for kept in (ours, theirs))
+    differ = np.any(values != wanted, axis=-1)
+    assert not np.any(differ & ~near), f"rows {np.flatnonzero(differ & ~near)[:10]}"
+    assert near.sum() <= max(3, 0.002 * len(near)), "rows near a boundary, where rounding decides"
+
+
+def parts_equal_scores(scores, kept):
+    """Whether of several equal scores, float32[V], some are kept and some are not."""
+    return bool(np.intersect1d(scores[kept], scores[~kept & np.isfinite(scores)]).size)
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_top_p_alone_parts_equal_scores(name):
+    scores, _, ours, _, _ = kept_by(name)
+    parted = sum(map(parts_equal_scores, scores, ours))
+    assert parted >= 10 if name == "top_p" else parted == 0
+
+
+def test_the_kept_tokens_of_top_p_are_those_of_a_stable_ascending_sort():
+    scores, values, ours, _, near = kept_by("top_p")
+    order = np.argsort(scores, axis=-1, kind="stable")
+    probs = np.exp(scores.astype(np.float64) - scores.max(axis=-1, keepdims=True))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    removed = np.cumsum(np.take_along_axis(probs, order, axis=-1), axis=-1) <= 1 - values[:, None].astype(np.float64)
+    removed[:, -1] = False
+    kept = np.zeros(scores.shape, bool)
+    np.put_along_axis(kept, order, ~removed, axis=-1)
+    kept &= np.isfinite(scores)
+    np.testing.assert_array_equal(ours[~near], kept[~near])

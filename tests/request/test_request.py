@@ -1,0 +1,309 @@
+"""What a run can begin with: nothing, embeddings, guidance, long prompts in chunks, a cache with a hook around."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import ConfigError, GenerationConfig, InputError, StepHook, generate, prefill
+from tests.support.models import (
+    counting_config,
+    counting_params,
+    generated,
+    last_logits,
+    left_pad,
+    model_config,
+    random_params,
+    slow,
+)
+
+MODEL = model_config(num_hidden_layers=2)
+PARAMS = random_params(MODEL)
+TABLE = PARAMS["model"]["embed_tokens"]["weight"]
+CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0)
+PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
+IDS, MASK = left_pad(PROMPTS)
+
+
+class Sink:
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
+def rows(out):
+    return [generated(out, row) for row in range(out.lengths.shape[0])]
+
+
+def run(cfg=CFG, ids=IDS, **options):
+    options.setdefault("attention_mask", MASK)
+    return generate(PARAMS, ids, None, cfg, **options)
+
+
+def test_no_prompt_begins_with_bos():
+    cfg = counting_config(max_new_tokens=3, bos_token_id=10, pad_token_id=0)
+    out = generate(counting_params(cfg), None, None, cfg)
+    assert out.sequences.tolist() == [[10, 11, 12, 13]]
+
+
+def test_embeddings_in_place_of_ids():
+    cfg = CFG.replace(repetition_penalty=1.3)
+    np.testing.assert_array_equal(run(cfg, inputs_embeds=TABLE[IDS]).sequences, run(cfg).sequences)
+
+
+@pytest.mark.slow
+def test_embeddings_without_ids_count_for_the_lengths():
+    embeds = TABLE[jnp.asarray([[20, 21, 22, 23, 24]])]
+    limited = run(CFG.replace(max_new_tokens=None, max_length=12), None, inputs_embeds=embeds, attention_mask=None)
+    assert limited.lengths.tolist() == [7]
+    said = rows(run(CFG, None, inputs_embeds=embeds, attention_mask=None))[0]
+    ended = run(CFG.replace(min_length=7, eos_token_id=said), None, inputs_embeds=embeds, attention_mask=None)
+    plain = run(CFG.replace(min_length=7, eos_token_id=said), [[20, 21, 22, 23, 24]], attention_mask=None)
+    assert rows(ended) == rows(plain)
+    assert ended.lengths.tolist() == [3]
+
+
+@pytest.mark.slow
+def test_embeddings_without_ids():
+    assert rows(run(inputs_embeds=TABLE[IDS], ids=None)) == rows(run())
+    # The processors know what is generated only, and the output has nothing else.
+    cfg = CFG.replace(repetition_penalty=1.3)
+    alone = run(cfg, None, inputs_embeds=TABLE[IDS])
+    assert alone.sequences.shape == (3, 6)
+    again = jax.jit(lambda x: generate(PARAMS, None, None, cfg, inputs_embeds=x, attention_mask=MASK).sequences)
+    np.testing.assert_array_equal(again(TABLE[IDS]), alone.sequences)
+
+
+def guided(prompt, negative, scale, steps=6):
+    """Guidance by its formula: two runs of the model, without a cache."""
+    said = []
+    for _ in range(steps):
+        with_prompt, without = (
+            jax.nn.log_softmax(last_logits(MODEL, PARAMS, TABLE[jnp.asarray(ids + said)])) for ids in (prompt, negative)
+        )
+        said.append(int(jnp.argmax(without + scale * (with_prompt - without))))
+    return said
+
+
+@pytest.mark.parametrize("scale", [1.7, *slow(0.4)])
+def test_guidance(scale):
+    cfg = CFG.replace(guidance_scale=scale)
+    assert rows(run(cfg)) == [guided(prompt, prompt[-1:], scale) for prompt in PROMPTS]
+    negatives = [[1, 2, 3, 4, 5, 6], [9], [8, 7]]
+    ids, mask = left_pad(negatives)
+    out = run(cfg, negative_prompt_ids=ids, negative_prompt_attention_mask=mask)
+    expected = [guided(prompt, negative, scale) for prompt, negative in zip(PROMPTS, negatives, strict=True)]
+    assert rows(out) == expected
+    same = run(cfg, negative_prompt_ids=[[9]])
+    assert rows(same) == [guided(prompt, [9], scale) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_guidance_goes_on_from_its_cache():
+    cfg = CFG.replace(guidance_scale=1.5)
+    first = run(cfg)
+    assert first.cache.rows == 3
+    on = generate(PARAMS, [[30]] * 3, None, cfg, cache=first.cache, negative_prompt_ids=[[4, 5]])
+    whole = [prompt + said + [30] for prompt, said in zip(PROMPTS, rows(first), strict=True)]
+    assert rows(on) == [guided(prompt, [4, 5], 1.5) for prompt in whole]
+
+
+@pytest.mark.slow
+def test_a_long_negative_prompt_beside_a_short_cache():
+    cfg, negative = CFG.replace(guidance_scale=1.5), [*range(1, 41)]
+    first = prefill(PARAMS, [[5, 6, 7]], cfg)
+    on = generate(PARAMS, [[9]], None, cfg, cache=first, negative_prompt_ids=[negative])
+    assert rows(on) == [guided([5, 6, 7, 9], negative, 1.5)]
+    jitted = jax.jit(lambda p: generate(p, [[9]], None, cfg, cache=first, negative_prompt_ids=[negative]).sequences)
+    np.testing.assert_array_equal(jitted(PARAMS), on.sequences)
+
+
+@pytest.mark.slow
+def test_a_row_without_guidance_among_others():
+    cfg = CFG.replace(repetition_penalty=1.5)
+    together = run(cfg.replace(guidance_scale=[1.0, 2.0, 1.0]), streamer=Sink())
+    assert [rows(together)[row] for row in (0, 2)] == [rows(run(cfg))[row] for row in (0, 2)]
+
+
+@pytest.mark.slow
+def test_guidance_of_several_sequences():
+    cfg = CFG.replace(guidance_scale=1.5, do_sample=True, num_return_sequences=2, top_k=0)
+    out = generate(PARAMS, IDS, jax.random.key(0), cfg, attention_mask=MASK)
+    key = jax.random.fold_in(jax.random.key(0), 2)[None]
+    alone = generate(PARAMS, IDS[2:], key, cfg)
+    assert rows(out)[4:] == rows(alone)
+
+
+@pytest.mark.parametrize("chunk", [2, *slow(1, 3, 100)])
+def test_a_prompt_in_chunks_is_the_whole(chunk):
+    cfg = CFG.replace(prefill_chunk_size=chunk, output_logits=True)
+    whole = run(cfg.replace(prefill_chunk_size=None))
+    out = run(cfg)
+    assert rows(out) == rows(whole)
+    np.testing.assert_allclose(out.logits, whole.logits, atol=1e-5)
+    np.testing.assert_allclose(out.cache.prefix.keys[1][2, :, :5], whole.cache.prefix.keys[1][2, :, :5], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_chunks_bound_the_memory_of_a_prefill():
+    ids = jnp.ones((1, 1024), jnp.int32)
+
+    def memory(chunk):
+        cfg = CFG.replace(prefill_chunk_size=chunk, max_new_tokens=1)
+        run = jax.jit(lambda params, ids: generate(params, ids, None, cfg).sequences)
+        return run.lower(PARAMS, ids).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(64) < memory(None) / 4
+
+
+def test_chunks_are_refused_where_the_whole_is_wanted():
+    scaled = model_config(rope_scaling={"type": "dynamic", "factor": 2.0})
+    with pytest.raises(ConfigError, match="prefill_chunk_size is not offered with dynamic RoPE"):
+        generate(random_params(scaled), IDS, None, CFG.replace(prefill_chunk_size=2, model=scaled))
+    with pytest.raises(ConfigError, match="output_attentions needs the prompt in one piece"):
+        run(CFG.replace(prefill_chunk_size=2, output_attentions=True))
+
+
+# --- Hooks ------------------------------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class Feedback(StepHook):
+    """Adds to every embedding the mean of a direction over the tokens that were generated, as an example."""
+
+    directions: jax.Array
+
+    def init(self, history):
+        return jnp.zeros((history.length.shape[0], self.directions.shape[1]))
+
+    def before(self, total, history, inputs):
+        new = self.directions[inputs.ids[:, -1]] * jnp.where(history.step > 0, 1.0, 0.0)
+        total = total + new
+        return dataclasses.replace(inputs, inputs_embeds=inputs.inputs_embeds + total[:, None, :]), total
+
+
+def fed_back(prompt, directions, steps=6):
+    """The same without a cache: each token keeps the embedding that it was read with."""
+    embeds = TABLE[jnp.asarray(prompt)]
+    total, said = jnp.zeros(MODEL.hidden_size), []
+    for _ in range(steps):
+        said.append(int(jnp.argmax(last_logits(MODEL, PARAMS, embeds))))
+        total = total + directions[said[-1]]
+        embeds = jnp.concatenate([embeds, (TABLE[said[-1]] + total)[None]])
+    return said
+
+
+@pytest.mark.parametrize("chunk", [None, *slow(2)])
+def test_a_hook_that_adds_an_embedding_at_every_step(chunk):
+    directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
+    out = run(CFG.replace(prefill_chunk_size=chunk), hook=Feedback(directions))
+    assert rows(out) == [fed_back(prompt, directions) for prompt in PROMPTS]
+    assert rows(out) != rows(run())
+
+
+class See(StepHook):
+    """Counts its calls per row and adds to one logit what it read off a hidden state."""
+
+    def init(self, history):
+        return {"calls": jnp.zeros(history.length.shape[0], jnp.int32)}
+
+    def after(self, state, history, output):
+        assert len(output.hidden_states) == MODEL.num_hidden_layers + 1
+        largest = jnp.max(jnp.abs(output.hidden_states[-1]), axis=-1)
+        # Every other step, a token that says how often it was called.
+        token = state["calls"] + 50
+        bonus = jnp.where(state["calls"] % 2 == 0, 100.0 + largest, 0.0)
+        logits = output.logits.at[jnp.arange(len(token)), token].add(bonus)
+        return dataclasses.replace(output, logits=logits), {"calls": state["calls"] + 1}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"do_sample": True, "top_k": 0, "num_return_sequences": 2}, {"guidance_scale": 2.0}]
+)
+@pytest.mark.slow
+def test_a_hook_sees_hidden_states_and_changes_logits(fields):
+    out = generate(PARAMS, IDS, jax.random.key(0), CFG.replace(**fields), attention_mask=MASK, hook=See())
+    for row in rows(out):
+        assert row[::2] == [50, 52, 54]
+
+
+class Hide(StepHook):
+    """Hides each row's second token from the third step on."""
+
+    def before(self, state, history, inputs):
+        hidden = jnp.arange(inputs.attention_mask.shape[1])[None, :] == 1
+        visible = inputs.attention_mask & ~(hidden & (history.step >= 2))
+        return dataclasses.replace(inputs, attention_mask=visible), state
+
+
+@pytest.mark.slow
+def test_a_hook_that_changes_the_mask():
+    out = run(CFG.replace(output_attentions=True), hook=Hide())
+    weights = np.stack([np.asarray(layer) for layer in out.attentions.decode])  # [L, steps, rows, heads, columns]
+    column = MASK.argmax(-1) + 1
+    for row in (0, 2):
+        assert (weights[:, 0, row, :, column[row]] > 0).all()
+        assert (weights[:, 1:, row, :, column[row]] == 0).all()
+
+
+@pytest.mark.slow
+def test_a_hook_that_changes_positions():
+    class Shift(StepHook):
+        def before(self, state, history, inputs):
+            return dataclasses.replace(inputs, position_ids=inputs.position_ids + 3), state
+
+    shifted = run(CFG.replace(output_logits=True), hook=Shift())
+    plain = run(CFG.replace(output_logits=True))
+    np.testing.assert_allclose(shifted.logits, plain.logits, atol=1e-4)  # RoPE sees differences only
+
+    class Same(StepHook):
+        def before(self, state, history, inputs):
+            return dataclasses.replace(inputs, position_ids=jnp.zeros_like(inputs.position_ids)), state
+
+    assert rows(run(hook=Same())) != rows(plain)
+
+
+@pytest.mark.slow
+def test_a_hook_is_streamed_and_jitted_alike():
+    directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
+    plain = run(hook=Feedback(directions))
+
+    assert rows(run(hook=Feedback(directions), streamer=Sink())) == rows(plain)
+    jitted = jax.jit(lambda hook: generate(PARAMS, IDS, None, CFG, attention_mask=MASK, hook=hook).sequences)
+    np.testing.assert_array_equal(jitted(Feedback(directions)), plain.sequences)
+
+
+class Wrong(StepHook):
+    """Breaks the contract in one way."""
+
+    def __init__(self, **methods):
+        for name, value in methods.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("methods", "error", "message"),
+    [
+        (
+            {"init": lambda history: jnp.zeros(7)},
+            InputError,
+            r"init must return arrays with the rows first, \[3, ...\]",
+        ),
+        ({"init": lambda history: {"count": 0}}, InputError, "got one of shape \\[\\]"),
+        ({"before": lambda state, history, inputs: inputs}, TypeError, r"before must return \(StepInputs, state\)"),
+        ({"after": lambda state, history, output: (1, state)}, TypeError, r"after must return \(StepOutput, state\)"),
+    ],
+)
+def test_hooks_that_break_their_contract(methods, error, message):
+    with pytest.raises(error, match=message):
+        run(hook=Wrong(**methods))
+
+
+def test_embeddings_need_a_negative_prompt_of_ids():
+    with pytest.raises(InputError, match="give negative_prompt_ids"):
+        run(CFG.replace(guidance_scale=2.0), None, inputs_embeds=TABLE[IDS])

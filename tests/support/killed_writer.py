@@ -1,0 +1,133 @@
+"""Kill writers of a checkpoint and look at what they leave; test_directory.py runs it as a process."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import convert.shards
+from convert.atomic_directory import new_directory, replaced
+from convert.hf import write_checkpoint
+from convert.shards import find_tensors
+
+FLOAT = np.dtype(np.float32)
+LAYOUT = {f"layer.{number}": (FLOAT, (50, 50)) for number in range(4)}
+STEPS = {
+    "open",
+    "os.rename",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "shutil.rmtree",
+    "fcntl.flock",
+    "os.scandir",
+}
+
+convert.shards.MAX_SHARD = 25_000
+
+
+def save(target: Path, version: int) -> None:
+    with new_directory(target, overwrite=True) as directory:
+        write_checkpoint(directory, {"version": version}, None, LAYOUT, lambda name: np.full((50, 50), version, FLOAT))
+
+
+def version(target: Path) -> int | None:
+    """The version of the checkpoint under this name, None if there is nothing; fails for anything partial."""
+    if not target.exists():
+        return None
+    found = json.loads((target / "config.json").read_text())["version"]
+    tensors, _, problems = find_tensors(target)
+    assert not problems, problems
+    assert tensors.keys() == LAYOUT.keys()
+    assert len({tensor.file for tensor in tensors.values()}) == 2
+    assert all((tensor.read(FLOAT) == found).all() for tensor in tensors.values())
+    return found
+
+
+def killed(work: Callable[[], None], after: float | None = None) -> bool:
+    """Do `work` in a child, killing it after so many seconds; return whether it was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    if after is not None:
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    return status != 0
+
+
+def save_until(target: Path, number: int, last: int) -> None:
+    """Save, and die at the step of this number that touches the file system."""
+    steps = 0
+
+    def count(event: str, _) -> None:
+        nonlocal steps
+        if event not in STEPS:
+            return
+        steps += 1
+        if steps == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    save(target, number)
+
+
+def check(target: Path, old: int | None, new: int) -> None:
+    left = version(target)
+    assert left in (old, new, None), left
+    if left is None and old is not None:
+        assert version(replaced(target)) == old
+
+
+def main(folder: Path) -> None:
+    target = folder / "out"
+    for old in (None, 1):
+        step, outcomes = 0, set()
+        while True:
+            step += 1
+            if old is not None:
+                save(target, old)
+            alive = not killed(lambda: save_until(target, 2, step))  # noqa: B023
+            check(target, old, 2)
+            outcomes.add(version(target))
+            save(target, 3)
+            assert [path.name for path in folder.iterdir()] == ["out"]
+            assert version(target) == 3
+            shutil.rmtree(target)
+            if alive:
+                break
+        assert step >= (12 if old is None else 20), step
+        assert outcomes == {None, 2} | {old}, outcomes
+    draw = random.Random(0)
+    number = 0
+
+    def loop() -> None:
+        for later in range(number, number + 1_000_000):
+            save(target, later)
+
+    for _ in range(10):
+        save(target, number)
+        assert killed(loop, after=draw.uniform(0.002, 0.03))
+        left = version(target)
+        old = version(replaced(target)) if left is None else None
+        assert left is not None or old is not None
+        number = (old if left is None else left) + 1
+    save(target, number)
+    assert [path.name for path in folder.iterdir()] == ["out"]
+    print("intact")
+
+
+main(Path(sys.argv[1]))

@@ -1,0 +1,533 @@
+import json
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, processors
+
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.text.tokenizer import Tokenizer, clean_up
+from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def qwen(data) -> Tokenizer:
+    return Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct")
+
+
+class TestRealData:
+    def test_tokenization_vectors(self, data, qwen):
+        vectors = json.loads((data / "vectors" / "qwen2.5-tokenization.json").read_text(encoding="utf-8"))
+        assert len(vectors) >= 33
+        for vector in vectors:
+            ids = qwen.encode(vector["text"], split_special_tokens=not vector["parse_special"])
+            assert ids == vector["ids"], vector["text"]
+
+    def test_texts_come_back(self, data, qwen):
+        vectors = json.loads((data / "vectors" / "qwen2.5-tokenization.json").read_text(encoding="utf-8"))
+        for vector in vectors:
+            assert qwen.decode(vector["ids"], skip_special_tokens=False) == vector["text"]
+
+    def test_chat_prompts(self, data, qwen):
+        cases = json.loads((data / "vectors" / "qwen2.5-chat-prompts.json").read_text(encoding="utf-8"))
+        batch = qwen.chat([case["messages"] for case in cases])
+        for case, ids, mask in zip(cases, batch.ids, batch.attention_mask, strict=True):
+            assert ids[mask == 1].tolist() == case["prompt_ids"]
+
+    def test_greedy_runs_text(self, data):
+        runs = json.loads((data / "vectors" / "greedy-runs.json").read_text(encoding="utf-8"))
+        read: dict[str, Tokenizer] = {}
+        for run in runs:
+            name = run["checkpoint"]
+            if name not in read:
+                read[name] = Tokenizer.from_pretrained(data / "checkpoints" / name)
+            assert read[name].encode(run["prompt"]) == run["prompt_ids"]
+            assert read[name].decode(run["sequence"]) == run["text"]
+
+    def test_attributes(self, qwen):
+        assert (qwen.bos_token, qwen.bos_token_id) == (None, None)
+        assert (qwen.eos_token, qwen.eos_token_id) == ("<|im_end|>", 151645)
+        assert (qwen.pad_token, qwen.pad_token_id) == ("<|endoftext|>", 151643)
+        assert (qwen.unk_token, qwen.unk_token_id) == (None, None)
+        assert (qwen.vocab_size, len(qwen), qwen.model_max_length) == (151643, 151665, 131072)
+
+    def test_tools_are_rendered_as_json(self, qwen):
+        tool = {"type": "function", "function": {"name": "f", "description": "a <b> & 'é'"}}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+        text = qwen.render_chat([*USER, call, {"role": "tool", "content": "42"}], tools=[tool])
+        assert json.dumps(tool, ensure_ascii=False) in text
+        assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' in text
+        assert text.endswith("user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+class TestEncode:
+    def test_byte_level(self):
+        tok = byte_level()
+        assert tok.decode(tok.encode("hello wörld 👋")) == "hello wörld 👋"
+        assert [tok.backend.id_to_token(i) for i in tok.encode("hell hello")] == ["hell", "Ġ", "hell", "o"]
+
+    def test_special_tokens_in_the_text(self):
+        tok = byte_level()
+        assert tok.encode("<|im_end|>a") == [tok.eos_token_id, *tok.encode("a")]
+        assert tok.eos_token_id not in tok.encode("<|im_end|>a", split_special_tokens=True)
+        assert tok.encode("<|im_end|>a") == [tok.eos_token_id, *tok.encode("a")]
+        assert byte_level(split_special_tokens=True).encode("<|end|>") == tok.encode(
+            "<|end|>", split_special_tokens=True
+        )
+
+    def test_bos_as_the_template_says(self):
+        tok = llama()
+        assert [tok.backend.id_to_token(i) for i in tok.encode("hell a")] == ["<s>", "▁hell", "▁a"]
+        assert tok.encode("a", add_special_tokens=False) == tok.encode("a")[1:]
+        assert tok.encode("") == [1]
+        assert [tok.backend.id_to_token(i) for i in tok.encode("é")] == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+
+    @pytest.mark.parametrize(
+        ("flags", "before", "after"),
+        [({}, [1], []), ({"add_bos_token": False, "add_eos_token": True}, [], [2])],
+    )
+    @pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast"])
+    def test_llama_class_adds_what_the_config_says(self, name, flags, before, after):
+        inner = llama().encode("hell", add_special_tokens=False)
+        assert llama(tokenizer_class=name, **flags).encode("hell") == before + inner + after
+
+    def test_other_classes_follow_tokenizer_json(self):
+        tok = llama(tokenizer_class="PreTrainedTokenizerFast", add_bos_token=False, add_eos_token=True)
+        assert tok.encode("hell") == llama().encode("hell")
+
+    def test_llama_class_without_bos_is_refused(self):
+        with pytest.raises(ConfigError, match="add_bos_token is true"):
+            llama(tokenizer_class="LlamaTokenizer", bos_token=None)
+
+    def test_truncation_counts_what_is_added(self):
+        full = llama().encode("hello there")
+        assert llama().encode("hello there", max_length=4) == full[:4]
+        assert llama(truncation_side="left").encode("hello there", max_length=4) == [1, *full[-3:]]
+        assert llama().encode("hello there", max_length=1) == [1]
+        assert llama().encode("a", max_length=99) == llama().encode("a")
+
+    @pytest.mark.parametrize("max_length", [0, -1])
+    def test_bad_max_length(self, max_length):
+        with pytest.raises(InputError, match="max_length"):
+            llama().encode("a", max_length=max_length)
+
+    def test_settings_of_the_backend_do_not_act(self):
+        backend = llama_backend()
+        backend.enable_truncation(3, direction="left")
+        backend.enable_padding(length=20, pad_id=2, pad_token="</s>")
+        tok = Tokenizer(backend, {})
+        full = llama().encode("hello there")
+        assert tok.encode("hello there") == full
+        assert (tok.truncation_side, tok.pad_token_id) == ("left", 2)
+        assert tok.encode("hello there", max_length=3) == [1, *full[-2:]]
+
+    def test_bad_input(self):
+        with pytest.raises(TypeError, match="batch"):
+            llama().encode(["a"])  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="Unicode"):
+            llama().encode("\ud800")
+
+
+class TestDecode:
+    @pytest.mark.parametrize("kind", [list, tuple, np.array, jnp.array])
+    def test_kinds_of_ids(self, kind):
+        tok = llama()
+        assert tok.decode(kind(tok.encode("hell a"))) == "hell a"
+
+    def test_single_and_none(self):
+        tok = llama()
+        assert tok.decode(tok.encode("a")[-1]) == "a"
+        assert tok.decode([]) == ""
+        assert tok.decode(np.zeros(0, np.int32)) == ""
+
+    def test_special_tokens(self):
+        tok = byte_level()
+        ids = tok.encode("he<|im_end|>ll")
+        assert tok.decode(ids) == "hell"
+        assert tok.decode(ids, skip_special_tokens=False) == "he<|im_end|>ll"
+
+    def test_ids_beyond_the_vocabulary_are_nothing(self):
+        tok = byte_level()
+        assert tok.decode([*tok.encode("he"), len(tok), 2**31, *tok.encode("ll")]) == "hell"
+
+    def test_bad_ids(self):
+        with pytest.raises(InputError, match="-7 is no token id"):
+            llama().decode([1, -7])
+        with pytest.raises(TypeError, match="integer"):
+            llama().decode([0.5])
+        with pytest.raises(InputError, match=r"\(1, 2\)"):
+            llama().decode([[1, 2]])
+
+    def test_clean_up(self):
+        spaced = "It is n't , he 's . I 'm we 've they 're a ' b ! so ? x .y"
+        # transformers 4.41.1's clean_up_tokenization of the same text
+        clean = "It isn't, he's. I'm we've they're a'b! so? x.y"
+        assert clean_up(spaced) == clean
+        ids = byte_level().encode(spaced)
+        assert byte_level().decode(ids) == spaced
+        assert byte_level().decode(ids, clean_up_tokenization_spaces=True) == clean
+        assert Tokenizer(byte_level_backend()).decode(ids) == clean
+        by_class = Tokenizer(llama_backend(), {"tokenizer_class": "LlamaTokenizer"})
+        assert by_class.decode(by_class.encode("a , b")) == "a , b"
+
+
+def text_of(tok: Tokenizer, ids) -> bytes:
+    table = tok.token_bytes()
+    return b"".join(table[i] or b"" for i in ids)
+
+
+class TestTokenBytes:
+    def test_byte_level(self):
+        tok = byte_level()
+        table = tok.token_bytes()
+        assert len(table) == len(tok) == 263
+        assert table[260:] == [None, None, None]
+        assert sorted(b for b in table[:256] if b) == [bytes([n]) for n in range(256)]
+        assert table[256:260] == [b"he", b"ll", b"hell", b" he"]
+        text = "he hell\n\0 wörld 👋"
+        assert text_of(tok, tok.encode(text + "<|im_end|>")) == text.encode()
+
+    def test_byte_fallback(self):
+        tok = llama()
+        table = tok.token_bytes()
+        assert len(table) == len(tok)
+        assert table[:3] == [None, None, None]
+        assert table[3:259] == [bytes([n]) for n in range(256)]
+        assert table[tok.backend.token_to_id("▁hell")] == b" hell"
+        assert table[tok.backend.token_to_id("\ufffd")] == "\ufffd".encode()
+        text = "hell  é\n👋"
+        assert text_of(tok, tok.encode(text)) == b" " + text.encode()
+
+    def test_real_qwen(self, data, qwen):
+        table = qwen.token_bytes()
+        assert len(table) == len(qwen)
+        assert [i for i, b in enumerate(table) if b is None] == list(range(151643, 151657))
+        assert table[151657] == b"<tool_call>"
+        decoded = qwen.backend.decode_batch([[i] for i in range(len(qwen))])
+        assert decoded == [(b or b"").decode(errors="replace") for b in table]
+        for vector in json.loads((data / "vectors" / "qwen2.5-tokenization.json").read_text(encoding="utf-8")):
+            if not vector["parse_special"]:
+                assert text_of(qwen, vector["ids"]) == vector["text"].encode()
+
+    @pytest.mark.parametrize("name", ["stories260K-hf", "babyllama105-hf"])
+    def test_real_sentencepiece(self, data, name):
+        tok = Tokenizer.from_pretrained(data / "checkpoints" / name)
+        table = tok.token_bytes()
+        assert len(table) == len(tok)
+        a = tok.encode("a")[-1]
+        decoded = tok.backend.decode_batch([[a, i] for i in range(len(table))])
+        assert decoded == ["a" + (b or b"").decode(errors="replace") for b in table]
+        assert text_of(tok, tok.encode("Once upon a time, there")) == b" Once upon a time, there"
+
+    def test_metaspace_and_added_tokens(self):
+        backend = tokenizers.Tokenizer(models.BPE({"▁a": 0, "<0x41>": 1}, []))
+        backend.decoder = decoders.Metaspace()
+        tok = Tokenizer(backend, {"added_tokens_decoder": {"2": {"content": "[x y]"}, "3": {"content": "é"}}})
+        assert tok.token_bytes() == [b" a", b"<0x41>", b"[x y]", "é".encode()]
+        tok.token_bytes().clear()
+        assert len(tok.token_bytes()) == 4
+        backend.decoder = decoders.ByteLevel()
+        # é is also GPT-2's sign for the byte E9, and so the library decodes it
+        assert Tokenizer(backend).token_bytes()[2:] == [b"[x y]", b"\xe9"]
+        assert backend.decode([3]) == "\ufffd"
+
+    @pytest.mark.parametrize(
+        "decoder",
+        [
+            None,
+            decoders.WordPiece(),
+            decoders.Strip(" ", 1, 0),
+            decoders.Replace(tokenizers.Regex("a"), "b"),
+            decoders.Sequence([decoders.Fuse(), decoders.Replace("▁", " ")]),
+        ],
+    )
+    def test_decoders_of_more_than_one_token(self, decoder):
+        backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+        if decoder is not None:
+            backend.decoder = decoder
+        with pytest.raises(ConfigError, match="decoder"):
+            Tokenizer(backend).token_bytes()
+
+
+class TestBatch:
+    def test_left_padding(self):
+        tok = llama()
+        batch = tok.batch(["a", "hell a"])
+        assert batch.ids.dtype == batch.attention_mask.dtype == np.int32
+        assert batch.ids.tolist() == [[2, *tok.encode("a")], tok.encode("hell a")]
+        assert batch.attention_mask.tolist() == [[0, 1, 1], [1, 1, 1]]
+        assert tok.batch(["hell a"], max_length=2).ids.tolist() == [tok.encode("hell a")[:2]]
+
+    @pytest.mark.parametrize(
+        ("config", "pad"),
+        [
+            ({"pad_token": "<unk>", "eos_token": "</s>"}, 0),
+            ({"eos_token": "</s>", "unk_token": "<s>"}, 2),
+            ({"unk_token": "<s>"}, 1),
+            ({}, 0),
+        ],
+    )
+    def test_pad_id(self, config, pad):
+        assert Tokenizer(llama_backend(), config).batch(["a", "a a"]).ids[0, 0] == pad
+
+    def test_bad_input(self):
+        with pytest.raises(TypeError, match=r"\[text\]"):
+            llama().batch("hell")
+        with pytest.raises(InputError, match="empty"):
+            llama().batch([])
+        with pytest.raises(InputError, match="prompt 1 has no token"):
+            byte_level().batch(["a", ""])
+
+    def test_decode_batch(self):
+        @dataclass
+        class Output:
+            sequences: object
+            lengths: object
+            prompt_width: int
+
+        tok = llama()
+        prompts = tok.batch(["a", "hell a"])
+        new = [tok.encode("he!", add_special_tokens=False), tok.encode("ll", add_special_tokens=False)]
+        rows = np.full((2, prompts.ids.shape[1] + 6), 2, np.int32)
+        rows[:, : prompts.ids.shape[1]] = prompts.ids
+        for row, ids in zip(rows, new, strict=True):
+            row[prompts.ids.shape[1] :][: len(ids)] = ids
+        out = Output(jnp.array(rows), jnp.array([len(new[0]) + 1, len(new[1])]), prompts.ids.shape[1])
+        assert tok.decode_batch(out) == ["he!", "ll"]
+        assert tok.decode_batch(out, skip_special_tokens=False) == ["he!</s>", "ll"]
+
+
+class TestChat:
+    def test_batch_of_conversations(self):
+        tok = byte_level()
+        longer = [{"role": "system", "content": "be brief"}, *USER]
+        batch = tok.chat([USER, longer])
+        text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert tok.render_chat(USER) == text
+        assert batch.ids[0][batch.attention_mask[0] == 1].tolist() == tok.encode(text)
+        assert batch.ids[0, 0] == tok.pad_token_id
+        assert batch.attention_mask[1].all()
+        assert tok.chat(USER).ids.tolist() == [tok.encode(text)]
+        assert tok.render_chat(USER, False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+    def test_bos_is_the_templates_affair(self):
+        tok = llama(chat_template="{{ bos_token }}{{ messages[0].content }}")
+        assert tok.chat(USER).ids[0].tolist().count(1) == 1
+        assert llama(chat_template="a").chat(USER).ids[0].tolist().count(1) == 0
+
+    def test_truncation(self):
+        tok = byte_level(truncation_side="left")
+        assert tok.chat(USER, max_length=5).ids.tolist() == [tok.encode(tok.render_chat(USER))[-5:]]
+
+    @pytest.mark.parametrize(
+        ("template", "text"),
+        [
+            ("{{ bos_token }}|{{ eos_token }}|{{ pad_token }}", "|<|im_end|>|<|end|>"),
+            ("{{ messages[0] | tojson }}", '{"role": "user", "content": "hi"}'),
+            ("{{ {'b': '<é>', 'a': 1} | tojson(indent=1) }}", '{\n "b": "<é>",\n "a": 1\n}'),
+            ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}", "13"),
+            ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
+            ("  {% if true %}\n  a\n  {% endif %}\nb", "  a\nb"),
+            ("{{ strftime_now('%%') }}", "%"),
+            ("{{ tools is none }} {{ documents is none }} {{ mood }}", "True True calm"),
+            ("{{ additional_special_tokens[0] }}", "<|im_start|>"),
+        ],
+    )
+    def test_what_templates_get(self, template, text):
+        tok = byte_level(chat_template=template, additional_special_tokens=["<|im_start|>"])
+        assert tok.render_chat(USER, mood="calm") == text
+
+    def test_keywords_win_over_special_tokens(self):
+        assert byte_level(chat_template="{{ eos_token }}").render_chat(USER, eos_token="E") == "E"
+
+    def test_tools_and_documents(self):
+        tok = byte_level(chat_template="{{ tools[0].name }} {{ documents[0].title }}")
+        assert tok.render_chat(USER, tools=[{"name": "f"}], documents=[{"title": "d"}]) == "f d"
+        for wrong in ({"name": "f"}, "f", [3]):
+            with pytest.raises(TypeError, match="tools has to be a list of dicts"):
+                tok.render_chat(USER, tools=wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="documents has to be a list of dicts"):
+            tok.chat(USER, documents=["d"])  # type: ignore[list-item]
+
+    def test_named_templates(self):
+        tok = byte_level(chat_template=[{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}])
+        assert tok.chat_template == "d"
+        assert (tok.render_chat(USER), tok.render_chat(USER, tools=[{}])) == ("d", "t")
+        only = byte_level(chat_template=[{"name": "rag", "template": "r"}])
+        assert only.chat_template is None
+        with pytest.raises(InputError, match=r"default .*rag"):
+            only.render_chat(USER)
+        with pytest.raises(ConfigError, match="chat_template"):
+            byte_level(chat_template=[{"template": "x"}])
+
+    def test_no_template(self):
+        assert llama().chat_template is None
+        with pytest.raises(InputError, match="no chat template"):
+            llama().chat([USER])
+
+    def test_templates_that_fail(self):
+        with pytest.raises(InputError, match="roles must alternate"):
+            byte_level(chat_template="{{ raise_exception('roles must alternate') }}").chat([USER])
+        with pytest.raises(InputError, match="undefined"):
+            byte_level(chat_template="{{ nothing.at.all }}").chat([USER])
+        with pytest.raises(ConfigError, match="compiled"):
+            byte_level(chat_template="{% if %}").chat([USER])
+
+    @pytest.mark.parametrize(
+        "template", ["{{ messages.append(1) }}", "{{ messages.__class__.__mro__[1].__subclasses__() }}"]
+    )
+    def test_sandbox(self, template):
+        conversation = [dict(USER[0])]
+        with pytest.raises(InputError, match=r"unsafe|not safely callable|undefined"):
+            byte_level(chat_template=template).render_chat(conversation)
+        assert conversation == USER
+
+    @pytest.mark.parametrize(
+        ("conversation", "error", "words"),
+        [
+            ([], InputError, "empty"),
+            ("hi", TypeError, "list of messages"),
+            (["hi"], TypeError, "message 0"),
+            ([{"content": "hi"}], InputError, '"role"'),
+            ([*USER, {"role": 3, "content": "hi"}], InputError, "message 1"),
+            ([{"role": "user"}], InputError, '"content"'),
+            ([{"role": "user", "content": 3}], InputError, '"content"'),
+        ],
+    )
+    def test_malformed_conversations(self, conversation, error, words):
+        with pytest.raises(error, match=words):
+            byte_level().chat([conversation])
+
+    def test_malformed_lists(self):
+        with pytest.raises(TypeError, match="list of conversations"):
+            byte_level().chat("hi")
+        with pytest.raises(InputError, match="empty"):
+            byte_level().chat([])
+        with pytest.raises(InputError, match="prompt 0 has no token"):
+            byte_level(chat_template="").chat([USER])
+
+
+class TestFiles:
+    def test_config_and_template_file(self, tmp_path):
+        save(tmp_path, byte_level_backend(), tokenizer_config={"chat_template": "no", "eos_token": "<|end|>"})
+        assert Tokenizer.from_pretrained(str(tmp_path)).chat_template == "no"
+        (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+        tok = Tokenizer.from_pretrained(tmp_path)
+        assert (tok.chat_template, tok.eos_token_id) == (CHATML, 260)
+
+    def test_tokenizer_json_alone(self, tmp_path):
+        tok = Tokenizer.from_pretrained(save(tmp_path, llama_backend()))
+        assert (tok.bos_token, tok.eos_token_id, tok.model_max_length) == (None, None, None)
+        assert tok.encode("hell") == llama().encode("hell")
+
+    def test_class_from_config_json(self, tmp_path):
+        backend = llama_backend()
+        backend.post_processor = processors.ByteLevel()
+        tok = Tokenizer.from_pretrained(save(tmp_path, backend, config={"model_type": "llama"}))
+        assert (tok.bos_token, tok.eos_token, tok.clean_up_tokenization_spaces) == ("<s>", "</s>", False)
+        assert tok.encode("hell") == llama().encode("hell")
+
+    def test_null_is_not_the_class_default(self):
+        config = {"tokenizer_class": "Qwen2Tokenizer"}
+        assert Tokenizer(byte_level_backend(), config).pad_token == "<|endoftext|>"
+        assert Tokenizer(byte_level_backend(), {**config, "pad_token": None}).pad_token is None
+
+    def test_added_tokens_of_the_config(self):
+        size = len(llama())
+        added = {
+            str(size + 1): {"content": "[Y]", "special": True, "normalized": False},
+            str(size): {"content": "[X]", "lstrip": True, "special": False, "normalized": False},
+        }
+        tok = llama(added_tokens_decoder=added, pad_token="[PAD]", cls_token={"content": "[Y]"})
+        assert tok.encode("a [X][Y]", add_special_tokens=False)[-2:] == [size, size + 1]
+        assert len(tok.encode("a [X]")) == len(tok.encode("a[X]"))
+        assert tok.pad_token_id == size + 2 == len(tok) - 1
+        assert tok.decode([size, size + 1, size + 2]) == "[X]"
+
+    def test_flags_of_tokenizer_json_stay(self):
+        backend = llama_backend()
+        backend.add_special_tokens([tokenizers.AddedToken("[E]", lstrip=True)])
+        tok = Tokenizer(backend, {"eos_token": "[E]"})
+        assert tok.encode("a  [E]") == [*tok.encode("a"), tok.eos_token_id]
+
+    def test_a_named_token_is_special(self):
+        size = len(llama())
+        tok = llama(added_tokens_decoder={str(size): {"content": "[E]", "special": False}}, eos_token="[E]")
+        assert (tok.eos_token_id, tok.decode([size])) == (size, "")
+
+    def test_added_tokens_with_another_id_are_refused(self):
+        with pytest.raises(ConfigError, match=r"\[X\].* 999"):
+            llama(added_tokens_decoder={"999": {"content": "[X]"}})
+        with pytest.raises(ConfigError, match="map ids to tokens"):
+            llama(added_tokens_decoder={"999": "[X]"})
+
+    def test_files_of_older_checkpoints(self, tmp_path):
+        size = len(llama())
+        files = {
+            "special_tokens_map": {
+                "eos_token": {"content": "</s>", "lstrip": False},
+                "pad_token": "[P]",
+                "additional_special_tokens": ["[S]", "[T]"],
+            },
+            "added_tokens": {"[P]": size, "[X]": size + 1},
+        }
+        config = {"eos_token": "<unk>", "additional_special_tokens": ["[S]"]}
+        save(tmp_path, llama_backend(), tokenizer_config=config, **files)
+        tok = Tokenizer.from_pretrained(tmp_path)
+        assert (tok.eos_token, tok.pad_token_id) == ("</s>", size)
+        assert tok.encode("[X]") == [1, size + 1]
+        assert tok.special_tokens["additional_special_tokens"] == ["[S]", "[T]"]
+        assert tok.decode(tok.encode("a[S][T]")) == "a"
+        save(tmp_path, llama_backend(), tokenizer_config={"eos_token": "<unk>", "added_tokens_decoder": {}})
+        assert Tokenizer.from_pretrained(tmp_path).eos_token == "<unk>"
+
+    def test_no_limit(self):
+        assert llama(model_max_length=int(1e30)).model_max_length is None
+        assert llama(model_max_length=77).model_max_length == 77
+
+    def test_missing(self, tmp_path):
+        with pytest.raises(InputError, match="no directory"):
+            Tokenizer.from_pretrained(tmp_path / "nowhere")
+        (tmp_path / "tokenizer.model").write_bytes(b"")
+        with pytest.raises(InputError, match=r"it has: tokenizer\.model"):
+            Tokenizer.from_pretrained(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("tokenizer.json", b'{"version": '),
+            ("tokenizer_config.json", b"{"),
+            ("tokenizer_config.json", b"[]"),
+            ("tokenizer_config.json", b'{"eos_token": "\xff"}'),
+            ("special_tokens_map.json", b"nope"),
+            ("chat_template.jinja", b"\xff"),
+        ],
+    )
+    def test_damaged(self, tmp_path, name, content):
+        save(tmp_path, llama_backend())
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=name):
+            Tokenizer.from_pretrained(tmp_path)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"truncation_side": "middle"},
+            {"eos_token": 3},
+            {"additional_special_tokens": [{"a": 1}]},
+            {"additional_special_tokens": 3},
+            {"added_tokens_decoder": ["[X]"]},
+            {"model_max_length": "long"},
+            {"tokenizer_class": 3},
+            {"add_bos_token": "yes"},
+            {"chat_template": 3},
+            {"chat_template": [{"name": "default", "template": None}]},
+        ],
+    )
+    def test_bad_values(self, config):
+        with pytest.raises(ConfigError, match=next(iter(config))):
+            llama(**config)
