@@ -1,6 +1,7 @@
 """transformers' generate() as a pure function in JAX, for Qwen2 and Llama checkpoints."""
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import ConfigError, GenerationError, InputError, JaxgenError, JaxgenWarning, NotBuiltYetError
@@ -22,6 +23,7 @@ __all__ = [
     "Batch",
     "CausalLM",
     "ConfigError",
+    "Continuation",
     "GenerateOutput",
     "GenerationConfig",
     "GenerationError",

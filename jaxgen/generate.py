@@ -9,42 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxgen.config.availability import normal_form, refuse_options, refuse_unbuilt
+from jaxgen.config.availability import refuse_options, refuse_unbuilt
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
-from jaxgen.decoding.extensions import HostCalls, Rules, as_pytree, functions
+from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.extensions import Extensions, HostCalls, as_pytree, functions
 from jaxgen.decoding.hook import StepHook
-from jaxgen.decoding.prompt import Request, Sizes
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.loop import Mode
+from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import InputError, NotBuiltYetError
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, output, raise_failures
-from jaxgen.request.request import Inputs, check_call, eager_request, is_traced, traced_request, under_jit
+from jaxgen.request.checks import check_call
+from jaxgen.request.driver import Streamer, prefill_only, run_watched, run_whole
+from jaxgen.request.prepare import CallInputs, Prepared, prepare, under_jit
+from jaxgen.request.prompts import is_traced
 from jaxgen.text.streaming import TextStreamer
-
-_CHUNK = 4  # tokens per call of the compiled loop where the host looks on: with a streamer, or max_time
-
-
-class Streamer(Protocol):
-    """What `streamer` must have: `BaseStreamer` of transformers."""
-
-    def put(self, value: np.ndarray) -> None:
-        """Take the prompts, int32[B, P], then the next token of each row, int32[rows], over and over."""
-
-    def end(self) -> None:
-        """Take note that nothing more comes."""
 
 
 def generate(
@@ -55,7 +44,7 @@ def generate(
     *,
     attention_mask=None,
     inputs_embeds=None,
-    cache: KVCache | None = None,
+    cache: Continuation | KVCache | None = None,
     logits_processor: Sequence[Callable] | None = None,
     stopping_criteria: Sequence[Callable] | None = None,
     prefix_allowed_tokens_fn: TokenAutomaton | Callable | None = None,
@@ -116,8 +105,10 @@ def generate(
         raise NotBuiltYetError("not built yet: assistant")
     check_call(params, cfg)
     refuse_unbuilt(cfg)
-    given = Inputs(attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask)
-    rules = Rules(
+    inputs = CallInputs(
+        ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
+    )
+    extensions = Extensions(
         processors=functions("logits_processor", logits_processor),
         criteria=functions("stopping_criteria", stopping_criteria),
         stop_strings=_stop_strings(cfg, tokenizer),
@@ -127,20 +118,24 @@ def generate(
         raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
     if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
         raise InputError(
-            f"a TextStreamer prints one row, and there are num_return_sequences={cfg.num_return_sequences}"
+            f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
         )
-    traced = is_traced(params, ids, key, cfg, given, rules) or under_jit()
-    with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
-        rules = dataclasses.replace(rules, allowed=allowed)
-        if not traced:
-            return _generate_eager(params, ids, key, cfg, given, rules, streamer, calls)
+    traced = is_traced(params, cfg, inputs, extensions) or under_jit()
     for name, value in {"streamer": streamer, "max_time": cfg.max_time}.items():
-        if value is not None:
+        if traced and value is not None:
             raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside of it")
-    return _generate_traced(params, ids, key, cfg, given, rules)
+    with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
+        extensions = dataclasses.replace(extensions, allowed=allowed)
+        prepared = prepare(params, cfg, inputs, extensions, eager=not traced)
+        mode = mode_of(cfg)
+        if traced:
+            return output(prepared, loop.decode(prepared.run, prepared.request, mode))
+        return _run(prepared, mode, streamer, cfg.max_time, calls)
 
 
-def prefill(params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: KVCache | None = None) -> KVCache:
+def prefill(
+    params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: Continuation | KVCache | None = None
+) -> Continuation:
     """Run prompts through the model and return the cache that holds them, for `generate(..., cache=)` to go on from.
 
     A prefix that many requests share, a system prompt for example, is computed once and read from one place: a cache of
@@ -160,15 +155,14 @@ def prefill(params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: K
         InputError, ConfigError, TypeError: as `generate`.
     """
     check_call(params, cfg)
-    looked_at = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size")
-    cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in looked_at})
+    read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size")
+    cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
     if not is_traced(cfg):  # ids per prompt are those of other prompts than these
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
-    given = Inputs(attention_mask, cache=cache)
-    traced = is_traced(params, ids, cfg, given) or under_jit()
-    prepare, run = (traced_request, loop.hold) if traced else (eager_request, _hold)
-    request, sizes, _, _ = prepare(ids, None, cfg, given, Rules())
-    return run(params, cfg if traced else normal_form(cfg), request, sizes)
+    inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
+    traced = is_traced(params, cfg, inputs) or under_jit()
+    prepared = prepare(params, cfg, inputs, Extensions(), eager=not traced)
+    return (loop.continuation_of if traced else prefill_only)(prepared.run, prepared.request)
 
 
 def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:
@@ -206,78 +200,19 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
             calls.close()
 
 
-def _generate_eager(params, ids, key, cfg: GenerationConfig, given, rules, streamer, calls) -> GenerateOutput:
-    request, sizes, prompt, new_tokens = eager_request(ids, key, cfg, given, rules)
-    deadline = None if cfg.max_time is None else time.monotonic() + cfg.max_time
-    cfg = jax.tree.map(np.asarray, normal_form(cfg))  # as a program gets it, also where jax.disable_jit holds
-    if streamer is None and deadline is None:
-        state = _run(params, cfg, rules, request, sizes)
+def _run(
+    prepared: Prepared, mode: Mode, streamer: Streamer | None, seconds: float | None, calls: HostCalls | None
+) -> GenerateOutput:
+    """Run an eager call and raise what failed in it."""
+    if streamer is None and seconds is None:
+        decoded = run_whole(prepared.run, prepared.request, mode)
     else:
-        state = _watched(params, cfg, rules, request, sizes, prompt, streamer, deadline)
-    jax.block_until_ready(state.reasons)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        decoded = run_watched(prepared, mode, streamer, deadline)
+    jax.block_until_ready(decoded.reasons)
     if calls is not None and calls.error is not None:
         raise calls.error
-    raise_failures(state)
+    raise_failures(decoded)
     if streamer is not None:
         streamer.end()
-    return output(state, *prompt, new_tokens)
-
-
-def _generate_traced(params, ids, key, cfg: GenerationConfig, given, rules) -> GenerateOutput:
-    request, sizes, prompt, new_tokens = traced_request(ids, key, cfg, given, rules)
-    cfg = jax.tree.map(jnp.asarray, cfg)  # what is concrete in the config, as if it had been an argument
-    return output(_run_traced(params, cfg, rules, request, sizes), *prompt, new_tokens)
-
-
-def _run_traced(params, cfg, rules: Rules, request: Request, sizes: Sizes) -> loop.State:
-    state = loop.start(params, cfg, rules, request, sizes)
-    return loop.finish(loop.advance(params, cfg, rules, state, jnp.int32(sizes.capacity)))
-
-
-_run = jax.jit(_run_traced, static_argnames="sizes")
-_hold = jax.jit(loop.hold, static_argnames="sizes")
-
-
-@functools.partial(jax.jit, static_argnames="sizes")
-def _start(params, cfg, rules: Rules, request: Request, sizes: Sizes):
-    state = loop.start(params, cfg, rules, request, sizes)
-    return state, _progress(state)
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def _advance(params, cfg, rules: Rules, state: loop.State):
-    state = loop.advance(params, cfg, rules, state, state.history.step + _CHUNK)
-    return state, _progress(state)
-
-
-def _finish_late(state: loop.State, out_of_time: jax.Array) -> loop.State:
-    reasons = jnp.where(out_of_time & (state.reasons == StopReason.NONE), jnp.int32(StopReason.TIME), state.reasons)
-    return loop.finish(dataclasses.replace(state, reasons=reasons))
-
-
-_finish = jax.jit(_finish_late, donate_argnames="state")
-_finish_half = jax.jit(_finish_late)  # of what guidance leaves half is dropped, and cannot be taken over
-
-
-def _progress(state: loop.State):
-    return state.tokens, state.history.step, jnp.all(state.history.done)
-
-
-def _watched(params, cfg, rules, request, sizes, prompt, streamer: Streamer | None, deadline) -> loop.State:
-    """Run the loop in chunks, each dispatched before the tokens of the one before are read."""
-    if streamer is not None:
-        streamer.put(prompt[0])
-    state, progress = _start(params, cfg, rules, request, sizes)
-    shown, finished, late = 0, False, False
-    while not (finished or late):
-        late = deadline is not None and time.monotonic() > deadline
-        following = progress
-        if not late:
-            state, following = _advance(params, cfg, rules, state)
-        tokens, step, finished = jax.device_get(progress)
-        if streamer is not None:
-            for column in range(shown, int(step)):
-                streamer.put(tokens[:, column])
-        shown, progress = int(step), following
-    finish = _finish_half if cfg.on("guidance_scale") else _finish
-    return finish(state, np.bool_(late and not finished))
+    return output(prepared, decoded)

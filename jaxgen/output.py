@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgen.decoding.loop import State
-from jaxgen.decoding.recording import StepRecord
+from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.loop import Decoded
+from jaxgen.decoding.recording import LayerRecording
 from jaxgen.decoding.stopping import FAILURES
 from jaxgen.errors import GenerationError
-from jaxgen.model.cache import KVCache
+from jaxgen.request.prepare import Prepared
+from jaxgen.request.prompts import is_traced
 
 
 @flax.struct.dataclass
@@ -55,9 +57,9 @@ class GenerateOutput:
     logprobs: jax.Array | None = None
     top_logprobs: jax.Array | None = None
     top_tokens: jax.Array | None = None
-    attentions: StepRecord | None = None
-    hidden_states: StepRecord | None = None
-    cache: KVCache | None = None
+    attentions: LayerRecording | None = None
+    hidden_states: LayerRecording | None = None
+    cache: Continuation | None = None
     prompt_width: int = flax.struct.field(pytree_node=False, default=0)
 
     def to_hf(self) -> HFOutput:
@@ -85,7 +87,7 @@ class GenerateOutput:
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
         assert self.cache is not None
-        cache = self.cache.merge(self.cache.offset + self.cache.slots)
+        cache = self.cache.kv.flatten(self.cache.slots)
         held = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
         # All but the last chosen token are in the cache; what it holds besides came before the prompt.
@@ -123,7 +125,7 @@ class HFOutput:
     past_key_values: tuple[tuple[np.ndarray, np.ndarray], ...] | None
 
 
-def _layers_per_step(record: StepRecord | None, rows: int, steps: int, tokens: bool):
+def _layers_per_step(record: LayerRecording | None, rows: int, steps: int, tokens: bool):
     """Cut a record into steps; `tokens`: whether the last axis is tokens, of which there is one more in each step."""
     if record is None:
         return None
@@ -136,67 +138,59 @@ def _layers_per_step(record: StepRecord | None, rows: int, steps: int, tokens: b
     return tuple(result)
 
 
-def raise_failures(state: State) -> None:
-    """Raise where a row could not go on."""
-    reasons = np.asarray(state.reasons)
+def raise_failures(decoded: Decoded) -> None:
+    """Raise where a row could not continue."""
+    reasons = np.asarray(decoded.reasons)
     for reason, text in FAILURES.items():
         rows = np.flatnonzero(reasons == reason)
         if len(rows):
-            step = int(np.asarray(state.lengths)[rows[0]])
+            step = int(np.asarray(decoded.lengths)[rows[0]])
             raise GenerationError(f"row {rows[0]} cannot go on after {step} generated tokens: {text}")
 
 
-def output(state: State, ids, mask, width: int, new_tokens: int) -> GenerateOutput:
-    """Shape the result. When eager, numpy cuts what the buckets added: each slice of a jax array would compile.
+def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
+    """Return the result of a call, without what rounding sizes up has added.
 
-    Args:
-        state: the loop's last.
-        ids: int32[B, P], the prompts as given; P is 0 where they were embeddings alone.
-        mask: bool[B, P].
-        width: P.
-        new_tokens: N.
+    Eager results are cut by numpy, as each slice of a jax array would be compiled.
     """
-    eager = isinstance(ids, np.ndarray)
+    eager = all(isinstance(x, np.ndarray) for x in (prepared.ids, prepared.mask)) and not is_traced(decoded)
     xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)
-    rows = state.lengths.shape[0]
+    rows, new_tokens = decoded.lengths.shape[0], prepared.new_tokens
 
-    def cut(record: Any, axis: int, size: int = new_tokens, last: bool = False) -> Any:
-        if record is None or record.shape[axis] == size:
-            return record
-        kept = slice(record.shape[axis] - size, None) if last else slice(size)
-        return to_array((np.asarray(record) if eager else record)[(slice(None),) * axis + (kept,)])
-
-    def cut_steps(record: StepRecord | None, tokens: int | None) -> StepRecord | None:
-        # Columns of the prompt have the bucket's padding in front; of attentions the last axis is columns too.
-        if record is None:
-            return None
-        bucket = record.prefill[0].shape[-2]
-        prefill = tuple(cut(x, x.ndim - 2, width, last=True) for x in record.prefill)
-        decode = tuple(cut(x, 0, max(new_tokens - 1, 0)) for x in record.decode)
-        if tokens is not None:
-            prefill = tuple(cut(x, x.ndim - 1, width, last=True) for x in prefill)
-            decode = tuple(cut(x, x.ndim - 1, x.shape[-1] - bucket + width, last=True) for x in decode)
-            decode = tuple(cut(x, x.ndim - 1, width + tokens) for x in decode)
-        return StepRecord(prefill, decode)
+    def on_host(x: Any) -> Any:
+        return np.asarray(x) if eager else x
 
     def with_prompt(prompt, generated):
-        prompt = xp.repeat(prompt, rows // prompt.shape[0], axis=0)
-        return to_array(xp.concatenate([prompt, np.asarray(generated) if eager else generated], axis=1))
+        return to_array(xp.concatenate([xp.repeat(prompt, rows // prompt.shape[0], axis=0), generated], axis=1))
 
-    records = state.records
-    lengths = np.asarray(state.lengths) if eager else state.lengths
+    def steps_first(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else to_array(on_host(x)[:, :new_tokens].swapaxes(0, 1))
+
+    def cut(x: jax.Array | None) -> jax.Array | None:
+        return x if x is None or x.shape[1] == new_tokens else to_array(on_host(x)[:, :new_tokens])
+
+    def layers(record: LayerRecording | None, tokens: int | None) -> LayerRecording | None:
+        if record is None:
+            return None
+        trimmed = jax.tree.map(on_host, record).trim(prepared.width, new_tokens, tokens)
+        return jax.tree.map(to_array, trimmed)
+
+    recording = decoded.recording
+    lengths = on_host(decoded.lengths)
     return GenerateOutput(
-        sequences=with_prompt(ids, cut(state.tokens, axis=1)),
-        attention_mask=with_prompt(mask, xp.arange(new_tokens)[None, :] < lengths[:, None]),
-        lengths=state.lengths,
-        stop_reasons=state.reasons,
-        scores=cut(records.scores, axis=0),
-        logits=cut(records.logits, axis=0),
-        logprobs=cut(records.logprobs, axis=1),
-        top_logprobs=cut(records.top_logprobs, axis=1),
-        top_tokens=cut(records.top_tokens, axis=1),
-        attentions=cut_steps(records.attentions, new_tokens),
-        hidden_states=cut_steps(records.hidden_states, None),
-        cache=state.cache,
-        prompt_width=ids.shape[1],
+        sequences=with_prompt(prepared.ids, on_host(decoded.tokens)[:, :new_tokens]),
+        attention_mask=with_prompt(prepared.mask, xp.arange(new_tokens)[None, :] < lengths[:, None]),
+        lengths=decoded.lengths,
+        stop_reasons=decoded.reasons,
+        sequences_scores=decoded.sequences_scores,
+        beam_indices=cut(decoded.beam_indices),
+        scores=steps_first(recording.scores),
+        logits=steps_first(recording.logits),
+        logprobs=cut(recording.logprobs),
+        top_logprobs=cut(recording.top_logprobs),
+        top_tokens=cut(recording.top_tokens),
+        attentions=layers(recording.attentions, new_tokens),
+        hidden_states=layers(recording.hidden_states, None),
+        cache=decoded.continuation,
+        prompt_width=prepared.ids.shape[1],
     )

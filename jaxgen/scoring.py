@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxgen.config.availability import check_options, normal_form, refuse_unbuilt
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TABLES
-from jaxgen.decoding.extensions import Rules, functions
+from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
 from jaxgen.decoding.teacher_forcing import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.prompts import check_ids_shape, check_mask_shape, host_ids, host_mask, inferred_mask
-from jaxgen.request.request import check_call, check_grammar, is_traced, under_jit
+from jaxgen.request.checks import check_call, check_grammar
+from jaxgen.request.prepare import under_jit
+from jaxgen.request.prompts import is_traced, mask_of, token_ids
 from jaxgen.shapes import prompt_bucket
 
 # Logits that are held at a time unless `chunk` says otherwise: 128 MiB of float32.
@@ -80,14 +80,15 @@ def score(
     _check_size("top_logprobs", top_logprobs, 0, vocab)
     if chunk is not None:
         _check_size("chunk", chunk, 1)
-    rules = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
-    traced = is_traced(params, ids, cfg, attention_mask, rules) or under_jit()
-    ids, mask = _checked(ids, attention_mask, cfg, traced)
+    extensions = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
+    traced = is_traced(params, ids, cfg, attention_mask, extensions) or under_jit()
+    ids = token_ids(ids, cfg.model)
+    mask = mask_of(attention_mask, ids, cfg)
     rows, width = ids.shape
     if prompt_width is not None:
         _check_size("prompt_width", prompt_width, 1, width - 1)
     start = int(prompt_width or 0)
-    replay = None if rules is None else _replay(cfg, rules, ids, mask, start, traced)
+    replay = None if extensions is None else _replay(cfg, extensions, ids, mask, start, traced)
 
     left = right = 0
     if not traced:
@@ -110,7 +111,7 @@ def _chunk_size(given: int | None, columns: int, logits: int) -> int:
     return -(-columns // chunks)
 
 
-def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Rules | None:
+def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | None:
     """Return what processed scores depend on besides the config; None for the model's own distribution."""
     if of not in ("logits", "scores"):
         raise ConfigError(
@@ -129,10 +130,10 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Rules | None:
         raise ConfigError("guidance_scale is not offered with of='scores', it needs other prompts: use of='logits'")
     if allowed is not None and not isinstance(allowed, TokenAutomaton):
         raise TypeError(f"prefix_allowed_tokens_fn must be a TokenAutomaton here, got {type(allowed).__name__}")
-    return Rules(processors=functions("logits_processor", processors), allowed=allowed)
+    return Extensions(processors=functions("logits_processor", processors), allowed=allowed)
 
 
-def _replay(cfg: GenerationConfig, rules: Rules, ids, mask, start: int, traced: bool) -> Replay:
+def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int, traced: bool) -> Replay:
     """Check that the rows are what `generate` gives, and return what their tokens were chosen by."""
     if not start:
         raise ConfigError("of='scores' needs prompt_width, the first generated column: out.prompt_width of the output")
@@ -140,7 +141,7 @@ def _replay(cfg: GenerationConfig, rules: Rules, ids, mask, start: int, traced: 
     prompts, rest = divmod(rows, cfg.num_return_sequences)
     prompts = rows if rest else prompts
     check_options(cfg, prompts)
-    check_grammar(rules, cfg, prompts)
+    check_grammar(extensions, cfg, prompts)
     if not is_traced(ids, mask, cfg.eos_token_id):
         _check_rows(cfg, ids, np.asarray(mask), start)
     # Rows that the default length does not allow are of another origin: it says nothing of them.
@@ -151,7 +152,7 @@ def _replay(cfg: GenerationConfig, rules: Rules, ids, mask, start: int, traced: 
     new_tokens = cfg.max_new_tokens if cfg.on("max_new_tokens") else width - start
     leaves = cfg if traced else normal_form(cfg)
     # As a program gets the numbers, also where jax.disable_jit holds.
-    return Replay(jax.tree.map(jnp.asarray, leaves), rules, jnp.asarray(new_tokens, jnp.int32), jnp.int32(longest))
+    return Replay(jax.tree.map(jnp.asarray, leaves), extensions, jnp.asarray(new_tokens, jnp.int32), jnp.int32(longest))
 
 
 def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start: int) -> None:
@@ -172,21 +173,6 @@ def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start:
     for text, found in problems.items():
         if np.any(found):
             raise InputError(f"row {np.argmax(found)} {text}")
-
-
-def _checked(ids, attention_mask, cfg: GenerationConfig, traced: bool):
-    """Return ids int32[B, L] and mask bool[B, L]; what is concrete of them is checked."""
-    if isinstance(ids, Tracer):
-        check_ids_shape(ids)
-        ids = ids.astype(jnp.int32)
-    else:
-        ids = host_ids(ids, cfg)
-    if isinstance(attention_mask, Tracer):
-        check_mask_shape(attention_mask, ids)
-        return ids, attention_mask.astype(bool)
-    if attention_mask is None and traced:
-        return ids, inferred_mask(jnp.asarray(ids), cfg)
-    return ids, host_mask(attention_mask, ids, cfg)
 
 
 def _check_size(name: str, value: int, least: int, most: int | None = None) -> None:

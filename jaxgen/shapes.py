@@ -25,3 +25,15 @@ def capacity_for(new_tokens: int, recorded: bool) -> int:
 def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
     """Repeat each row of `x [n, ...]` in place, as `numpy.repeat`, so that there are `rows`, a multiple of n."""
     return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)
+
+
+def resize_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Cut one axis of `x` to `size`, or pad it with zeros at its end."""
+    return pad_axis(jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis), axis, size)
+
+
+def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Pad one axis of `x` with zeros at its end, up to `size`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)

@@ -10,9 +10,10 @@ import pytest
 
 from jaxgen import CausalLM, GenerationConfig
 from jaxgen.config.availability import normal_form
-from jaxgen.decoding.extensions import Rules
-from jaxgen.decoding.prompt import Request, Sizes
-from jaxgen.generate import _run
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.modes import mode_of
+from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.request.driver import run_whole
 from tests.support.models import model_config, slow
 
 # Sizes that tell the arrays apart: prompt slots, generated slots and the weights' sides are all different.
@@ -36,7 +37,8 @@ def compile_loop(copies: int, dtype: str, do_sample: bool):
     params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
-    lowered = _run.lower(params, normal_form(cfg), Rules(), Request(ids, ids == 0, budget, key), sizes=Sizes(NEW))
+    run = Run(params, normal_form(cfg), Extensions(), model, Sizes(NEW))
+    lowered = run_whole.lower(run, Request(ids, ids == 0, budget, key), mode=mode_of(cfg))
     return lowered.compile(), params
 
 

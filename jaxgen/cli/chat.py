@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError
 from jaxgen.generate import generate
-from jaxgen.model.cache import KVCache
 from jaxgen.text.streaming import TextStreamer
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ class Chat:
         return self.held - len(self.tokenizer.encode(prompt, add_special_tokens=False))
 
     def _forget_cache(self) -> None:
-        self._cache: KVCache | None = None
+        self._cache: Continuation | None = None
         self._text = ""  # what the cache holds
 
 

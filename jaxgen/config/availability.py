@@ -113,6 +113,7 @@ def normal_form(cfg: GenerationConfig) -> GenerationConfig:
     unused: dict[str, Any] = {name: defaults[name].default for name in UNUSED_BY_THE_LOOP}
     if not cfg.do_sample:
         unused |= dict.fromkeys(WARPERS)
-    if cfg.pad_token_id is None:  # as in the loop, here so that the program is that of a given pad id
+    if cfg.pad_token_id is None and not isinstance(cfg.eos_token_id, Tracer):
+        # As in the loop; here too, so that the program is that of a given pad id.
         unused["pad_token_id"] = (eos_list(cfg.eos_token_id) or [0])[0]
     return cfg.replace(**unused)

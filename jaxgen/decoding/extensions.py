@@ -1,4 +1,4 @@
-"""What steers a run besides the config: things that have no place in a config, as they are functions or tables."""
+"""What a caller adds to a run beside the config: processors, criteria, a grammar, stop strings, a hook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxgen.logits.history import History
 
 
 @flax.struct.dataclass
-class Rules:
+class Extensions:
     """The arguments of `generate` that are looked at in every step. All of it is a pytree.
 
     Attributes:
@@ -37,7 +37,7 @@ class Rules:
 
 
 @jax.tree_util.register_pytree_node_class
-class Static:
+class StaticCallable:
     """A pytree without leaves around an object that is none: a part of the program, equal to itself only."""
 
     def __init__(self, value: Any):
@@ -63,7 +63,7 @@ class Static:
 def as_pytree(value: Any) -> Any:
     """Return a pytree for a function or object: itself where it is one, else without leaves."""
     leaves = jax.tree.leaves(value)
-    return Static(value) if len(leaves) == 1 and leaves[0] is value else value
+    return StaticCallable(value) if len(leaves) == 1 and leaves[0] is value else value
 
 
 def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:

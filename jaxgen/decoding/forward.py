@@ -1,155 +1,163 @@
-"""How the loop runs the model: over one token per row or over the prompts, whole or in chunks, with the hook around."""
+"""Running the model on the rows of a run: over the prompts, whole or in chunks, or over each row's newest tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.extensions import Rules
-from jaxgen.decoding.hook import StepInputs, StepOutput
+from jaxgen.decoding import guidance
+from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
 from jaxgen.decoding.prompt import Prompt
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.run import Run
 from jaxgen.errors import InputError
 from jaxgen.logits.history import History
 from jaxgen.model.cache import KVCache
-from jaxgen.model.causal_lm import ModelOutput, forward
-from jaxgen.model.linear import embed
+from jaxgen.model.causal_lm import ModelOutput, embed, forward
+from jaxgen.shapes import pad_axis
 
 
-def prefill(
-    params, cfg: GenerationConfig, rules: Rules, history: History, prompt: Prompt, cache: KVCache, capacity: int
-) -> tuple[jax.Array, ModelOutput, KVCache, Any]:
-    """Run the prompts into the cache.
+@flax.struct.dataclass
+class ModelInputs:
+    """What the model reads in one pass; streams of rows are stacked.
 
-    Returns the logits of each row's last token float32[rows, V], what else the model gave, the cache with its tokens
-    noted, and the hook's state. `capacity`: how many tokens will follow, for the hook's attention mask.
+    Attributes:
+        mask: bool[S*rows, T], where there is a token.
+        ids: int32[S*rows, T], or None.
+        inputs_embeds: `[S*rows, T, D]` in place of ids, or None.
+        position_ids: int32[S*rows, T], or None for each token's order in its row.
+        key_mask: bool[S*rows, W], which of its row's tokens may be attended to, or None for all.
     """
-    hook_state = None
-    if rules.hook is not None:
-        history = _lanes(history, prompt.ids.shape[0])
-        hook_state = rules.hook.init(history)
-        _check_state(hook_state, prompt.ids.shape[0])
-    held = _tokens_of(cache, prompt)
-    with jax.named_scope("prefill"):
-        logits, out, cache, hook_state = read(
-            params, cfg, rules, history, hook_state, prompt, cache, following=capacity
-        )
-    return logits, out, dataclasses.replace(cache, tokens=held, known=cache.length), hook_state
+
+    mask: jax.Array
+    ids: jax.Array | None = None
+    inputs_embeds: jax.Array | None = None
+    position_ids: jax.Array | None = None
+    key_mask: jax.Array | None = None
+
+    def columns(self, first: jax.Array, size: int) -> ModelInputs:
+        """Return `size` columns from column `first` on."""
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1), self._per_token())
+        return dataclasses.replace(part, key_mask=self.key_mask)
+
+    def padded(self, width: int) -> ModelInputs:
+        """Return the inputs padded to `width` columns."""
+        part = jax.tree.map(lambda x: pad_axis(x, 1, width), self._per_token())
+        return dataclasses.replace(part, key_mask=self.key_mask)
+
+    def _per_token(self) -> ModelInputs:
+        return dataclasses.replace(self, key_mask=None)
 
 
-def read(
-    params,
-    cfg: GenerationConfig,
-    rules: Rules,
-    history: History,
-    hook_state: Any,
-    prompt: Prompt,
-    cache: KVCache,
-    cache_position: jax.Array | None = None,
-    following: int = 0,
-) -> tuple[jax.Array, ModelOutput, KVCache, Any]:
-    """Run the tokens of `prompt` through the model, with the hook before and after.
+@flax.struct.dataclass
+class Forward:
+    """Result of one pass over T tokens per row.
 
-    `following`: how many tokens there will be room for besides those of the cache, for the hook's attention mask.
+    Attributes:
+        logits: float32[S*rows, n, V], of all T positions or of the last one.
+        states: L + 1 arrays `[S*rows, n, D]` of these positions, for the hook; empty without one.
+        out: hidden states and attention weights of all T positions, if asked for.
+        cache: the cache with the tokens in it.
     """
-    last = prompt.length - 1
-    inputs: dict[str, Any] = {"attention_mask": prompt.mask}
-    inputs |= {"ids": prompt.ids} if prompt.embeds is None else {"inputs_embeds": prompt.embeds}
-    if rules.hook is not None:
-        history = _lanes(history, prompt.ids.shape[0])
-        before = rules.hook.before(hook_state, history, _inputs(params, prompt, cache, following))
-        given, hook_state = _pair("before", before, StepInputs)
-        inputs = {"attention_mask": prompt.mask, "key_mask": given.attention_mask.astype(bool)}
-        inputs |= {"inputs_embeds": given.inputs_embeds, "position_ids": given.position_ids}
-    if cfg.prefill_chunk_size is not None and cfg.prefill_chunk_size < prompt.ids.shape[1]:
-        out = _in_chunks(params, cfg, rules, inputs, cache, last)
-        states = out.hidden_states
-    else:
-        out = _forward(params, cfg, rules, cache=cache, cache_position=cache_position, column=last, **inputs)
-        states = None if rules.hook is None else _at(out.hidden_states, last)
-    assert out.cache is not None
-    logits = out.logits[:, 0]
-    if rules.hook is not None:
-        states = tuple(x[:, 0] for x in states or ())
-        after = rules.hook.after(hook_state, history, StepOutput(logits, states))
-        seen, hook_state = _pair("after", after, StepOutput)
-        logits = seen.logits
-    return logits, out, out.cache, hook_state
+
+    logits: jax.Array
+    states: tuple[jax.Array, ...]
+    out: ModelOutput
+    cache: KVCache
 
 
-def _forward(params, cfg: GenerationConfig, rules: Rules, column: jax.Array, **inputs) -> ModelOutput:
-    """Run the model; only the logits of `column int32[rows]` are wanted."""
-    assert cfg.model is not None
-    steps = inputs["attention_mask"].shape[1]
-    return forward(
-        cfg.model,
-        params,
-        inputs.pop("ids", None),
-        logits_to_keep=0 if steps == 1 else column[:, None],
-        output_hidden_states=cfg.output_hidden_states or rules.hook is not None,
-        output_attentions=cfg.output_attentions,
-        **inputs,
-    )
+def run_model(
+    run: Run, rows: Rows, prompt: Prompt, cache: KVCache, *, all_logits: bool = False, following: int = 0
+) -> tuple[Forward, Rows]:
+    """Run the tokens of `prompt`, which has a row per row of the cache, through the model.
+
+    Args:
+        run: the constants.
+        rows: their hook's state is changed.
+        prompt: the tokens.
+        cache: the tokens before these; it takes these.
+        all_logits: return the logits of all positions, not only those of each row's last token.
+        following: how many tokens there will be room for after those of the cache, for the hook's attention mask.
+    """
+    inputs = ModelInputs(prompt.mask, None if prompt.embeds is not None else prompt.ids, prompt.embeds)
+    if run.extensions.hook is not None:
+        inputs, rows = _before(run, rows, prompt, cache, following)
+    last = jnp.maximum(prompt.length - 1, 0)
+    chunk = run.cfg.prefill_chunk_size
+    if chunk is not None and chunk < prompt.ids.shape[1]:
+        return _in_chunks(run, inputs, cache, last, chunk), rows
+    return _whole(run, inputs, cache, None if all_logits else last), rows
 
 
-def _in_chunks(params, cfg: GenerationConfig, rules: Rules, inputs: dict, cache: KVCache, last: jax.Array):
-    """Run the tokens in chunks of columns; gives logits and, with a hook, states of column `last int32[rows]` alone."""
-    model, chunk = cfg.model, cfg.prefill_chunk_size
-    assert model is not None
-    assert chunk is not None
-    rows, width = inputs["attention_mask"].shape
-    per_row = {name: x for name, x in inputs.items() if name == "key_mask"}
-    per_token = {name: _widen(x, -(-width // chunk) * chunk) for name, x in inputs.items() if name not in per_row}
+def observe(run: Run, rows: Rows, read: Forward, column: int | jax.Array) -> tuple[jax.Array, jax.Array, Rows]:
+    """Return the logits of a column, float32[rows, V], the scores that processors begin with, and the rows.
 
-    def one(number: jax.Array, so_far: ModelOutput) -> ModelOutput:
-        first = number * chunk
-        part = {name: lax.dynamic_slice_in_dim(x, first, chunk, axis=1) for name, x in per_token.items()}
-        column = jnp.clip(last - first, 0, chunk - 1)
-        out = _forward(params, cfg, rules, cache=so_far.cache, column=column, **part, **per_row)
-        is_here = (last // chunk == number)[:, None, None]
-        states = None if rules.hook is None else _at(out.hidden_states, column)
-        logits, states = jax.tree.map(
-            lambda new, old: jnp.where(is_here, new, old),
-            (out.logits, states),
-            (so_far.logits, so_far.hidden_states),
-        )
-        return ModelOutput(logits=logits, cache=out.cache, hidden_states=states)
-
-    states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(model.num_hidden_layers + 1))
-    begin = ModelOutput(
-        logits=jnp.zeros((rows, 1, model.vocab_size), jnp.float32),
-        cache=dataclasses.replace(cache, tokens=None, known=None),  # as the model leaves it
-        hidden_states=None if rules.hook is None else states,
-    )
-    return lax.fori_loop(0, jnp.max(last) // chunk + 1, one, begin)
+    With guidance the scores differ from the logits. The hook sees the column first and may change its logits.
+    """
+    logits = read.logits[:, column]
+    hook = run.extensions.hook
+    if hook is not None:
+        states = tuple(x[:, column] for x in read.states)
+        history, state = _streams(run, rows.history), guidance.join(rows.hook)
+        seen, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
+        logits, rows = seen.logits, _with_hook(run, rows, state)
+    logits, scores = guidance.guide(run.cfg, rows.options, logits)
+    return logits, scores, rows
 
 
-def _widen(x: jax.Array, width: int) -> jax.Array:
-    return jnp.pad(x, ((0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
-
-
-def _inputs(params, prompt: Prompt, cache: KVCache, following: int) -> StepInputs:
-    embeds = prompt.embeds
-    if embeds is None:
-        embeds = embed(prompt.ids, params["model"]["embed_tokens"]["weight"])
-    rows, width = prompt.ids.shape
-    positions = cache.total_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-    everything = (rows, cache.offset + cache.slots + following)
-    return StepInputs(prompt.ids, embeds, positions, jnp.ones(everything, bool), prompt.mask)
-
-
-def _check_state(state: Any, rows: int) -> None:
+def begin_hook(run: Run, rows: Rows) -> Rows:
+    """Return the rows with the first state of the user's hook."""
+    hook: StepHook | None = run.extensions.hook
+    if hook is None:
+        return rows
+    state = hook.init(_streams(run, rows.history))
+    count = rows.count * guidance.streams(run.cfg)
     for leaf in jax.tree.leaves(state):
-        if np.ndim(leaf) == 0 or np.shape(leaf)[0] != rows:
+        if np.ndim(leaf) == 0 or np.shape(leaf)[0] != count:
             raise InputError(
-                f"StepHook.init must return arrays with the rows first, [{rows}, ...], got one of shape "
+                f"StepHook.init must return arrays with the rows first, [{count}, ...], got one of shape "
                 f"{list(np.shape(leaf))}"
             )
+    return dataclasses.replace(rows, hook=guidance.split(run.cfg, state))
+
+
+def _with_hook(run: Run, rows: Rows, state: Any) -> Rows:
+    """Keep the new state in the rows that are live."""
+    split = guidance.split(run.cfg, state)
+
+    def of_live(new, old):
+        return jnp.where(rows.live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return dataclasses.replace(rows, hook=jax.tree.map(of_live, split, rows.hook))
+
+
+def _before(run: Run, rows: Rows, prompt: Prompt, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:
+    embeds = prompt.embeds
+    if embeds is None:
+        embeds = embed(run.model, run.params, prompt.ids)
+    width = prompt.ids.shape[1]
+    positions = cache.total_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    attended = jnp.ones((prompt.ids.shape[0], cache.offset + cache.slots + following), bool)
+    given = StepInputs(prompt.ids, embeds, positions, attended, prompt.mask)
+    before = run.extensions.hook.before(guidance.join(rows.hook), _streams(run, rows.history), given)
+    given, state = _pair("before", before, StepInputs)
+    inputs = ModelInputs(
+        prompt.mask,
+        inputs_embeds=given.inputs_embeds,
+        position_ids=given.position_ids,
+        key_mask=given.attention_mask.astype(bool),
+    )
+    return inputs, _with_hook(run, rows, state)
+
+
+def _streams(run: Run, history: History) -> History:
+    return guidance.stack(run.cfg, history)
 
 
 def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
@@ -158,25 +166,51 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
     return result
 
 
-def _at(states: tuple[jax.Array, ...] | None, column: jax.Array) -> tuple[jax.Array, ...]:
-    """Select column `int32[rows]` of each `[rows, T, D]`: `[rows, 1, D]`."""
-    return tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in states or ())
+def _whole(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None) -> Forward:
+    """Run all tokens at once; return the logits of `column int32[rows]`, or of all columns."""
+    hook = run.extensions.hook is not None
+    if inputs.mask.shape[1] == 1:
+        column = None
+    out = forward(
+        run.model,
+        run.params,
+        inputs.ids,
+        inputs_embeds=inputs.inputs_embeds,
+        attention_mask=inputs.mask,
+        position_ids=inputs.position_ids,
+        key_mask=inputs.key_mask,
+        cache=cache,
+        logits_to_keep=0 if column is None else column[:, None],
+        output_hidden_states=run.cfg.output_hidden_states or hook,
+        output_attentions=run.cfg.output_attentions,
+    )
+    assert out.cache is not None
+    states: tuple[jax.Array, ...] = ()
+    if hook and out.hidden_states is not None:
+        states = out.hidden_states
+        if column is not None:
+            states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
+    return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache)
 
 
-def _lanes(history: History, rows: int) -> History:
-    """Repeat the rows for the model's, of which guidance has two for each."""
-    have = history.length.shape[0]
-    if have == rows:
-        return history
-    return jax.tree.map(lambda x: jnp.concatenate([x] * (rows // have)) if x.ndim else x, history)
+def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, chunk: int) -> Forward:
+    """Run the tokens in chunks of columns; return the logits of column `last int32[rows]`."""
+    model = run.model
+    rows, width = inputs.mask.shape
+    inputs = inputs.padded(-(-width // chunk) * chunk)
 
+    def one(number: jax.Array, so_far: Forward) -> Forward:
+        first = number * chunk
+        column = jnp.clip(last - first, 0, chunk - 1)
+        read = _whole(run, inputs.columns(first, chunk), so_far.cache, column)
+        is_here = (last // chunk == number)[:, None, None]
+        logits, states = jax.tree.map(
+            lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)
+        )
+        return dataclasses.replace(so_far, logits=logits, states=states, cache=read.cache)
 
-def _tokens_of(cache: KVCache, prompt: Prompt) -> jax.Array | None:
-    """int32[B, S]: the ids in the last part's slots when the prompt is in; None where it held others, unknown ones."""
-    if cache.tokens is None and cache.known is not None:
-        return None
-    row = jnp.arange(prompt.ids.shape[0])[:, None]
-    slot = cache.length[:, None] + jnp.arange(prompt.ids.shape[1], dtype=jnp.int32)[None, :]
-    slot = jnp.where(prompt.mask, slot, cache.slots)
-    tokens = jnp.zeros((cache.rows, cache.slots), jnp.int32) if cache.tokens is None else cache.tokens
-    return tokens.at[row, slot].set(prompt.ids, mode="drop")
+    layers = 0 if run.extensions.hook is None else model.num_hidden_layers + 1
+    logits = jnp.zeros((rows, 1, model.vocab_size), jnp.float32)
+    states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
+    begin = Forward(logits, states, ModelOutput(logits), cache)
+    return lax.fori_loop(0, jnp.max(last) // chunk + 1, one, begin)

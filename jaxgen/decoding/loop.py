@@ -1,238 +1,207 @@
-"""The loop that all modes share: prefill, then one token per row and step until every row is finished.
+"""The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
-Greedy search and sampling are this loop with another way to choose. No token is run through the model twice, and the
-last one not at all. With classifier-free guidance the model has two rows for each row of the run, the second half
-without the prompt.
+A mode is three pure functions over a state of its own (`Mode`). What a step does is up to the mode: it
+may append any number of tokens to each row, reorder rows or replace them. No token is run through the model twice, and
+the last token of a row not at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.extensions import Rules
-from jaxgen.decoding.forward import prefill, read
-from jaxgen.decoding.prompt import UNKNOWN, Prompt, Request, Sizes
-from jaxgen.decoding.recording import Records, columns_of
-from jaxgen.decoding.sample import draw, greedy, sequence_keys
-from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
-from jaxgen.errors import InputError
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import PerRow, build_transform
+from jaxgen.decoding import guidance
+from jaxgen.decoding.continuation import UNKNOWN, Continuation
+from jaxgen.decoding.forward import Forward, begin_hook, run_model
+from jaxgen.decoding.prompt import Prompt
+from jaxgen.decoding.recording import Recording, columns_of
+from jaxgen.decoding.rows import Rows, pad_id
+from jaxgen.decoding.run import Request, Run
 from jaxgen.model.cache import KVCache
-from jaxgen.model.config import ModelConfig
-from jaxgen.shapes import repeat_rows
+from jaxgen.model.causal_lm import embed
+from jaxgen.shapes import repeat_rows, resize_axis
+
+
+class State(Protocol):
+    """The state of a mode: a pytree that says of itself when it is finished."""
+
+    @property
+    def finished(self) -> jax.Array:
+        """bool[], True when no row needs another step."""
+        ...
+
+
+class Mode(Protocol):
+    """A decode mode: how rows become longer. One file each."""
+
+    def begin(self, run: Run, prefilled: Prefilled) -> Any:
+        """Return the state after the prompts have been read, the first token of each row included."""
+        ...
+
+    def step(self, run: Run, state: Any) -> Any:
+        """Return the state after another step: 0 to n tokens more in each row."""
+        ...
+
+    def finish(self, run: Run, state: Any) -> Decoded:
+        """Return the result; the state may be that of unfinished rows."""
+        ...
+
+    def progress(self, run: Run, state: Any) -> Progress:
+        """Return the tokens so far, for a streamer."""
+        ...
 
 
 @flax.struct.dataclass
-class State:
-    """What a step takes and gives. Rows are the R sequences of prompt 0, then those of prompt 1, and so on.
+class Prefilled:
+    """The prompts after the model has read them.
 
     Attributes:
-        tokens: int32[rows, N], generated so far; the pad id from a row's end on.
-        lengths: int32[rows], tokens generated, eos included.
+        rows: one row per prompt, with nothing generated.
+        cache: keys and values of the prompts.
+        read: the model's output for each prompt's last token.
+    """
+
+    rows: Rows
+    cache: KVCache
+    read: Forward
+
+
+@flax.struct.dataclass
+class Progress:
+    """What a streamer may know of a run.
+
+    Attributes:
+        tokens: int32[rows, N], generated so far, then the pad id.
+        steps: int32[], the number of generated tokens of the longest row.
+        finished: bool[], True when no row needs another step.
+    """
+
+    tokens: jax.Array
+    steps: jax.Array
+    finished: jax.Array
+
+
+@flax.struct.dataclass
+class Decoded:
+    """The result of a run. Rows are the R sequences of prompt 0, then those of prompt 1, and so on.
+
+    Attributes:
+        tokens: int32[rows, N], the generated tokens, then the pad id.
+        lengths: int32[rows], the number of generated tokens, eos included.
         reasons: int32[rows], a `StopReason` each.
-        keys: key[rows], or None where nothing is drawn.
-        history: what processors know; `history.step` tokens per row have been chosen.
-        cache: holds all but the last chosen token.
-        stop_state: int32[rows], how much of a stop string there is; None without them.
-        hook_state: the hook's own.
-        records: what the output shall have of each step.
+        recording: what the config asks for of each step.
+        continuation: the cache to continue from.
+        sequences_scores: float32[rows], of beam search; else None.
+        beam_indices: int32[rows, N], of beam search; else None.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     reasons: jax.Array
-    keys: jax.Array | None
-    history: History
-    cache: KVCache
-    stop_state: jax.Array | None
-    hook_state: object
-    records: Records
+    recording: Recording
+    continuation: Continuation
+    sequences_scores: jax.Array | None = None
+    beam_indices: jax.Array | None = None
+
+    @classmethod
+    def of(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
+        """Return the result of rows whose cache has all of their tokens but the last."""
+        history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
+        kv = guidance.conditional(run.cfg, cache)
+        continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
+        tokens = history.generated(run.capacity, pad_id(run.cfg))
+        return cls(tokens, history.step, rows.reasons, recording, continuation)
 
 
-def start(params, cfg: GenerationConfig, rules: Rules, request: Request, sizes: Sizes) -> State:
-    """Prefill the prompts and choose the first token of each row.
-
-    The prompt runs through the model once, however many sequences it returns: they share its part of the cache.
-    """
-    model, copies, capacity = _model(cfg), cfg.num_return_sequences, sizes.capacity
-    prompts = request.ids.shape[0]
-    rows = prompts * copies
-    prompt, cache, tokens = _place(params, cfg, request, sizes)
-    wrong = (request.ids < 0) | (request.ids >= model.vocab_size)
-    wrong = jnp.any(request.mask & wrong, axis=-1) & (request.embeds is None)
-    wrong |= ~jnp.any(request.mask, axis=-1)
-    budget = jnp.minimum(request.budget, capacity)
-    reasons = repeat_rows(first_reason(BAD_ID=wrong, LENGTH=budget <= 0), rows)
-    ids = jnp.pad(tokens.ids, ((0, 0), (0, capacity)))
-    read = jnp.sum(request.mask, axis=-1, dtype=jnp.int32)
-    if request.cache is not None:
-        read += repeat_rows(request.cache.total_known, prompts)
-    history = History.begin(cfg, ids, tokens.length, budget, rules.allowed, unknown=read - tokens.length)
-    logits, out, cache, hook_state = prefill(params, cfg, rules, history, prompt, cache, capacity)
-    history = dataclasses.replace(history.spread(rows), done=reasons != StopReason.NONE)
-    lanes = prompt.ids.shape[0] // prompts
-    state = State(
-        tokens=jnp.broadcast_to(_pad(cfg), (rows, capacity)),
-        lengths=jnp.zeros(rows, jnp.int32),
-        reasons=reasons,
-        keys=None if request.key is None else sequence_keys(request.key, prompts, copies),
-        history=history,
-        cache=cache.fork(copies, capacity),
-        stop_state=None if rules.stop_strings is None else rules.stop_strings.begin(history.ids, history.length),
-        hook_state=jax.tree.map(lambda leaf: repeat_rows(leaf, rows * lanes), hook_state),
-        records=Records.begin(cfg, rows, capacity, out, columns_of(request.mask, prompt.length[:prompts])),
-    )
-    return _choose(cfg, rules, state, repeat_rows(logits, rows * lanes))
+def decode(run: Run, request: Request, mode: Mode) -> Decoded:
+    """Run a mode from the prompts to the end."""
+    state = mode.begin(run, prefill(run, request))
+    return mode.finish(run, advance(run, state, mode))
 
 
-def hold(params, cfg: GenerationConfig, request: Request, sizes: Sizes) -> KVCache:
-    """Prefill the prompts and choose nothing: the cache that holds them."""
-    prompt, cache, _ = _place(params, cfg, request, sizes)
-    nothing = jnp.zeros((prompt.ids.shape[0], 1), jnp.int32)
-    history = History.begin(cfg, nothing, prompt.length, prompt.length)
-    return prefill(params, cfg, Rules(), history, prompt, cache, 0)[2]
+def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
+    """Take steps until every row is finished, at most `steps` of them."""
 
+    def unfinished(carry: tuple[jax.Array, Any]) -> jax.Array:
+        step, state = carry
+        return ~state.finished if steps is None else ~state.finished & (step < steps)
 
-def advance(params, cfg: GenerationConfig, rules: Rules, state: State, until: jax.Array) -> State:
-    """Generate until every row is finished, or has had `until int32[]` steps."""
-
-    def unfinished(state: State) -> jax.Array:
-        return (state.history.step < until) & ~jnp.all(state.history.done)
-
-    def step(state: State) -> State:
-        last = state.history.step - 1
-        token = lax.dynamic_slice_in_dim(state.tokens, last, 1, axis=1)
-        if cfg.on("guidance_scale"):
-            token = jnp.concatenate([token, token], axis=0)
-        prompt = Prompt(token, jnp.ones(token.shape, bool))
-        logits, out, cache, hook_state = read(
-            params, cfg, rules, state.history, state.hook_state, prompt, state.cache, state.cache.offset + last
-        )
-        records = state.records.put_layers(state.history.step, out)
-        state = dataclasses.replace(state, cache=cache, hook_state=hook_state, records=records)
-        return _choose(cfg, rules, state, logits)
+    def step(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        step, state = carry
+        return step + 1, mode.step(run, state)
 
     with jax.named_scope("decode"):
-        return lax.while_loop(unfinished, step, state)
+        return lax.while_loop(unfinished, step, (jnp.zeros((), jnp.int32), state))[1]
 
 
-def finish(state: State) -> State:
-    """Give each row's cache its true length, as finished rows went on with padding, and its tokens."""
-    rows = state.lengths.shape[0]
-    cache = state.cache.first(rows)
-    length = jnp.clip(state.lengths - 1, 0)
-    cache = dataclasses.replace(cache, length=length, tokens=state.tokens, known=state.lengths)
-    return dataclasses.replace(state, cache=cache)
+def prefill(run: Run, request: Request) -> Prefilled:
+    """Run each prompt through the model once, however many sequences will continue it."""
+    prompt, cache, rows = _open(run, request)
+    rows = begin_hook(run, rows)
+    with jax.named_scope("prefill"):
+        read, rows = run_model(run, rows, prompt, cache, following=run.capacity)
+    columns = columns_of(request.mask, prompt.length[: rows.count])
+    rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
+    return Prefilled(rows, read.cache, read)
 
 
-def _place(params, cfg: GenerationConfig, request: Request, sizes: Sizes) -> tuple[Prompt, KVCache, Prompt]:
-    """Return what the model shall read, the cache that it goes into, and every token that is known of each prompt."""
-    model, prompts, cache = _model(cfg), request.ids.shape[0], request.cache
-    table = params["model"]["embed_tokens"]["weight"]
+def continuation_of(run: Run, request: Request) -> Continuation:
+    """Run the prompts through the model and return the cache, with nothing generated."""
+    prefilled = prefill(run, request)
+    history, kv = prefilled.rows.history, guidance.conditional(run.cfg, prefilled.cache)
+    return Continuation(kv, prefilled.rows.prefilled, history.total_length)
+
+
+def _open(run: Run, request: Request) -> tuple[Prompt, KVCache, Rows]:
+    """Return the tokens to read, the cache that takes them, and the rows before anything is generated."""
+    prompts, given = request.ids.shape[0], request.cache
     prompt = Prompt.align(request.ids, request.mask, request.embeds)
-    if cache is not None:
-        cache = cache.merge(sizes.slots)
-        prompt = prompt.after(cache, table)
-    tokens = _known(cache, prompt)
-    guided = cfg.on("guidance_scale")
-    if guided:
-        negative = prompt.last()
-        if request.negative_ids is not None and request.negative_mask is not None:
-            negative = Prompt.align(request.negative_ids, request.negative_mask)
-        prompt = prompt.over(negative, table)
-    rows, width = prompt.ids.shape
-    if cache is None:
-        return prompt, KVCache.create(model, rows, width), tokens
-    if guided:
-        return prompt, cache.expand(prompts // cache.rows).grow(rows), tokens
-    if cache.rows < prompts:
-        return prompt, cache.fork(prompts // cache.rows, width), tokens
-    return prompt, cache, tokens
+    if given is None:
+        tokens, total = jnp.where(prompt.mask, prompt.ids, 0), prompt.length
+        read = prompt
+    else:
+        before = None if given.tokens is None else resize_axis(repeat_rows(given.tokens, prompts), 1, run.sizes.slots)
+        held = repeat_rows(given.count, prompts)
+        total = held + prompt.length
+        tokens = None
+        if before is not None:
+            everything = Prompt(prompt.ids, prompt.mask).after(
+                Prompt(before, jnp.arange(before.shape[1])[None, :] < held[:, None])
+            )
+            tokens = everything.ids
+        read = _after_pending(run, given, prompt)
+    known = _known(prompt if tokens is None else Prompt(tokens, jnp.arange(tokens.shape[1])[None, :] < total[:, None]))
+    rows = Rows.begin(run, request, known, tokens, total)
+    read = guidance.with_negative(run, request, read)
+    return read, _cache_for(run, given, prompts, read.ids.shape), rows
 
 
-def _known(cache: KVCache | None, prompt: Prompt) -> Prompt:
-    """Return the tokens of each prompt, those of the cache first; what came as an embedding is left out."""
-    ids, mask = prompt.ids, prompt.mask
-    if cache is not None and cache.tokens is not None:
-        held = jnp.arange(cache.slots)[None, :] < cache.length[:, None]
-        rows = ids.shape[0]
-        ids = jnp.concatenate([repeat_rows(cache.tokens, rows), ids], axis=1)
-        mask = jnp.concatenate([repeat_rows(held, rows), mask], axis=1)
-    return Prompt.align(ids, mask & (ids != UNKNOWN))
+def _after_pending(run: Run, given: Continuation, prompt: Prompt) -> Prompt:
+    """Return the prompt after the token that was generated last and has not been through the model yet, if any."""
+    if given.tokens is None:
+        return prompt
+    rows = prompt.ids.shape[0]
+    token, pending = (repeat_rows(x, rows)[:, None] for x in given.pending())
+    embeds = None if prompt.embeds is None else embed(run.model, run.params, jnp.maximum(token, 0))
+    return prompt.after(Prompt(token, pending, embeds))
 
 
-def _choose(cfg: GenerationConfig, rules: Rules, state: State, logits: jax.Array) -> State:
-    """Choose the next token of each row from the model's `logits float32[rows or 2 rows, V]` and add it."""
-    history, rows = state.history, state.tokens.shape[0]
-    unconditional = logits[rows:] if cfg.on("guidance_scale") else None
-    logits = logits[:rows]
-    with jax.named_scope("process"):
-        transform = build_transform(cfg, rows, rules.processors, rules.allowed)
-        scores = transform(history, logits, unconditional)
-    with jax.named_scope("choose"):
-        token = greedy(scores) if state.keys is None else draw(state.keys, history.step, scores)
-        best = jnp.max(scores, axis=-1)
-    failed = first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
-    live = ~history.done & (failed == StopReason.NONE)
-    token = jnp.where(live, token, _pad(cfg))
-    lengths = state.lengths + live.astype(jnp.int32)
-    tokens = lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], history.step, axis=1)
-    records = state.records.put(cfg, history.step, logits, scores, token, live)
-    with jax.named_scope("stop"):
-        history, stop_state, reason = _after(cfg, rules, state, token, lengths, scores)
-    reason = jnp.where(failed == StopReason.NONE, reason, failed)
-    reasons = jnp.where(state.history.done, state.reasons, reason)
-    return dataclasses.replace(
-        state,
-        tokens=tokens,
-        lengths=lengths,
-        reasons=reasons,
-        history=dataclasses.replace(history, done=reasons != StopReason.NONE),
-        stop_state=stop_state,
-        records=records,
-    )
+def _known(tokens: Prompt) -> Prompt:
+    """Return the tokens without those that were given as embeddings."""
+    return Prompt.align(tokens.ids, tokens.mask & (tokens.ids != UNKNOWN))
 
 
-def _after(cfg: GenerationConfig, rules: Rules, state: State, token: jax.Array, lengths: jax.Array, scores: jax.Array):
-    """Add a token to the history and see whether it ends its row: the new history, stop state and reasons."""
-    rows = token.shape[0]
-    options = PerRow(cfg, rows)
-    ended = is_eos(token, options.table("eos_token_id"))
-    holds = {"EOS": ended, "LENGTH": lengths >= state.history.budget}
-    eos = options.eos()
-    history = state.history.push(token, state.history.done, rules.allowed, eos)
-    if isinstance(rules.allowed, TokenAutomaton) and history.state is not None:
-        endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
-        holds["COMPLETE"] = endless & rules.allowed.exhausted(history.state, history.budget - history.step)
-    stop_state = state.stop_state
-    if rules.stop_strings is not None and stop_state is not None:
-        stop_state, holds["STOP_STRING"] = rules.stop_strings.push(stop_state, token)
-    for criterion in rules.criteria:
-        stops = jnp.asarray(criterion(history, scores))
-        if stops.shape != (rows,) or stops.dtype != bool:
-            raise InputError(f"stopping_criteria must return bool[{rows}], one per row, got {stops.dtype}{stops.shape}")
-        holds["CRITERION"] = holds.get("CRITERION", False) | stops
-    return history, stop_state, first_reason(**holds)
-
-
-def _pad(cfg: GenerationConfig) -> jax.Array:
-    """Return the id that follows a row's end: the pad id, else the first eos id, else 0."""
-    if cfg.pad_token_id is not None:
-        return jnp.asarray(cfg.pad_token_id, jnp.int32)
-    if cfg.on("eos_token_id"):
-        ids = jnp.ravel(jnp.asarray(cfg.eos_token_id, jnp.int32))
-        return ids[jnp.argmax(ids >= 0)]
-    return jnp.zeros((), jnp.int32)
-
-
-def _model(cfg: GenerationConfig) -> ModelConfig:
-    assert cfg.model is not None
-    return cfg.model
+def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
+    """Return the cache that takes the prompts, of `shape` (rows, width)."""
+    rows, width = shape
+    if given is None:
+        return KVCache.create(run.model, rows, width)
+    kv = given.kv.flatten(run.sizes.slots)
+    if guidance.streams(run.cfg) > 1:
+        return guidance.with_empty_rows(run.cfg, kv, prompts)
+    return kv.fork(prompts // kv.rows, width) if kv.rows < prompts else kv

@@ -1,23 +1,103 @@
-"""How the next token of each row is chosen from its scores, and the keys that draws depend on."""
+"""Greedy search and sampling: one token per row and step, chosen from the row's scores."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import flax.struct
 import jax
 import jax.numpy as jnp
+
+from jaxgen.decoding import guidance
+from jaxgen.decoding.forward import Forward, observe, run_model
+from jaxgen.decoding.loop import Decoded, Prefilled, Progress
+from jaxgen.decoding.prompt import Prompt
+from jaxgen.decoding.rows import Rows, fork, pad_id
+from jaxgen.decoding.run import Run
+from jaxgen.decoding.stopping import first_reason
+from jaxgen.logits.pipeline import build_transform
+from jaxgen.model.cache import KVCache
 
 _BLOCK = 512
 
 
-def sequence_keys(key: jax.Array, prompts: int, copies: int) -> jax.Array:
-    """Return one key per row, `key[prompts * copies]`.
+@flax.struct.dataclass
+class Choice:
+    """The next token of each row, and the scores that it was chosen from.
 
-    One key gives prompt b the row key `fold_in(key, b)`; `key[prompts]` gives the row keys outright. Sequence r of a
-    prompt has `fold_in(row_key, r)`. So a row's draws do not depend on the batch that it is in.
+    Attributes:
+        token: int32[rows].
+        scores: float32[rows, V], after all processors and warpers.
+        failed: int32[rows], a `StopReason` for a row that no token can be chosen for; else NONE.
     """
-    if key.ndim == 0:
-        key = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(prompts))
-    fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
-    return fold(key, jnp.arange(copies)).reshape(prompts * copies)
+
+    token: jax.Array
+    scores: jax.Array
+    failed: jax.Array
+
+
+@flax.struct.dataclass
+class SampleState:
+    """Rows and the keys and values of all of their tokens but the last."""
+
+    rows: Rows
+    cache: KVCache
+
+    @property
+    def finished(self) -> jax.Array:
+        """bool[], True when every row is finished."""
+        return jnp.all(self.rows.history.done)
+
+
+class Sample:
+    """`GenerationMixin._sample` and `_greedy_search`: greedy where there is no key."""
+
+    def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
+        """Choose the first token of each of the sequences of each prompt."""
+        copies = run.cfg.num_return_sequences
+        rows, cache = prefilled.rows.fork(copies), prefilled.cache.fork(copies, run.capacity)
+        read = dataclasses.replace(prefilled.read, cache=None, out=None)
+        return self._extend(run, rows, cache, fork(read, copies))
+
+    def step(self, run: Run, state: SampleState) -> SampleState:
+        """Run each row's last token through the model and choose the next."""
+        read, rows = read_last(run, state.rows, state.cache)
+        return self._extend(run, rows, read.cache, read)
+
+    def finish(self, run: Run, state: SampleState) -> Decoded:
+        """Return the tokens."""
+        return Decoded.of(run, state.rows, state.cache)
+
+    def progress(self, run: Run, state: SampleState) -> Progress:
+        """Return the tokens so far."""
+        history = state.rows.history
+        tokens = history.generated(run.capacity, pad_id(run.cfg))
+        return Progress(tokens, jnp.max(history.step), state.finished)
+
+    def _extend(self, run: Run, rows: Rows, cache: KVCache, read: Forward) -> SampleState:
+        logits, scores, rows = observe(run, rows, read, 0)
+        choice = choose(run, rows, scores)
+        return SampleState(rows.push(run, choice.token, rows.live, logits, choice.scores, choice.failed), cache)
+
+
+def read_last(run: Run, rows: Rows, cache: KVCache) -> tuple[Forward, Rows]:
+    """Run the last token of each live row through the model; finished rows read nothing."""
+    prompt = guidance.stack(run.cfg, Prompt(rows.history.last(1), rows.live[:, None]))
+    read, rows = run_model(run, rows, prompt, cache)
+    recording = rows.recording.put_layers(rows.history.step, rows.live, read.out)
+    return read, dataclasses.replace(rows, recording=recording)
+
+
+def choose(run: Run, rows: Rows, scores: jax.Array) -> Choice:
+    """Choose the next token of each row from what the model says, `scores float32[rows, V]`."""
+    extensions = run.extensions
+    with jax.named_scope("process"):
+        transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed)
+        scores = transform(rows.history, scores)
+    with jax.named_scope("choose"):
+        token = greedy(scores) if rows.keys is None else draw(rows.keys, rows.history.step, scores)
+        best = jnp.max(scores, axis=-1)
+    return Choice(token, scores, first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best)))
 
 
 def greedy(scores: jax.Array) -> jax.Array:
@@ -28,15 +108,15 @@ def greedy(scores: jax.Array) -> jax.Array:
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token from softmax(scores) in each row, int32[rows].
 
-    First a block of tokens is drawn by its mass, then a token in it: random numbers for one block and the number of
-    blocks, not for the whole vocabulary, and the same distribution.
+    A block of tokens is drawn by its mass first, then a token in it. That takes random numbers for one block and the
+    number of blocks instead of the whole vocabulary, for the same distribution.
 
     Args:
-        keys: key[rows], of the sequences.
-        step: int32[], folded into the keys.
+        keys: key[rows].
+        step: int32[rows] or int32[], folded into the keys.
         scores: float32[rows, V].
     """
-    return jax.vmap(_draw_row, (0, None, 0))(keys, step, scores)
+    return jax.vmap(_draw_row)(keys, jnp.broadcast_to(step, keys.shape), scores)
 
 
 def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:

@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.extensions import Rules
-from jaxgen.decoding.prompt import Array, Prompt
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.prompt import Prompt
+from jaxgen.decoding.run import Array
 from jaxgen.logits.history import History
-from jaxgen.logits.pipeline import PerRow, build_transform, per_row
+from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import RowOptions, option_values
+from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
@@ -24,13 +27,13 @@ class Replay:
 
     Attributes:
         cfg: greedy search or sampling, without guidance.
-        rules: processors and an automaton.
+        extensions: processors and an automaton.
         new_tokens: int32[] or one per prompt, how many tokens a row may get.
         longest: int32[], how many it may have with its prompt.
     """
 
     cfg: GenerationConfig
-    rules: Rules
+    extensions: Extensions
     new_tokens: Array
     longest: Array
 
@@ -38,9 +41,9 @@ class Replay:
         """Begin with the first `width` columns of `ids int32[rows, L]`, with room for the others."""
         rows, columns = ids.shape
         prompt = Prompt.align(ids[:, :width], mask[:, :width])
-        budget = jnp.minimum(per_row(self.new_tokens, rows), self.longest - prompt.length)
+        budget = jnp.minimum(repeat_rows(jnp.atleast_1d(self.new_tokens), rows), self.longest - prompt.length)
         room = jnp.pad(prompt.ids, ((0, 0), (0, columns - width)))
-        return History.begin(self.cfg, room, prompt.length, budget, self.rules.allowed)
+        return History.begin(self.cfg, room, prompt.length, budget, self.extensions.allowed)
 
     def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, look: Callable):
         """Choose the next T tokens of each row. Scores are made for one column at a time, and again for the gradient.
@@ -55,15 +58,16 @@ class Replay:
         Returns:
             The history with the tokens in, and what `look` gave, `[rows, T, ...]`.
         """
-        allowed, rows = self.rules.allowed, logits.shape[0]
-        transform = build_transform(self.cfg, rows, self.rules.processors, allowed)
-        eos = PerRow(self.cfg, rows).eos()
+        allowed, rows = self.extensions.allowed, logits.shape[0]
+        values = option_values(self.cfg, rows)
+        transform = build_transform(self.cfg, values, self.extensions.processors, allowed)
+        eos = RowOptions(self.cfg, values).eos(rows)
 
         def step(history: History, column) -> tuple[History, Any]:
             logits, token, live = column
             history = dataclasses.replace(history, done=~live)
-            looked = look(transform(history, logits, None), token, live)
-            return history.push(token, history.done, allowed, eos), looked
+            looked = look(transform(history, logits), token, live)
+            return history.push(token, live, allowed, eos), looked
 
         columns = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, tokens, live))
         history, looked = lax.scan(jax.checkpoint(step, prevent_cse=False), history, columns)

@@ -35,18 +35,12 @@ class KVCache:
         values: likewise.
         length: int32[B], how many slots of this part each row fills, from slot 0 on.
         prefix: the cache that this one stands on, or None.
-        tokens: int32[B, S], the ids in this part's slots, where they are known: `generate` keeps them, so that it can
-            go on with its own cache. The model drops them when it writes.
-        known: int32[B], how many of `tokens` there are: `length`, or one more where the last token that was chosen
-            has not been through the model.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
     prefix: KVCache | None = None
-    tokens: jax.Array | None = None
-    known: jax.Array | None = None
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
@@ -110,20 +104,13 @@ class KVCache:
         """int32[B], how many tokens each row has, the prefix's included."""
         return self.prefix_length + self.length
 
-    @property
-    def total_known(self) -> jax.Array:
-        """int32[B], how many tokens each row has, with one that was chosen and is not in the cache yet."""
-        return self.prefix_length + (self.length if self.known is None else self.known)
-
-    def merge(self, slots: int) -> KVCache:
-        """Return a copy in one part of `slots` slots, which must be enough for `total_known`."""
+    def flatten(self, slots: int) -> KVCache:
+        """Return a copy in one part of `slots` slots, which must be enough for `total_length`."""
         first, *rest = self.parts
         merged = KVCache(
             keys=tuple(_resize(repeat_rows(key, self.rows), slots) for key in first.keys),
             values=tuple(_resize(repeat_rows(value, self.rows), slots) for value in first.values),
             length=self.total_length,
-            tokens=None if first.tokens is None else _resize(repeat_rows(first.tokens, self.rows), slots, axis=1),
-            known=self.total_known,
         )
         for part in rest:
             merged = _append(merged, part)
@@ -139,15 +126,18 @@ class KVCache:
             )
 
     def crop(self, length: jax.Array | int) -> KVCache:
-        """Return a copy in one part that holds at most the first `length` tokens of each row, int32[] or int32[B].
+        """Return a copy in one part with at most the first `length` tokens of each row, int32[] or int32[B].
 
-        A negative length takes as many tokens off the end, as in transformers. To take back what was generated, for
-        example, and go on from there. Tokens that were chosen and are not in the cache yet count too.
+        A negative length removes that many tokens from the end, as in transformers.
         """
+        return _crop(self, self.check_length(length))
+
+    def check_length(self, length: jax.Array | int) -> jax.Array:
+        """Return a length to crop to as an array; raise unless it is one integer or one per row."""
         length = jnp.asarray(length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.shape not in ((), (self.rows,)):
             raise InputError(f"length must be one integer or one per row, [{self.rows}], got {length!r}")
-        return _crop(self, length)
+        return length
 
     def reorder(self, rows: jax.Array) -> KVCache:
         """Return a copy in one part with other rows: row i is row `rows[i]`, int32[n]; some may come several times."""
@@ -168,7 +158,7 @@ class KVCache:
             raise InputError(f"copies must be a whole number of at least 1, got {copies!r}")
         return _reorder(self, jnp.repeat(jnp.arange(self.rows), copies))
 
-    def first(self, rows: int) -> KVCache:
+    def take_rows(self, rows: int) -> KVCache:
         """Return the first rows of a cache whose second half is of no interest, or all of it where there are so many.
 
         That is how classifier-free guidance leaves it; a prefix is cut in proportion.
@@ -176,10 +166,10 @@ class KVCache:
         if self.rows == rows:
             return self
         keep = jax.tree.map(lambda x: x[:rows], dataclasses.replace(self, prefix=None))
-        prefix = None if self.prefix is None else self.prefix.first(self.prefix.rows * rows // self.rows)
+        prefix = None if self.prefix is None else self.prefix.take_rows(self.prefix.rows * rows // self.rows)
         return dataclasses.replace(keep, prefix=prefix)
 
-    def grow(self, rows: int) -> KVCache:
+    def pad_rows(self, rows: int) -> KVCache:
         """Return this cache, of one part, with empty rows behind its own."""
         return jax.tree.map(lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), self)
 
@@ -191,16 +181,14 @@ class KVCache:
 
 @jax.jit
 def _crop(cache: KVCache, length: jax.Array) -> KVCache:
-    merged = cache.merge(cache.offset + cache.slots)
-    assert merged.known is not None
-    length = jnp.clip(jnp.where(length < 0, merged.known + length, length), 0)
-    known = jnp.minimum(merged.known, length)
-    return dataclasses.replace(merged, length=jnp.minimum(merged.length, length), known=known)
+    flat = cache.flatten(cache.offset + cache.slots)
+    length = jnp.clip(jnp.where(length < 0, flat.length + length, length), 0)
+    return dataclasses.replace(flat, length=jnp.minimum(flat.length, length))
 
 
 @jax.jit
 def _reorder(cache: KVCache, rows: jax.Array) -> KVCache:
-    merged = cache.merge(cache.offset + cache.slots)
+    merged = cache.flatten(cache.offset + cache.slots)
     return jax.tree.map(lambda x: x[rows], merged)
 
 
@@ -221,15 +209,10 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
         return jnp.where(column < repeat_rows(count, rows)[:, None], start + column, slots + column)
 
     filled = places(part.length)
-    tokens = None
-    if merged.tokens is not None and part.tokens is not None and part.known is not None:
-        row = jnp.arange(rows)[:, None]
-        tokens = merged.tokens.at[row, places(part.known)].set(repeat_rows(part.tokens, rows), mode="drop")
     return dataclasses.replace(
         merged,
         keys=tuple(write(a, repeat_rows(b, rows), filled) for a, b in zip(merged.keys, part.keys, strict=True)),
         values=tuple(write(a, repeat_rows(b, rows), filled) for a, b in zip(merged.values, part.values, strict=True)),
-        tokens=tokens,
     )
 
 

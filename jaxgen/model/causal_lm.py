@@ -27,7 +27,8 @@ from jaxgen.errors import InputError
 from jaxgen.model.attention import attention
 from jaxgen.model.cache import KVCache, write
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.linear import embed, linear
+from jaxgen.model.linear import embed as look_up
+from jaxgen.model.linear import linear
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import first_of_segment, hidden_by, key_order, row_order, visible
 from jaxgen.model.placement import place
@@ -122,7 +123,7 @@ class Embedding(nn.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Look up `ids int32[B, T]`: `[B, T, D]`."""
-        return embed(ids, self.weight)
+        return look_up(ids, self.weight)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Map `x [..., D]` to logits `[..., V]`."""
@@ -411,6 +412,11 @@ def forward(
     out = CausalLM(cfg, remat).apply({"params": params}, ids, rngs=rngs, **inputs)
     assert isinstance(out, ModelOutput)
     return out
+
+
+def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
+    """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`."""
+    return look_up(ids, params["model"]["embed_tokens"]["weight"])
 
 
 @functools.lru_cache

@@ -31,7 +31,7 @@ def place(cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Arra
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
     misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
-    return dataclasses.replace(cache, length=length, tokens=None, known=None), order, slots, misplaced
+    return dataclasses.replace(cache, length=length), order, slots, misplaced
 
 
 def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:

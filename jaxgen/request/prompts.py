@@ -1,6 +1,12 @@
-"""The arrays of a request: prompts, masks, embeddings, negative prompts; checked before anything is compiled."""
+"""The arrays of a request: prompts, masks, embeddings and negative prompts.
+
+What is concrete is checked by value and stays a numpy array; what the caller's own transformation traces is checked by
+shape and dtype.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,95 +14,59 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxgen.config.generation_config import GenerationConfig, warn
-from jaxgen.decoding.prompt import UNKNOWN
+from jaxgen.decoding.continuation import UNKNOWN
 from jaxgen.errors import InputError
-from jaxgen.shapes import prompt_bucket
+from jaxgen.model.config import ModelConfig
+
+Array = Any  # of numpy where it is concrete, else of jax
 
 
-def check_ids_shape(ids) -> None:
-    """Raise unless ids are integers of shape [B, P]."""
+def is_traced(*trees) -> bool:
+    """Return whether an array in the trees is traced by the caller's own transformation."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+
+
+def token_ids(ids, model: ModelConfig) -> Array:
+    """Return prompts as int32[B, P], checked against the vocabulary where they are concrete."""
+    if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
+        raise TypeError("ids is a whole Batch: give batch.ids, and attention_mask=batch.attention_mask")
+    traced = is_traced(ids)
+    try:
+        ids = jnp.asarray(ids) if traced else np.asarray(ids)
+    except ValueError as error:
+        raise InputError("ids must be one array [B, P]: pad the prompts on the left and give attention_mask") from error
     if ids.ndim != 2 or 0 in ids.shape:
         raise InputError(f"ids must have shape [B, P] with B and P at least 1, got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
-
-
-def host_ids(ids, cfg: GenerationConfig) -> np.ndarray:
-    """Return the prompts as int32[B, P], checked against the vocabulary."""
-    assert cfg.model is not None
-    if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
-        raise TypeError("ids is a whole Batch: give batch.ids, and attention_mask=batch.attention_mask")
-    try:
-        ids = np.asarray(ids)
-    except ValueError as error:
-        raise InputError("ids must be one array [B, P]: pad the prompts on the left and give attention_mask") from error
-    check_ids_shape(ids)
-    if ids.min() < 0 or ids.max() >= cfg.model.vocab_size:
+    if not traced and (ids.min() < 0 or ids.max() >= model.vocab_size):
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise InputError(f"ids has the token {wrong}, the vocabulary goes from 0 to {cfg.model.vocab_size - 1}")
-    return ids.astype(np.int32)
+        raise InputError(f"ids has the token {wrong}, the vocabulary goes from 0 to {model.vocab_size - 1}")
+    return ids.astype(jnp.int32)
 
 
-def check_mask_shape(mask, ids) -> None:
-    """Raise unless the mask has the shape of ids."""
-    if mask.shape != ids.shape:
-        raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
+def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:
+    """Return ids int32[B, P], `UNKNOWN` where only embeddings were given, and the embeddings `[B, P, D]` or None.
 
-
-def host_mask(attention_mask, ids, cfg: GenerationConfig, embedded: bool = False) -> np.ndarray:
-    """Return the attention mask as bool[B, P]; every row has a token. `embedded`: ids says nothing of padding."""
-    if attention_mask is None and embedded:
-        mask = np.ones(ids.shape, bool)
-    elif attention_mask is None:
-        mask = np.asarray(inferred_mask(ids, cfg, np))
-        pad = cfg.pad_token_id
-        if pad is not None and ids.shape[1] > 1 and np.any(ids[:, 0] == pad) and np.all(mask):
-            warn(
-                f"attention_mask is missing and the pad id {pad} is an eos id too, so padding in ids counts as "
-                "text: give attention_mask"
-            )
-    else:
-        try:
-            mask = np.asarray(attention_mask)
-        except ValueError as error:
-            raise InputError("attention_mask must be one array of the shape of ids") from error
-        check_mask_shape(mask, ids)
-        if not np.all((mask == 0) | (mask == 1)):
-            raise InputError("attention_mask must hold 0 for padding and 1 for tokens only")
-        mask = mask != 0
-    if not np.all(mask.any(axis=-1)):
-        row = int(np.argmin(mask.any(axis=-1)))
-        raise InputError(f"prompt {row} is empty, all of it is padding: give it a token, the BOS for example")
-    return mask
-
-
-def inferred_mask(ids, cfg: GenerationConfig, xp=jnp):
-    """Pad tokens are padding unless the pad id is an eos id: `_prepare_attention_mask_for_generation`."""
-    if cfg.pad_token_id is None:
-        return xp.ones(ids.shape, bool)
-    mask = ids != cfg.pad_token_id
-    if cfg.eos_token_id is None:
-        return mask
-    eos = xp.atleast_1d(xp.asarray(cfg.eos_token_id))
-    ends = xp.any(eos == cfg.pad_token_id, axis=-1)
-    return mask | (ends[:, None] if ends.ndim else ends)
-
-
-def host_prompts(ids, embeds, cfg: GenerationConfig, cache) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return ids int32[B, P], `UNKNOWN` where there are embeddings alone, and the embeddings."""
+    Args:
+        ids: as the caller gave them, or None.
+        embeds: likewise.
+        cfg: has the model and the token to begin with.
+        continues: whether a cache comes before the prompts.
+    """
     assert cfg.model is not None
     if embeds is not None:
-        embeds = np.asarray(embeds)
-        _check_embeds(embeds, cfg)
+        embeds = embeds if is_traced(embeds) else np.asarray(embeds)
+        _check_embeds(embeds, cfg.model)
         if ids is None:
             return np.full(embeds.shape[:2], UNKNOWN, np.int32), embeds
     if ids is None:
-        if cache is not None:
-            raise InputError("ids is None and cache= goes on: give the new tokens")
+        if continues:
+            raise InputError("ids is None with cache=: give the new tokens")
         if cfg.bos_token_id is None:
             raise InputError("ids is None and bos_token_id too: give prompts, or the id to begin with")
         ids = [[cfg.bos_token_id]]
-    ids = host_ids(ids, cfg)
+    ids = token_ids(ids, cfg.model)
     if embeds is not None and embeds.shape[:2] != ids.shape:
         raise InputError(
             f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must be of the same tokens: give as many, "
@@ -105,69 +75,83 @@ def host_prompts(ids, embeds, cfg: GenerationConfig, cache) -> tuple[np.ndarray,
     return ids, embeds
 
 
-def traced_prompts(ids, embeds, cfg: GenerationConfig) -> tuple[jax.Array, jax.Array | None]:
-    """Return the same of arrays that are traced."""
-    if embeds is not None:
-        _check_embeds(embeds, cfg)
-        if ids is None:
-            ids = np.full(embeds.shape[:2], UNKNOWN, np.int32)
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(ids)):
-        ids = jnp.asarray(ids)
-    elif np.any(np.asarray(ids) != UNKNOWN):
-        ids = host_ids(ids, cfg)
-    ids = jnp.asarray(ids)
-    check_ids_shape(ids)
-    if embeds is not None and embeds.shape[:2] != ids.shape:
-        raise InputError(f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must be of the same tokens")
-    return ids.astype(jnp.int32), embeds
+def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = False) -> Array:
+    """Return the attention mask as bool[B, P]. Where it is concrete, every row has a token.
+
+    `embedded`: the prompts are embeddings, so that the ids do not tell where padding is.
+    """
+    if attention_mask is None:
+        mask = np.ones(ids.shape, bool) if embedded else _inferred_mask(ids, cfg)
+    else:
+        traced = is_traced(attention_mask)
+        try:
+            mask = jnp.asarray(attention_mask) if traced else np.asarray(attention_mask)
+        except ValueError as error:
+            raise InputError("attention_mask must be one array of the shape of ids") from error
+        if mask.shape != ids.shape:
+            raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
+        if not traced and not np.all((mask == 0) | (mask == 1)):
+            raise InputError("attention_mask must be 0 for padding and 1 for tokens, and nothing else")
+        mask = mask.astype(bool)
+    if not is_traced(mask) and not np.all(np.any(mask, axis=-1)):
+        row = int(np.argmin(np.any(mask, axis=-1)))
+        raise InputError(f"prompt {row} is empty, all of it is padding: give it a token, the BOS for example")
+    return mask
 
 
-def _check_embeds(embeds, cfg: GenerationConfig) -> None:
-    assert cfg.model is not None
-    if embeds.ndim != 3 or embeds.shape[-1] != cfg.model.hidden_size or 0 in embeds.shape:
+def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
+    """Pad tokens are padding unless the pad id is an eos id: `_prepare_attention_mask_for_generation`."""
+    pad, eos = cfg.pad_token_id, cfg.eos_token_id
+    xp = jnp if is_traced(ids, pad, eos) else np
+    if pad is None:
+        return xp.ones(ids.shape, bool)
+    mask = ids != pad
+    if eos is not None:
+        ends = xp.any(xp.atleast_1d(xp.asarray(eos)) == pad, axis=-1)
+        mask = mask | (ends[:, None] if ends.ndim else ends)
+    if xp is np and ids.shape[1] > 1 and np.any(ids[:, 0] == pad) and np.all(mask):
+        warn(
+            f"attention_mask is missing and the pad id {pad} is an eos id too, so padding in ids counts as "
+            "text: give attention_mask"
+        )
+    return mask
+
+
+def _check_embeds(embeds: Array, model: ModelConfig) -> None:
+    if embeds.ndim != 3 or embeds.shape[-1] != model.hidden_size or 0 in embeds.shape:
         raise InputError(
-            f"inputs_embeds must have shape [B, P, {cfg.model.hidden_size}] with B and P at least 1, got "
+            f"inputs_embeds must have shape [B, P, {model.hidden_size}] with B and P at least 1, got "
             f"{list(embeds.shape)}"
         )
     if not jnp.issubdtype(embeds.dtype, jnp.floating):
         raise TypeError(f"inputs_embeds must be floats, got {embeds.dtype}")
 
 
-def host_negative(negative, mask, cfg: GenerationConfig, prompts: int, without_ids: bool):
-    """Return the negative prompts of guidance, int32[B, Q], and their mask, in a bucket; None, None without them."""
-    _check_guidance(negative, mask, cfg)
-    if negative is None:
-        if cfg.on("guidance_scale") and without_ids:
-            raise InputError("guidance_scale takes a prompt's last id as negative prompt: give negative_prompt_ids")
-        return None, None
-    try:
-        negative = host_ids(negative, cfg)
-        mask = np.ones(negative.shape, bool) if mask is None else host_mask(mask, negative, cfg)
-    except (InputError, TypeError) as error:
-        raise type(error)(f"negative_prompt_ids: {error}") from error
-    negative, mask = (_per_prompt(x, prompts, np) for x in (negative, mask))
-    padding = ((0, 0), (prompt_bucket(negative.shape[1]) - negative.shape[1], 0))
-    return np.pad(negative, padding), np.pad(mask, padding)
+def negative_prompts(
+    negative, mask, cfg: GenerationConfig, prompts: int, has_ids: bool
+) -> tuple[Array | None, Array | None]:
+    """Return the negative prompts of guidance, int32[B, Q], and their mask bool[B, Q]; None, None for the default.
 
-
-def traced_negative(negative, mask, cfg: GenerationConfig, prompts: int):
-    """Return the same of arrays that are traced."""
-    _check_guidance(negative, mask, cfg)
-    negative = jnp.asarray(negative)
-    check_ids_shape(negative)
-    mask = jnp.ones(negative.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
-    check_mask_shape(mask, negative)
-    return _per_prompt(negative.astype(jnp.int32), prompts, jnp), _per_prompt(mask, prompts, jnp)
-
-
-def _check_guidance(negative, mask, cfg: GenerationConfig) -> None:
+    `has_ids`: the prompts have ids, whose last one is the default.
+    """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: give them too")
-    if negative is not None and not cfg.on("guidance_scale"):
-        raise InputError("negative_prompt_ids need guidance_scale, other than 1: set it with cfg.replace")
-
-
-def _per_prompt(x, prompts: int, xp):
-    if x.shape[0] not in (1, prompts):
-        raise InputError(f"negative_prompt_ids has {x.shape[0]} rows for {prompts} prompts: give one per prompt or one")
-    return xp.broadcast_to(x, (prompts, x.shape[1]))
+    if negative is None or not cfg.on("guidance_scale"):
+        if negative is not None and cfg.guidance_scale is None:
+            raise InputError("negative_prompt_ids need guidance_scale: set it with cfg.replace, above 1 for an effect")
+        if cfg.on("guidance_scale") and not has_ids:
+            raise InputError("guidance_scale takes a prompt's last id as negative prompt: give negative_prompt_ids")
+        return None, None
+    assert cfg.model is not None
+    try:
+        negative = token_ids(negative, cfg.model)
+        mask = np.ones(negative.shape, bool) if mask is None else mask_of(mask, negative, cfg)
+    except (InputError, TypeError) as error:
+        raise type(error)(f"negative_prompt_ids: {error}") from error
+    if negative.shape[0] not in (1, prompts):
+        raise InputError(
+            f"negative_prompt_ids has {negative.shape[0]} rows for {prompts} prompts: give one per prompt or one"
+        )
+    xp = jnp if is_traced(negative, mask) else np
+    shape = (prompts, negative.shape[1])
+    return xp.broadcast_to(negative, shape), xp.broadcast_to(mask, shape)

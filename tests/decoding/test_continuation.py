@@ -74,9 +74,9 @@ def test_a_long_conversation(turns):
         out = generate(params, [[turn + 1], [turn + 7]], None, cfg, cache=cache)
         assert generated(out, 1) == [(turn + 8 + step) % 50 for step in range(5)]
         cache = out.cache
-        assert cache.total_known.tolist() == [6 * (turn + 1)] * 2
-        assert cache.total_length.tolist() == [6 * (turn + 1) - 1] * 2
-    kept = np.concatenate([np.asarray(part.tokens)[0, : int(part.known[0])] for part in cache.parts])
+        assert cache.count.tolist() == [6 * (turn + 1)] * 2
+        assert cache.kv.total_length.tolist() == [6 * (turn + 1) - 1] * 2
+    kept = np.asarray(cache.tokens)[0, : int(cache.count[0])]
     assert kept.tolist() == [(turn + 1 + step) % 50 for turn in range(turns) for step in range(6)]
 
 
@@ -104,9 +104,9 @@ def test_a_cache_of_the_model_alone():
     out = generate(PARAMS, [[9]], None, CFG, cache=cache)
     assert generated(out, 0) == generated(generate(PARAMS, [[5, 6, 7, 8, 9]], None, CFG), 0)
     for options in ({"repetition_penalty": 1.2}, {"forced_bos_token_id": 3}, {"forced_decoder_ids": [[6, 30]]}):
-        with pytest.raises(InputError, match=f"{next(iter(options))} looks at all tokens"):
+        with pytest.raises(InputError, match=f"{next(iter(options))} depends on all tokens"):
             generate(PARAMS, [[9]], None, CFG.replace(**options), cache=cache)
-    with pytest.raises(InputError, match="repetition_penalty looks at all tokens"):  # nor later
+    with pytest.raises(InputError, match="repetition_penalty depends on all tokens"):  # nor later
         generate(PARAMS, [[9]], None, CFG.replace(repetition_penalty=1.2), cache=out.cache)
 
 
@@ -196,7 +196,7 @@ def test_a_prefix_is_shared_by_many_prompts(fields):
     out, said = run(PROMPTS, cfg, key, cache=system)
     assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]
     if not cfg.on("guidance_scale"):
-        assert out.cache.parts[0].rows == 1  # not one per prompt
+        assert out.cache.kv.parts[0].rows == 1  # not one per prompt
     # And it is not used up: going on from the results is going on from the whole.
     following = FOLLOWING * cfg.num_return_sequences
     if cfg.num_return_sequences == 1:
@@ -228,8 +228,8 @@ def test_crop_takes_back_what_was_said():
     on = run(FOLLOWING, cache=cut)[1]
     assert on == run([p + s[:2] + f for p, s, f in zip(PROMPTS, said, FOLLOWING, strict=True)])[1]
     less = out.cache.crop(-6)
-    assert less.total_known.tolist() == [len(prompt) + 2 for prompt in PROMPTS]
-    assert out.cache.crop(100).total_known.tolist() == out.cache.total_known.tolist()
+    assert less.count.tolist() == [len(prompt) + 2 for prompt in PROMPTS]
+    assert out.cache.crop(100).count.tolist() == out.cache.count.tolist()
     with pytest.raises(InputError, match="one integer or one per row"):
         out.cache.crop(jnp.asarray([1, 2]))
 

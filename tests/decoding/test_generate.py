@@ -137,8 +137,8 @@ def test_early_exit_leaves_later_steps_at_zero():
 
 def test_the_cache_holds_all_but_the_last_token():
     out = count([[3], [7, 8, 9, 20]], CFG.replace(eos_token_id=[5]))
-    assert out.cache.prefix.length.tolist() == [1, 4]
-    assert out.cache.length.tolist() == [1, 5]
+    assert out.cache.kv.prefix.length.tolist() == [1, 4]
+    assert out.cache.kv.length.tolist() == [1, 5]
 
 
 def test_padding_can_be_anywhere():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.decoding.sample import draw, sequence_keys
+from jaxgen.decoding.keys import prompt_keys, sequence_keys
+from jaxgen.decoding.sample import draw
 from tests.support.models import generated, left_pad, model_config, random_params, slow
 
 MODEL = model_config()
@@ -50,12 +51,12 @@ def test_a_certain_token_is_always_drawn():
 
 def test_row_keys_are_those_that_the_contract_names():
     key = jax.random.key(7)
-    keys = sequence_keys(key, 2, 3)
+    keys = sequence_keys(prompt_keys(key, 2), 3)
     for prompt in range(2):
         for copy in range(3):
             expected = jax.random.fold_in(jax.random.fold_in(key, prompt), copy)
             assert jax.random.key_data(keys[prompt * 3 + copy]).tolist() == jax.random.key_data(expected).tolist()
-    given = sequence_keys(jax.random.split(key, 2), 2, 1)
+    given = sequence_keys(prompt_keys(jax.random.split(key, 2), 2), 1)
     assert (
         jax.random.key_data(given[1]).tolist()
         == jax.random.key_data(jax.random.fold_in(jax.random.split(key, 2)[1], 0)).tolist()

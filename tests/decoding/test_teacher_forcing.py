@@ -12,6 +12,7 @@ from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, TokenAut
 from jaxgen.errors import JaxgenWarning, NotBuiltYetError
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import option_values
 from tests.support.compilations import compilations
 from tests.support.models import generated, left_pad, model_config, random_params, slow
 from tests.test_scoring import close, sizes_with
@@ -74,7 +75,7 @@ def test_what_generate_chose_from(name):
     assert np.abs(np.asarray(own.logprobs)[:, out.prompt_width :] - out.logprobs).max() > 0.1
 
 
-# --- Rules --------------------------------------------------------------------------------------------------------
+# --- Extensions ---------------------------------------------------------------------------------------------------
 
 
 @flax.struct.dataclass
@@ -107,12 +108,12 @@ def in_turns(start):
 @pytest.mark.parametrize("eos", [EOS, None], ids=["eos", "no-eos"])
 def test_processors_of_the_users_own_and_an_automaton(eos):
     cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # whole rounds
-    rules = {"logits_processor": [Discourage(np.arange(30, 50), np.float32(7)), not_the_last_token]}
-    rules["prefix_allowed_tokens_fn"] = in_turns([0, 1, 2])
-    out = run(cfg, **rules)
+    extensions = {"logits_processor": [Discourage(np.arange(30, 50), np.float32(7)), not_the_last_token]}
+    extensions["prefix_allowed_tokens_fn"] = in_turns([0, 1, 2])
+    out = run(cfg, **extensions)
     if eos is None:
         assert [generated(out, row)[0] % 3 for row in range(6)] == [0, 0, 1, 1, 2, 2]
-    close(scored(PARAMS, out, cfg, **rules).logprobs[:, out.prompt_width :], out.logprobs)
+    close(scored(PARAMS, out, cfg, **extensions).logprobs[:, out.prompt_width :], out.logprobs)
 
 
 # --- Gradients ----------------------------------------------------------------------------------------------------
@@ -127,8 +128,8 @@ def of_one_token(params, ids, prompt_length, length):
     cfg = jax.tree.map(jnp.asarray, TUNED)
     logits = CausalLM(MODEL).apply({"params": params}, ids[None]).logits[:, length - 1]
     history = History.begin(cfg, ids[None], length[None], jnp.asarray([8], jnp.int32))
-    history = dataclasses.replace(history, prompt_length=prompt_length[None], step=length - prompt_length)
-    return jax.nn.log_softmax(build_transform(cfg, 1)(history, logits, None), axis=-1)[0, ids[length]]
+    history = dataclasses.replace(history, prompt_length=prompt_length[None])
+    return jax.nn.log_softmax(build_transform(cfg, option_values(cfg, 1))(history, logits), axis=-1)[0, ids[length]]
 
 
 @pytest.mark.slow
@@ -158,7 +159,7 @@ def test_the_gradient_is_that_of_single_steps():
 def test_the_logits_of_all_positions_are_never_held():
     vocab, rows, width, start, chunk = 5003, 3, 64, 8, 4
     model = model_config(vocab_size=vocab, num_hidden_layers=1)
-    params, ids = random_params(model), np.ones((rows, width), np.int32)
+    params, ids = random_params(model), np.full((rows, width), 3, np.int32)
     cfg = TUNED.replace(model=model, repetition_penalty=1.0)
 
     def total(params, chunk):

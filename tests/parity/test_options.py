@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
+from jaxgen.decoding.guidance import guide
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import option_values
 from tests.support.goldens import GOLDENS, prepare
 from tests.support.models import generated, left_pad, model_config
 
@@ -96,15 +98,17 @@ def test_processed_scores_when_sampling(number, group):
 
     @jax.jit
     def run(cfg, ids, length, budget, tokens, logits, uncond):
-        transform = build_transform(cfg, rows, allowed=table)
+        values = option_values(cfg, rows)
+        transform = build_transform(cfg, values, allowed=table)
         history = History.begin(cfg, ids, length, budget, table)
         scores = []
         for step in range(max(STEPS) + 1):
             if step in STEPS:
                 at = STEPS.index(step)
-                scores.append(transform(history, logits[:, at], None if uncond is None else uncond[:, at]))
+                streams = logits[:, at] if uncond is None else jnp.concatenate([logits[:, at], uncond[:, at]])
+                scores.append(transform(history, guide(cfg, values, streams)[1]))
             if step < max(STEPS):
-                history = history.push(tokens[:, step], jnp.zeros(rows, bool))
+                history = history.push(tokens[:, step], jnp.ones(rows, bool))
         return jnp.stack(scores, axis=1)
 
     ours = np.asarray(run(cfg, ids, length, budget, tokens, logits, golden.get("uncond")))

@@ -12,6 +12,7 @@ import pytest
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import option_values
 from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated, left_pad, model_config, slow
 
@@ -178,9 +179,9 @@ def test_processed_scores_when_sampling(number, case):
     history = History.begin(cfg, jnp.asarray(ids), length, budget=jnp.asarray([100]))
     # The history goes on beyond the prompt: what comes after counts as generated.
     prompt = case["prompt_length"]
-    history = history.replace(prompt_length=jnp.asarray([prompt]), step=jnp.asarray(ids.shape[1] - prompt))
+    history = history.replace(prompt_length=jnp.asarray([prompt]))
     cfg = jax.tree.map(jnp.asarray, cfg)  # as a program gets it
-    ours = np.asarray(build_transform(cfg, 1)(history, jnp.asarray(logits)[None])[0])
+    ours = np.asarray(build_transform(cfg, option_values(cfg, 1))(history, jnp.asarray(logits)[None])[0])
     assert not case["near_boundary"], "the maker of the goldens draws such cases again"
     if case.get("top_p_splits_tie") and not case["highest_ids_kept"]:
         ours, expected = np.sort(ours), np.sort(expected)

@@ -14,10 +14,12 @@ import pytest
 from jax import lax
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.decoding.sample import draw, sequence_keys
+from jaxgen.decoding.keys import prompt_keys, sequence_keys
+from jaxgen.decoding.sample import draw
 from jaxgen.logits import warpers
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import option_values
 from tests.support.goldens import GOLDENS, load
 from tests.support.models import left_pad, model_config
 
@@ -139,9 +141,9 @@ def expected(setting, scores):
 @jax.jit
 def many_draws(key, scores):
     """Draws as in the loop, int32[DRAWS], from `scores float32[1, V]`."""
-    keys = sequence_keys(key, 1, DRAWS).reshape(-1, CHUNK)
+    keys = sequence_keys(prompt_keys(key, 1), DRAWS).reshape(-1, CHUNK)
     rows = jnp.broadcast_to(scores, (CHUNK, scores.shape[1]))
-    return lax.map(lambda keys: draw(keys, jnp.int32(2), rows), keys).reshape(-1)
+    return lax.map(lambda keys: draw(keys, jnp.full(CHUNK, 2, jnp.int32), rows), keys).reshape(-1)
 
 
 @pytest.mark.parametrize("setting", list(settings(of_the_model=False)))
@@ -155,8 +157,8 @@ def test_draws_from_processed_scores(setting):
         length = jnp.asarray([prompt], jnp.int32)
         history = History.begin(cfg, ids, length, jnp.asarray([16], jnp.int32))
         for column in range(prompt, ids.shape[1]):
-            history = history.push(ids[:, column], jnp.zeros(1, bool))
-        return build_transform(cfg, 1)(history, logits, None)
+            history = history.push(ids[:, column], jnp.ones(1, bool))
+        return build_transform(cfg, option_values(cfg, 1))(history, logits)
 
     tokens = np.asarray(many_draws(jax.random.key(0), process(cfg, np.asarray([ids], np.int32), logits)))
     assert is_plausible(tokens, expected(setting, setting["scores"][0]))

@@ -146,7 +146,9 @@ def test_a_prompt_in_chunks_is_the_whole(chunk):
     out = run(cfg)
     assert rows(out) == rows(whole)
     np.testing.assert_allclose(out.logits, whole.logits, atol=1e-5)
-    np.testing.assert_allclose(out.cache.prefix.keys[1][2, :, :5], whole.cache.prefix.keys[1][2, :, :5], atol=1e-5)
+    np.testing.assert_allclose(
+        out.cache.kv.prefix.keys[1][2, :, :5], whole.cache.kv.prefix.keys[1][2, :, :5], atol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -182,7 +184,7 @@ class Feedback(StepHook):
         return jnp.zeros((history.length.shape[0], self.directions.shape[1]))
 
     def before(self, total, history, inputs):
-        new = self.directions[inputs.ids[:, -1]] * jnp.where(history.step > 0, 1.0, 0.0)
+        new = self.directions[inputs.ids[:, -1]] * jnp.where(history.step > 0, 1.0, 0.0)[:, None]
         total = total + new
         return dataclasses.replace(inputs, inputs_embeds=inputs.inputs_embeds + total[:, None, :]), total
 
@@ -237,7 +239,7 @@ class Hide(StepHook):
 
     def before(self, state, history, inputs):
         hidden = jnp.arange(inputs.attention_mask.shape[1])[None, :] == 1
-        visible = inputs.attention_mask & ~(hidden & (history.step >= 2))
+        visible = inputs.attention_mask & ~(hidden & (history.step >= 2)[:, None])
         return dataclasses.replace(inputs, attention_mask=visible), state
 
 

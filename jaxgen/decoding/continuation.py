@@ -1,0 +1,92 @@
+"""What a finished run leaves for the next one: its cache, and the ids of the tokens in it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxgen.model.cache import KVCache
+
+UNKNOWN = -1  # the id of a token that was given as an embedding
+
+
+@flax.struct.dataclass
+class Continuation:
+    """A cache that `generate(..., cache=)` continues from.
+
+    Attributes:
+        kv: keys and values.
+        tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for one given as an embedding; None where
+            the ids are not known, as in a cache that the model alone has filled.
+        count: int32[B], how many tokens each row has: those in `kv`, and one more where the last generated token has
+            not been through the model yet.
+    """
+
+    kv: KVCache
+    tokens: jax.Array | None
+    count: jax.Array
+
+    @classmethod
+    def of(cls, cache: KVCache | Continuation) -> Continuation:
+        """Wrap a cache of the model; its tokens are not known."""
+        return cache if isinstance(cache, Continuation) else cls(cache, None, cache.total_length)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, B."""
+        return self.kv.rows
+
+    @property
+    def slots(self) -> int:
+        """How many slots the cache has per row, the prefix's included."""
+        return self.kv.offset + self.kv.slots
+
+    def pending(self) -> tuple[jax.Array, jax.Array]:
+        """Return each row's last token, int32[B], and where it has not been through the model yet, bool[B]."""
+        if self.tokens is None:
+            return jnp.zeros(self.rows, jnp.int32), jnp.zeros(self.rows, bool)
+        last = jnp.take_along_axis(self.tokens, jnp.maximum(self.count - 1, 0)[:, None], axis=1)[:, 0]
+        return last, self.count > self.kv.total_length
+
+    def crop(self, length: jax.Array | int) -> Continuation:
+        """Keep at most the first `length` tokens of each row, int32[] or int32[B], as a copy.
+
+        A negative length removes that many tokens from the end, as in transformers: `cache.crop(-5)` takes back the
+        last five tokens, and the next run continues from there.
+
+        Raises:
+            InputError: `length` is not an integer, nor one per row.
+        """
+        kept = self.kv.check_length(length)
+        kept = jnp.clip(jnp.where(kept < 0, self.count + kept, kept), 0, self.count)
+        return dataclasses.replace(self, kv=self.kv.crop(kept), count=kept)
+
+    def reorder(self, rows: jax.Array) -> Continuation:
+        """Return a copy in which row i is row `rows[i]`, int32[n]; a row may occur several times or not at all.
+
+        Raises:
+            InputError: `rows` is not a list of row numbers.
+        """
+        kv = self.kv.reorder(rows)
+        tokens, count = _take((self.tokens, self.count), jnp.asarray(rows))
+        return Continuation(kv, tokens, count)
+
+    def expand(self, copies: int) -> Continuation:
+        """Return a copy with each row `copies` times in a row, as `repeat_interleave`.
+
+        `generate` does not need this: prompts that share a row read it from one place.
+
+        Raises:
+            InputError: `copies` is not a whole number of at least 1.
+        """
+        kv = self.kv.expand(copies)
+        tokens, count = _take((self.tokens, self.count), jnp.arange(kv.rows) // copies)
+        return Continuation(kv, tokens, count)
+
+
+@jax.jit
+def _take(tree, rows: jax.Array):
+    return jax.tree.map(lambda x: x[rows], tree)

@@ -1,0 +1,195 @@
+"""The state that follows a row: its tokens, options, key, grammar, stop strings, hook and records.
+
+All of it has one contract of four verbs: `begin` with the prompts, `push` a token, `select` rows (reorder them, as
+beams do) and `insert` rows (a finished row becomes another prompt's). Every array has the rows first, so that `select`
+and `insert` are one tree map each; an array with fewer rows is shared by the sequences of a prompt and stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.keys import prompt_keys, sequence_keys
+from jaxgen.decoding.prompt import Prompt
+from jaxgen.decoding.recording import Recording
+from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
+from jaxgen.errors import InputError
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.logits.history import History
+from jaxgen.logits.row_options import OptionValues, RowOptions, option_values
+from jaxgen.shapes import repeat_rows
+
+Tree = TypeVar("Tree")
+
+
+@flax.struct.dataclass
+class Rows:
+    """Everything that follows a row, but for its keys and values. Rows are independent in time.
+
+    Attributes:
+        history: the row's tokens, as processors see them.
+        reasons: int32[rows], a `StopReason` each.
+        options: the options of the row's prompt, by name.
+        keys: key[rows], or None where nothing is drawn.
+        stop_strings: int32[rows], how much of a stop string has been generated; None without stop strings.
+        hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
+        recording: what the output keeps of each step.
+        prefilled: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None where they are
+            not known.
+    """
+
+    history: History
+    reasons: jax.Array
+    options: OptionValues
+    keys: jax.Array | None
+    stop_strings: jax.Array | None
+    hook: tuple[Any, ...]
+    recording: Recording
+    prefilled: jax.Array | None
+
+    @classmethod
+    def begin(cls, run: Run, request: Request, known: Prompt, prefilled: jax.Array | None, total: jax.Array) -> Rows:
+        """Begin one row per prompt.
+
+        Args:
+            run: the constants.
+            request: the prompts.
+            known: the tokens of each prompt whose ids are known, those that its cache came with included.
+            prefilled: int32[B, W], as in the attributes.
+            total: int32[B], how many tokens each prompt has, those without known ids included.
+        """
+        prompts, budget = request.ids.shape[0], jnp.minimum(request.budget, run.capacity)
+        wrong = (request.ids < 0) | (request.ids >= run.model.vocab_size)
+        wrong = jnp.any(request.mask & wrong, axis=-1) & (request.embeds is None)
+        wrong |= ~jnp.any(request.mask, axis=-1)
+        reasons = first_reason(BAD_ID=wrong, LENGTH=budget <= 0)
+        ids = jnp.pad(known.ids, ((0, 0), (0, run.capacity)))
+        extensions = run.extensions
+        history = History.begin(run.cfg, ids, known.length, budget, extensions.allowed, unknown=total - known.length)
+        stop_strings = extensions.stop_strings
+        return cls(
+            history=dataclasses.replace(history, done=reasons != StopReason.NONE),
+            reasons=reasons,
+            options=option_values(run.cfg, prompts),
+            keys=None if request.key is None else prompt_keys(request.key, prompts),
+            stop_strings=None if stop_strings is None else stop_strings.begin(history.ids, history.length),
+            hook=(),
+            recording=Recording(),
+            prefilled=prefilled,
+        )
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return self.reasons.shape[0]
+
+    @property
+    def live(self) -> jax.Array:
+        """bool[rows], the rows that are not finished."""
+        return ~self.history.done
+
+    def fork(self, copies: int) -> Rows:
+        """Return `copies` sequences of each row, each with a key of its own."""
+        forked = fork(dataclasses.replace(self, keys=None, recording=None, prefilled=None), copies)
+        keys = None if self.keys is None else sequence_keys(self.keys, copies)
+        return dataclasses.replace(forked, keys=keys, recording=self.recording.fork(copies), prefilled=self.prefilled)
+
+    def select(self, rows: jax.Array) -> Rows:
+        """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt."""
+        return jax.tree.map(lambda x: x if x.shape[0] < self.count else x[rows], self)
+
+    def insert(self, source: Rows, rows: jax.Array) -> Rows:
+        """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
+
+        A row number of `count` or more inserts nothing. `source` has the same structure and sizes.
+        """
+
+        def write(x: jax.Array, y: jax.Array) -> jax.Array:
+            return x if x.shape[0] < self.count else x.at[rows].set(y, mode="drop", unique_indices=True)
+
+        return jax.tree.map(write, self, source)
+
+    def push(
+        self, run: Run, tokens: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array, failed: jax.Array
+    ) -> Rows:
+        """Append a token to each live row, record the step and find the rows that it ends.
+
+        Args:
+            run: the constants.
+            tokens: int32[rows].
+            live: bool[rows], the rows that take part; finished rows never do.
+            logits: float32[rows, V], as the model returned them.
+            scores: float32[rows, V], what the tokens were chosen from.
+            failed: int32[rows], a `StopReason` for a row that no token could be chosen for; else NONE.
+        """
+        cfg, extensions = run.cfg, run.extensions
+        live &= self.live
+        added = live & (failed == StopReason.NONE)
+        options = RowOptions(cfg, self.options)
+        eos = options.eos(self.count)
+        # A failed step is recorded too: its scores tell why.
+        recording = self.recording.put(cfg, self.history.step, live, logits, scores, jnp.where(added, tokens, 0))
+        with jax.named_scope("stop"):
+            history = self.history.push(tokens, added, extensions.allowed, eos)
+            stops = {"EOS": is_eos(tokens, options.table("eos_token_id")), "LENGTH": history.step >= history.budget}
+            if isinstance(extensions.allowed, TokenAutomaton) and history.grammar is not None:
+                endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
+                stops["COMPLETE"] = endless & extensions.allowed.exhausted(
+                    history.grammar, history.budget - history.step
+                )
+            stop_strings = self.stop_strings
+            if extensions.stop_strings is not None and stop_strings is not None:
+                following, stops["STOP_STRING"] = extensions.stop_strings.push(stop_strings, tokens)
+                stop_strings = jnp.where(added, following, stop_strings)
+            for criterion in extensions.criteria:
+                stops["CRITERION"] = stops.get("CRITERION", False) | _checked(criterion(history, scores), self.count)
+            reason = jnp.where(failed == StopReason.NONE, first_reason(**stops), failed)
+        reasons = jnp.where(live, reason, self.reasons)
+        return dataclasses.replace(
+            self,
+            history=dataclasses.replace(history, done=reasons != StopReason.NONE),
+            reasons=reasons,
+            stop_strings=stop_strings,
+            recording=recording,
+        )
+
+    def all_tokens(self, capacity: int) -> jax.Array | None:
+        """int32[rows, W + N]: the ids of all tokens of each row in order, N = `capacity`; None where not known."""
+        if self.prefilled is None:
+            return None
+        before, history = repeat_rows(self.prefilled, self.count), self.history
+        step = jnp.arange(capacity, dtype=jnp.int32)[None, :]
+        column = (history.total_length - history.step)[:, None] + step
+        column = jnp.where(step < history.step[:, None], column, before.shape[1] + capacity)
+        generated = history.generated(capacity, jnp.zeros((), jnp.int32))
+        row = jnp.arange(self.count)[:, None]
+        return jnp.pad(before, ((0, 0), (0, capacity))).at[row, column].set(generated, mode="drop")
+
+
+def fork(tree: Tree, copies: int) -> Tree:
+    """Repeat each row of arrays `[rows, ...]` `copies` times."""
+    return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), tree)
+
+
+def pad_id(cfg: GenerationConfig) -> jax.Array:
+    """Return the id that follows a row's end: the pad id, else the first eos id, else 0."""
+    if cfg.pad_token_id is not None:
+        return jnp.asarray(cfg.pad_token_id, jnp.int32)
+    if cfg.on("eos_token_id"):
+        ids = jnp.ravel(jnp.asarray(cfg.eos_token_id, jnp.int32))
+        return ids[jnp.argmax(ids >= 0)]
+    return jnp.zeros((), jnp.int32)
+
+
+def _checked(stops: Any, rows: int) -> jax.Array:
+    stops = jnp.asarray(stops)
+    if stops.shape != (rows,) or stops.dtype != bool:
+        raise InputError(f"stopping_criteria must return bool[{rows}], one per row, got {stops.dtype}{stops.shape}")
+    return stops

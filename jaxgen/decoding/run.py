@@ -1,0 +1,78 @@
+"""What a run of generate() is given: the prompts, and the constants of the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.model.config import ModelConfig
+
+Array = Any  # of jax or, before a program is called with it, of numpy
+
+
+@flax.struct.dataclass
+class Request:
+    """The prompts of a run and what belongs to each of them, checked, with sizes rounded up. All of it is traced.
+
+    Attributes:
+        ids: int32[B, P], padded on any side; `UNKNOWN` throughout where only embeddings were given.
+        mask: bool[B, P], True for tokens.
+        budget: int32[B], the most tokens to generate per prompt.
+        key: one key, `key[B]`, or None where nothing is drawn.
+        cache: what comes before the prompts, with B rows or fewer that divide B; or None.
+        embeds: `[B, P, D]`, or None.
+        negative_ids: int32[B, Q], the negative prompts of guidance, or None.
+        negative_mask: bool[B, Q], or None.
+    """
+
+    ids: Array
+    mask: Array
+    budget: Array
+    key: jax.Array | None = None
+    cache: Continuation | None = None
+    embeds: Array | None = None
+    negative_ids: Array | None = None
+    negative_mask: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The static sizes of a run.
+
+    Attributes:
+        capacity: the most tokens that a row can generate, N.
+        slots: slots for the tokens of `Request.cache` and, unless its rows are shared, the prompts; 0 without a cache.
+    """
+
+    capacity: int
+    slots: int = 0
+
+
+@flax.struct.dataclass
+class Run:
+    """The constants of a run: the same in every step and for every row.
+
+    Attributes:
+        params: the model's parameters.
+        cfg: which options are on. A value that belongs to a prompt is read from `Rows.options`, not from here.
+        extensions: processors, criteria, grammar, stop strings and hook.
+        model: the model's shape.
+        sizes: the static sizes.
+    """
+
+    params: Any
+    cfg: GenerationConfig
+    extensions: Extensions
+    model: ModelConfig = flax.struct.field(pytree_node=False)
+    sizes: Sizes = flax.struct.field(pytree_node=False)
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that a row can generate, N."""
+        return self.sizes.capacity

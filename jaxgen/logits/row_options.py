@@ -1,0 +1,110 @@
+"""The options of each row: what a config gives its prompt, repeated for the rows that continue it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.options import TRACED, Decay, Knob
+from jaxgen.config.tables import Biases, IdSet, Sequences
+from jaxgen.logits import processors
+from jaxgen.logits.history import History
+from jaxgen.shapes import repeat_rows
+
+# By option that is on, its arrays with the rows first. They follow a row like its tokens.
+OptionValues = dict[str, Any]
+
+
+def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
+    """Return what the options that are on give each of `rows` rows, a multiple of the prompts."""
+    values: OptionValues = {}
+    for name, option in TRACED.items():
+        ranks = _ranks(option)
+        if ranks is not None and cfg.on(name):
+            leaf = option.leaf(getattr(cfg, name))
+            values[name] = jax.tree.map(lambda x, rank: _per_row(x, rows, rank), leaf, ranks)
+    return values
+
+
+def _ranks(option) -> Any:
+    """Return how many axes the arrays of one prompt have; None for an option that is the same for all prompts."""
+    if isinstance(option, Knob):
+        return 0 if option.per_prompt else None
+    if isinstance(option, Decay):
+        return 0, 0
+    if isinstance(option, Biases):
+        return 2, 1
+    return {IdSet: 1, Sequences: 2}.get(type(option))
+
+
+def _per_row(value, rows: int, rank: int) -> jax.Array:
+    """Repeat one value of that rank, or one per prompt: `[rows, ...]`."""
+    value = jnp.asarray(value)
+    return repeat_rows(value, rows) if value.ndim > rank else jnp.broadcast_to(value, (rows, *value.shape))
+
+
+class RowOptions:
+    """The options of a run in the forms that processors take: one value per row."""
+
+    def __init__(self, cfg: GenerationConfig, values: OptionValues):
+        self.cfg, self.values = cfg, values
+
+    def value(self, name: str) -> jax.Array:
+        """`[rows]`."""
+        return self.values[name]
+
+    def number(self, name: str) -> jax.Array:
+        """`[rows, 1]`."""
+        return self.values[name][:, None]
+
+    def table(self, name: str) -> jax.Array | None:
+        """An id table, `[rows, E]` or `[rows, S, W]`; None where the option is off."""
+        return self.values.get(name)
+
+    def ids(self, name: str) -> jax.Array:
+        """A set of ids as bool[rows, V]."""
+        return processors.token_set(self.values[name], self._vocab)
+
+    def eos(self, rows: int) -> jax.Array:
+        """The ids that end a row, as `ids`; none where the option is off."""
+        return self.ids("eos_token_id") if self.cfg.on("eos_token_id") else jnp.zeros((rows, self._vocab), bool)
+
+    def one(self, name: str) -> jax.Array:
+        """An id as bool[rows, V]."""
+        return processors.token_set(self.number(name), self._vocab)
+
+    def biases(self) -> tuple[jax.Array, jax.Array]:
+        """The biased sequences `[rows, S, W]` and their biases `[rows, S]`."""
+        return self.values["sequence_bias"]
+
+    def decay(self, part: int) -> jax.Array:
+        """`[rows, 1]`: the start or the factor of the exponential decay."""
+        return self.values["exponential_decay_length_penalty"][part][:, None]
+
+    def beginning(self, history: History) -> jax.Array:
+        """int32[rows]: the step that begin_suppress_tokens applies to, the first in which nothing is forced."""
+        begin = jnp.zeros_like(history.length)
+        if self.cfg.on("forced_bos_token_id"):
+            begin = begin + (history.prompt_length <= 1).astype(jnp.int32)
+        if self.cfg.on("forced_decoder_ids"):
+            position = self.values["forced_decoder_ids"][..., 0]
+            count = jnp.sum(position >= 0, axis=-1)
+            last = jnp.take_along_axis(position, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+            begin = begin + jnp.where(count > 0, last, 0)
+        return begin
+
+    def forced_at(self, history: History) -> tuple[jax.Array, jax.Array]:
+        """The tokens that forced_decoder_ids wants next, bool[rows, V], and the rows it wants one in, bool[rows]."""
+        forced = self.values["forced_decoder_ids"]
+        here = forced[..., 0] == history.length[:, None]
+        # If several entries name one position, the last one wins, as in a dict.
+        last = here & (jnp.cumsum(here[:, ::-1], axis=-1)[:, ::-1] == 1)
+        return processors.token_set(jnp.where(last, forced[..., 1], -1), self._vocab), jnp.any(here, axis=-1)
+
+    @property
+    def _vocab(self) -> int:
+        assert self.cfg.model is not None
+        return self.cfg.model.vocab_size

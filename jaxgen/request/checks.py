@@ -1,0 +1,143 @@
+"""Checks of a call of generate(): parameters, cache, key, grammar, and what no row can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.core
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.config.generation_config import GenerationConfig, warn
+from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.extensions import Extensions, HostFunction
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.model.causal_lm import param_shapes
+
+# Options that depend on the tokens of a row.
+_OF_TOKENS = (
+    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "sequence_bias watermarking_config stop_strings forced_bos_token_id forced_decoder_ids"
+).split()
+
+
+def check_call(params, cfg: GenerationConfig) -> None:
+    """Raise where `cfg` is no config with a model, or the parameters are not the model's, naming what is wrong."""
+    if not isinstance(cfg, GenerationConfig):
+        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
+    if cfg.model is None:
+        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
+    if not isinstance(params, dict | flax.core.FrozenDict):
+        raise TypeError(f"params must be the dict of parameters, got {type(params).__name__}")
+    if set(params) == {"params"}:
+        raise InputError('params must be the tree itself, without the outer {"params": ...}')
+    given: dict[str, Any] = dict(flax.traverse_util.flatten_dict(params, sep="."))
+    wanted = param_shapes(cfg.model)
+    problems = [f"{name} is missing" for name in wanted if name not in given]
+    problems += [f"{name} is unexpected" for name in given if name not in wanted]
+    problems += [
+        f"{name} has shape {list(np.shape(given[name]))}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if name in given and np.shape(given[name]) != shape
+    ]
+    problems += [
+        f"{name} is {getattr(given[name], 'dtype', type(given[name]).__name__)}, wanted an array of floats"
+        for name in wanted
+        if name in given and not jnp.issubdtype(getattr(given[name], "dtype", int), jnp.floating)
+    ]
+    dtype = None if problems else given["model.embed_tokens.weight"].dtype
+    if dtype is not None and dtype != cfg.model.dtype:
+        problems.append(
+            f"they are {dtype} and cfg.model.dtype is {cfg.model.dtype}: make that the same, "
+            f"dataclasses.replace(cfg.model, dtype={str(dtype)!r})"
+        )
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise InputError(f"params do not fit cfg.model: {'; '.join(problems[:4])}{more}")
+
+
+def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions) -> None:
+    """Raise for a cache that these prompts cannot continue from."""
+    assert cfg.model is not None
+    if prompts % cache.rows:
+        raise InputError(
+            f"the cache has {cache.rows} rows and there are {prompts} prompts: give one for each row, or a multiple, "
+            "where several share a row"
+        )
+    cache.kv.check_model(cfg.model)
+    if cfg.output_attentions:
+        raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to see them")
+    looking = [name for name in _OF_TOKENS if cfg.on(name)]
+    looking += ["logits_processor"] * bool(extensions.processors) + ["stopping_criteria"] * bool(extensions.criteria)
+    looking += ["prefix_allowed_tokens_fn"] * isinstance(extensions.allowed, HostFunction)
+    if looking and cache.tokens is None:
+        raise InputError(
+            f"{looking[0]} depends on all tokens of a row, and the ids of those in this cache are not known: continue "
+            "from the cache of a generate() output, or leave the option out"
+        )
+
+
+def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -> None:
+    """Raise for an automaton of another vocabulary, or one that is stacked for another number of prompts."""
+    if not isinstance(extensions.allowed, TokenAutomaton):
+        return
+    assert cfg.model is not None
+    tokens, starts = extensions.allowed.classes.shape[0], extensions.allowed.start.size
+    if tokens != cfg.model.vocab_size:
+        raise InputError(
+            f"the automaton is of {tokens} tokens and the model has {cfg.model.vocab_size}: build it with "
+            f"vocab_size={cfg.model.vocab_size}"
+        )
+    if starts not in (1, prompts):
+        raise InputError(f"the automaton is stacked for {starts} prompts and there are {prompts}: stack one for each")
+
+
+def check_room(extensions: Extensions, budget: np.ndarray) -> None:
+    """Raise where an automaton's shortest text is longer than there is room for."""
+    if isinstance(extensions.allowed, TokenAutomaton):
+        least = np.asarray(extensions.allowed.shortest)[np.asarray(extensions.allowed.start)]
+        if np.any(least > budget):
+            raise InputError(
+                f"the automaton's shortest text has {int(np.max(least))} tokens, and there is room for "
+                f"{int(budget.min())}: raise max_new_tokens"
+            )
+
+
+def check_key(key, cfg: GenerationConfig, prompts: int):
+    """Return the key where something is drawn, else None."""
+    if not cfg.do_sample:
+        return None
+    if key is None:
+        raise InputError("key is None and do_sample=True draws: give jax.random.key(seed), or one key per prompt")
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"key must be a jax.random.key (not PRNGKey), got {getattr(key, 'dtype', type(key).__name__)}")
+    if key.ndim and key.shape != (prompts,):
+        raise InputError(f"key must be one key or one per prompt, [{prompts}], got shape {list(key.shape)}")
+    return key
+
+
+def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
+    """Warn where a row must not end before its budget is spent, or may outgrow the model.
+
+    `_validate_generated_length`, `MaxLengthCriteria`.
+
+    Args:
+        cfg: the config.
+        lengths: int32[B], the prompts' tokens, those that came as embeddings too.
+        budget: int32[B].
+    """
+    assert cfg.model is not None
+    if (longest := int((lengths + budget).max())) > cfg.model.context_length:
+        warn(
+            f"prompt and answer may reach {longest} tokens and the model was trained for {cfg.model.context_length}: "
+            "beyond, what it says may get worse"
+        )
+    if cfg.on("min_new_tokens"):
+        name, least = "min_new_tokens", np.asarray(cfg.min_new_tokens)
+    else:
+        name, least = "min_length", np.asarray(cfg.min_length) - lengths
+    if np.any(least > budget):
+        warn(f"{name}={getattr(cfg, name)} is more than there is room for: the budget of new tokens is {budget.max()}")

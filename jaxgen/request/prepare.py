@@ -1,0 +1,209 @@
+"""One way to prepare a call of generate(): normalise it, check what is concrete, round sizes up if it is eager."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxgen.config.availability import check_options, normal_form
+from jaxgen.config.generation_config import GenerationConfig, warn, warn_unused
+from jaxgen.decoding import guidance
+from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.model.cache import KVCache
+from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_unfeasible
+from jaxgen.request.prompts import Array, is_traced, mask_of, negative_prompts, prompts_of
+from jaxgen.shapes import capacity_for, prompt_bucket, repeat_rows
+
+
+@flax.struct.dataclass
+class CallInputs:
+    """The arrays of a call, as the caller gave them."""
+
+    ids: Any
+    key: Any = None
+    attention_mask: Any = None
+    inputs_embeds: Any = None
+    cache: Any = None
+    negative_prompt_ids: Any = None
+    negative_prompt_attention_mask: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A call that is ready to run.
+
+    Attributes:
+        run: the constants of the run.
+        request: the prompts, their sizes rounded up where the call is eager.
+        ids: int32[B, P], the prompts as given; P is 0 where only embeddings were given.
+        mask: bool[B, P], where they are tokens.
+        width: the prompts' width as given, embeddings included.
+        new_tokens: the most tokens that a row can generate, not rounded up.
+    """
+
+    run: Run
+    request: Request
+    ids: Array
+    mask: Array
+    width: int
+    new_tokens: int
+
+
+def under_jit() -> bool:
+    """Return whether the caller's code is being traced, whatever the arguments are."""
+    return isinstance(jax.device_put(np.float32(0)), Tracer)  # compiles nothing where it is not
+
+
+def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Extensions, *, eager: bool) -> Prepared:
+    """Check a call and return what the loop needs.
+
+    Eagerly, prompt width and number of new tokens are rounded up, so that few programs serve all calls; what that adds
+    is padding on the left, which the program removes first. Under the caller's jit sizes are those given.
+
+    Raises:
+        InputError, ConfigError, TypeError: what is wrong with the call.
+    """
+    model = cfg.model
+    assert model is not None
+    ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)
+    has_ids = not (inputs.ids is None and embeds is not None)
+    mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
+    prompts, width = ids.shape
+    key = check_key(inputs.key, cfg, prompts)
+    cache = _continuation(inputs.cache)
+    check_options(cfg, prompts)
+    if cache is not None:
+        check_cache(cache, cfg, prompts, extensions)
+    check_grammar(extensions, cfg, prompts)
+    negative_ids, negative_mask = negative_prompts(
+        inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask, cfg, prompts, has_ids
+    )
+    warn_unused(cfg)
+
+    held = None if cache is None else _held(cache, prompts, eager)
+    room = width if cache is None else width + cache.slots
+    new_tokens, budget = _budget(cfg, mask, held, room, extensions, eager)
+    shown = (ids, mask) if has_ids else (ids[:, :0], mask[:, :0])
+    slots = 0 if cache is None else _slots(cfg, cache, mask, held, negative_mask, eager)
+    capacity = new_tokens
+    if eager:
+        capacity = capacity_for(new_tokens, recorded=_records(cfg))
+        ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
+        negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
+    # What is concrete in the config, as if it had been an argument of the program.
+    numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
+    return Prepared(
+        run=Run(params, numbers, extensions, model, Sizes(capacity, slots)),
+        request=Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask),
+        ids=shown[0],
+        mask=shown[1],
+        width=width,
+        new_tokens=new_tokens,
+    )
+
+
+def _continuation(cache) -> Continuation | None:
+    if cache is None:
+        return None
+    if not isinstance(cache, Continuation | KVCache):
+        raise TypeError(
+            f"cache must be the cache of an earlier output, or a jaxgen.KVCache, got {type(cache).__name__}"
+        )
+    return cache if isinstance(cache, Continuation) else _wrapped(cache)
+
+
+@jax.jit
+def _wrapped(cache: KVCache) -> Continuation:
+    return Continuation.of(cache)
+
+
+def _held(cache: Continuation, prompts: int, eager: bool) -> Array:
+    """int32[B], how many tokens come before each prompt."""
+    return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
+
+
+def _records(cfg: GenerationConfig) -> bool:
+    return cfg.output_scores or bool(cfg.output_logits) or cfg.output_attentions or cfg.output_hidden_states
+
+
+def _widened(x: Array | None) -> Array | None:
+    """Pad columns on the left of `[B, P, ...]`, up to a bucket."""
+    if x is None:
+        return None
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (prompt_bucket(x.shape[1]) - x.shape[1], 0)
+    return np.pad(x, padding)
+
+
+def _slots(cfg: GenerationConfig, cache: Continuation, mask, held, negative_mask, eager: bool) -> int:
+    """Return the slots for what the cache has and, unless its rows are shared by several prompts, the prompts."""
+    own = cache.rows == mask.shape[0] or guidance.streams(cfg) > 1
+    if not eager:
+        negative = 0 if negative_mask is None else negative_mask.shape[1]
+        return max(cache.slots + (mask.shape[1] if own else 0), negative)
+    negative = 0 if negative_mask is None else int(negative_mask.sum(axis=-1).max())
+    tokens = held + mask.sum(axis=-1) if own else held
+    return prompt_bucket(max(int(tokens.max()), negative))
+
+
+def _budget(
+    cfg: GenerationConfig, mask: Array, held: Array | None, room: int, extensions: Extensions, eager: bool
+) -> tuple[int, Array]:
+    """Return the most new tokens of any row, and the budget of each prompt, int32[B].
+
+    `max_new_tokens` wins over `max_length`, which counts a row's own tokens, those of its cache included.
+
+    Args:
+        cfg: the config.
+        mask: bool[B, P], where the prompts have tokens.
+        held: int32[B], how many tokens come before each prompt, or None.
+        room: the most tokens that a row may have before it generates: all that is known of them under jit.
+        extensions: an automaton needs room for its shortest text.
+        eager: whether the caller traces.
+    """
+    prompts = mask.shape[0]
+    lengths = mask.sum(axis=-1, dtype=np.int32) + (0 if held is None else held)
+    if cfg.on("max_new_tokens"):
+        budget: Any = cfg.max_new_tokens
+        if np.ndim(budget) == 1 and budget.shape != (prompts,):
+            raise InputError(f"max_new_tokens has {budget.shape[0]} values for {prompts} prompts")
+        new_tokens = _static_budget(cfg, room) if is_traced(budget) else int(np.max(budget))
+        xp = jnp if is_traced(budget) else np
+        budget = xp.broadcast_to(xp.asarray(budget, np.int32), (prompts,))
+    else:
+        if cfg.max_length == GenerationConfig.max_length:
+            warn(f"neither max_new_tokens nor max_length is set: prompt and answer end at {cfg.max_length} tokens")
+        longest = int(lengths.max()) if eager else room
+        if longest >= cfg.max_length:
+            tokens = f"{longest} tokens" if eager else f"room for {longest} tokens"
+            raise InputError(
+                f"the longest prompt has {tokens} and max_length={cfg.max_length} counts them: raise it, or set "
+                "max_new_tokens"
+            )
+        budget = (cfg.max_length - lengths).astype(np.int32)
+        new_tokens = int(budget.max()) if eager else cfg.max_length - room
+        budget = budget if eager else jnp.minimum(budget, new_tokens)
+    if not is_traced(lengths, budget):
+        warn_unfeasible(cfg, np.asarray(lengths), np.asarray(budget))
+        check_room(extensions, np.asarray(budget))
+    return new_tokens, budget
+
+
+def _static_budget(cfg: GenerationConfig, room: int) -> int:
+    """Return how many tokens `max_length` leaves, where `max_new_tokens` is traced and cannot size arrays."""
+    if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= room:
+        raise ConfigError(
+            "max_new_tokens is traced under jit, where the room for tokens must be static: set max_length to the most "
+            f"that prompt and answer may have, more than the room for {room} tokens before the answer; it is "
+            f"{cfg.max_length}"
+        )
+    return cfg.max_length - room
