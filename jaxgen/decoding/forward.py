@@ -95,10 +95,13 @@ def run_model(
     return _whole(run, inputs, cache, None if all_logits else last), rows
 
 
-def observe(run: Run, rows: Rows, read: Forward, column: int | jax.Array) -> tuple[jax.Array, jax.Array, Rows]:
+def observe(
+    run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array
+) -> tuple[jax.Array, jax.Array, Rows]:
     """Return the logits of a column, float32[rows, V], the scores that processors begin with, and the rows.
 
-    With guidance the scores differ from the logits. The hook sees the column first and may change its logits.
+    With guidance the scores differ from the logits. The hook sees the column first and may change its logits; its state
+    changes in the rows that are `live bool[rows]`.
     """
     logits = read.logits[:, column]
     hook = run.extensions.hook
@@ -106,7 +109,7 @@ def observe(run: Run, rows: Rows, read: Forward, column: int | jax.Array) -> tup
         states = tuple(x[:, column] for x in read.states)
         history, state = _streams(run, rows.history), guidance.join(rows.hook)
         seen, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
-        logits, rows = seen.logits, _with_hook(run, rows, state)
+        logits, rows = seen.logits, _with_hook(run, rows, state, live)
     logits, scores = guidance.guide(run.cfg, rows.options, logits)
     return logits, scores, rows
 
@@ -127,12 +130,12 @@ def begin_hook(run: Run, rows: Rows) -> Rows:
     return dataclasses.replace(rows, hook=guidance.split(run.cfg, state))
 
 
-def _with_hook(run: Run, rows: Rows, state: Any) -> Rows:
-    """Keep the new state in the rows that are live."""
+def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
+    """Return the rows with a new state of the hook where they are live."""
     split = guidance.split(run.cfg, state)
 
     def of_live(new, old):
-        return jnp.where(rows.live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+        return jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     return dataclasses.replace(rows, hook=jax.tree.map(of_live, split, rows.hook))
 
@@ -153,7 +156,7 @@ def _before(run: Run, rows: Rows, prompt: Prompt, cache: KVCache, following: int
         position_ids=given.position_ids,
         key_mask=given.attention_mask.astype(bool),
     )
-    return inputs, _with_hook(run, rows, state)
+    return inputs, _with_hook(run, rows, state, rows.live)
 
 
 def _streams(run: Run, history: History) -> History:

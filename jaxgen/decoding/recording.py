@@ -157,17 +157,17 @@ class Recording:
                 values[name] = _put(getattr(self, name), step, live, getattr(picked, name))
         return dataclasses.replace(self, **values)
 
-    def put_layers(self, step: jax.Array, live: jax.Array, out: ModelOutput) -> Recording:
-        """Record what the layers made of each live row's newest token, its `step`-th, int32[rows]."""
+    def put_layers(self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array) -> Recording:
+        """Record what the layers made of the `step`-th token of each live row, which they read in `column`."""
         hidden, attentions, columns = self.hidden_states, self.attentions, self.columns
         rows = step.shape[0]
         if hidden is not None and out.hidden_states is not None:
-            hidden = hidden.put(step, live, [x[:rows, 0] for x in out.hidden_states])
+            hidden = hidden.put(step, live, [x[:rows, column] for x in out.hidden_states])
         if attentions is not None and out.attentions is not None and columns is not None:
             capacity = attentions.decode[0].shape[-1] - columns.shape[1]
 
-            def in_columns(x: jax.Array) -> jax.Array:  # [rows, heads, 1, slots of prompt and generation]
-                x = x[:rows, :, 0]
+            def in_columns(x: jax.Array) -> jax.Array:  # [rows, heads, T, slots of prompt and generation]
+                x = x[:rows, :, column]
                 return jnp.concatenate([_in_columns(x[..., :-capacity], columns, 2), x[..., -capacity:]], axis=-1)
 
             attentions = attentions.put(step, live, [in_columns(x) for x in out.attentions])

@@ -56,13 +56,17 @@ class Sample:
         """Choose the first token of each of the sequences of each prompt."""
         copies = run.cfg.num_return_sequences
         rows, cache = prefilled.rows.fork(copies), prefilled.cache.fork(copies, run.capacity)
-        read = dataclasses.replace(prefilled.read, cache=None, out=None)
-        return self._extend(run, rows, cache, fork(read, copies))
+        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
+        return SampleState(extend(run, rows, read, 0, rows.live), cache)
 
     def step(self, run: Run, state: SampleState) -> SampleState:
         """Run each row's last token through the model and choose the next."""
-        read, rows = read_last(run, state.rows, state.cache)
-        return self._extend(run, rows, read.cache, read)
+        rows = state.rows
+        # A finished row reads nothing, so that its cache stays as it is.
+        prompt = guidance.stack(run.cfg, Prompt(rows.history.last(1), rows.live[:, None]))
+        read, rows = run_model(run, rows, prompt, state.cache)
+        rows = record_layers(rows, read, 0, rows.live)
+        return SampleState(extend(run, rows, read, 0, rows.live), read.cache)
 
     def finish(self, run: Run, state: SampleState) -> Decoded:
         """Return the tokens."""
@@ -74,18 +78,18 @@ class Sample:
         tokens = history.generated(run.capacity, pad_id(run.cfg))
         return Progress(tokens, jnp.max(history.step), state.finished)
 
-    def _extend(self, run: Run, rows: Rows, cache: KVCache, read: Forward) -> SampleState:
-        logits, scores, rows = observe(run, rows, read, 0)
-        choice = choose(run, rows, scores)
-        return SampleState(rows.push(run, choice.token, rows.live, logits, choice.scores, choice.failed), cache)
+
+def extend(run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
+    """Choose a token for each row from a column of what the model has read, and append it to the live rows."""
+    logits, scores, rows = observe(run, rows, read, column, live)
+    choice = choose(run, rows, scores)
+    return rows.push(run, choice.token, live, logits, choice.scores, choice.failed)
 
 
-def read_last(run: Run, rows: Rows, cache: KVCache) -> tuple[Forward, Rows]:
-    """Run the last token of each live row through the model; finished rows read nothing."""
-    prompt = guidance.stack(run.cfg, Prompt(rows.history.last(1), rows.live[:, None]))
-    read, rows = run_model(run, rows, prompt, cache)
-    recording = rows.recording.put_layers(rows.history.step, rows.live, read.out)
-    return read, dataclasses.replace(rows, recording=recording)
+def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
+    """Record what the layers made of the newest token of each live row, which the model has read in `column`."""
+    recording = rows.recording.put_layers(rows.history.step, live, read.out, column)
+    return dataclasses.replace(rows, recording=recording)
 
 
 def choose(run: Run, rows: Rows, scores: jax.Array) -> Choice:

@@ -1,0 +1,217 @@
+"""The contracts of modes and rows: toy modes in the compiled loop, with everything on, against a plain Python row."""
+
+import copy
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import GenerationConfig, StepHook, StopReason, TokenAutomaton
+from jaxgen.decoding.extensions import Extensions, functions
+from jaxgen.decoding.modes import MODES
+from jaxgen.decoding.sample import draw
+from jaxgen.grammar.stop_strings import StopStrings
+from jaxgen.output import output
+from jaxgen.request.driver import run_whole
+from jaxgen.request.prepare import CallInputs, prepare
+from tests.support.models import last_logits, left_pad, model_config, random_params, slow
+from tests.support.tokenizers import byte_level
+from tests.support.toy_modes import Draft, Refill, Shuffle
+
+TOKENIZER = byte_level()
+MODEL = model_config(vocab_size=280, num_hidden_layers=1)
+PARAMS = random_params(MODEL)
+TABLE = PARAMS["model"]["embed_tokens"]["weight"]
+PROMPTS = [[5, 6, 7], [30], [20, 21, 22, 23, 24], [9, 8], [70, 71, 72, 73]]
+KEY = jax.random.key(4)
+AUTOMATA = [
+    TokenAutomaton.from_regex(pattern, TOKENIZER, vocab_size=MODEL.vocab_size)
+    for pattern in ("[a-h]*", "[a-d]{3,9}", "[ -~]*", "([ab][cd])+", "[x-z]{4}")
+]
+STOP = "da"
+NEW = 12
+KNOBS = {
+    "temperature": [2.0, 1.0, 3.0, 1.5, 2.5],
+    "repetition_penalty": [1.3, 1.0, 0.9, 1.1, 1.0],
+    "max_new_tokens": [NEW, 7, 9, NEW, 3],
+    "eos_token_id": [[97], [98, 99], [100], [101], []],
+}
+
+
+@flax.struct.dataclass
+class Nudge(StepHook):
+    """Makes another token likelier at each call, and the embeddings a little larger."""
+
+    bonus: jax.Array
+
+    def init(self, history):
+        return jnp.zeros(history.length.shape[0], jnp.int32)
+
+    def before(self, calls, history, inputs):
+        return dataclasses.replace(inputs, inputs_embeds=inputs.inputs_embeds * 1.5), calls
+
+    def after(self, calls, history, output):
+        rows = jnp.arange(calls.shape[0])
+        logits = output.logits.at[rows, 65 + calls % 26].add(self.bonus)
+        return dataclasses.replace(output, logits=logits), calls + 1
+
+
+def discourage(history, scores):
+    """Makes the token whose number is the row's length less likely."""
+    return scores - 3.0 * jax.nn.one_hot(60 + history.length % 20, scores.shape[1])
+
+
+def two_of_a_kind(history, scores):
+    last = history.last(2)
+    return (history.step >= 2) & (last[:, 0] == last[:, 1]) & (history.length % 2 == 0)
+
+
+class PlainRow:
+    """One row, by itself, without a cache: the reference."""
+
+    def __init__(self, number: int, key):
+        self.prompt, self.key, self.number = PROMPTS[number], key, number
+        self.tokens, self.scores, self.reason = [], [], StopReason.NONE
+        self.state = int(AUTOMATA[number].start)
+
+    def knob(self, name):
+        return KNOBS[name][self.number]
+
+    def advance(self):
+        if self.reason != StopReason.NONE:
+            return
+        ids, step = self.prompt + self.tokens, len(self.tokens)
+        automaton = AUTOMATA[self.number]
+        scores = np.array(last_logits(MODEL, PARAMS, TABLE[jnp.asarray(ids)] * 1.5))
+        scores[65 + step % 26] += np.float32(2.5)
+        for token in set(ids):
+            penalty = np.float32(self.knob("repetition_penalty"))
+            scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
+        eos = np.isin(np.arange(len(scores)), self.knob("eos_token_id"))
+        budget = self.knob("max_new_tokens")
+        state, remaining = jnp.asarray([self.state]), jnp.asarray([budget - step])
+        scores[~np.asarray(automaton.allowed(state, jnp.asarray(eos), remaining))[0]] = -np.inf
+        scores[60 + len(ids) % 20] -= 3.0
+        scores = scores / np.float32(self.knob("temperature"))
+        self.scores.append(scores)
+        token = int(draw(self.key[None], jnp.int32(step), jnp.asarray(scores)[None])[0])
+        self.tokens.append(token)
+        self.state = int(automaton.push(state, jnp.asarray([token]), jnp.asarray(eos))[0])
+        ids.append(token)
+        text = b"".join(TOKENIZER.token_bytes()[t] or b"" for t in ids if t < len(TOKENIZER.token_bytes()))
+        done = automaton.exhausted(jnp.asarray([self.state]), jnp.asarray([budget - step - 1]))[0]
+        if eos[token]:
+            self.reason = StopReason.EOS
+        elif text.endswith(STOP.encode()):
+            self.reason = StopReason.STOP_STRING
+        elif len(self.tokens) >= 2 and ids[-1] == ids[-2] and len(ids) % 2 == 0:
+            self.reason = StopReason.CRITERION
+        elif not eos.any() and done:
+            self.reason = StopReason.COMPLETE
+        elif len(self.tokens) >= budget:
+            self.reason = StopReason.LENGTH
+
+    def run(self):
+        while self.reason == StopReason.NONE:
+            self.advance()
+        return self
+
+
+def run(mode, copies=1, **options):
+    ids, mask = left_pad(PROMPTS)
+    cfg = GenerationConfig(
+        model=MODEL, do_sample=True, top_k=0, pad_token_id=0, num_return_sequences=copies, output_scores=True,
+        output_logprobs="scores", output_hidden_states=True, **KNOBS, **options,
+    )  # fmt: skip
+    extensions = Extensions(
+        processors=functions("logits_processor", [discourage]),
+        criteria=functions("stopping_criteria", [two_of_a_kind]),
+        allowed=TokenAutomaton.stack(AUTOMATA),
+        stop_strings=StopStrings.build([STOP], TOKENIZER, MODEL.vocab_size),
+        hook=Nudge(jnp.float32(2.5)),
+    )
+    prepared = prepare(PARAMS, cfg, CallInputs(ids, KEY, mask), extensions, eager=True)
+    return output(prepared, run_whole(prepared.run, prepared.request, mode))
+
+
+def row_key(prompt: int, sequence: int = 0):
+    return jax.random.fold_in(jax.random.fold_in(KEY, prompt), sequence)
+
+
+def check(out, rows: list[PlainRow]):
+    start = out.prompt_width
+    for index, row in enumerate(rows):
+        length = int(out.lengths[index])
+        assert np.asarray(out.sequences)[index, start : start + length].tolist() == row.tokens, index
+        assert (np.asarray(out.sequences)[index, start + length :] == 0).all()
+        assert StopReason(int(out.stop_reasons[index])) == row.reason
+        scores = np.asarray(out.scores)[:length, index]
+        np.testing.assert_array_equal(np.isinf(scores), np.isinf(row.scores))
+        np.testing.assert_allclose(np.where(np.isinf(scores), 0, scores),
+                                   np.where(np.isinf(row.scores), 0, row.scores), atol=2e-4)  # fmt: skip
+        assert (np.asarray(out.scores)[length:, index] == 0).all()
+        expected = [jax.nn.log_softmax(s)[t] for s, t in zip(row.scores, row.tokens, strict=True)]
+        np.testing.assert_allclose(np.asarray(out.logprobs)[index, :length], expected, atol=2e-4)
+        # The cache has all tokens but the last, and knows them all.
+        assert int(out.cache.count[index]) == len(row.prompt) + length
+        assert np.asarray(out.cache.tokens)[index, : int(out.cache.count[index])].tolist() == row.prompt + row.tokens
+        assert int(out.cache.kv.total_length[index]) == len(row.prompt) + length - 1
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return [PlainRow(number, row_key(number)).run() for number in range(len(PROMPTS))]
+
+
+def test_the_rows_end_in_different_ways(alone):
+    assert len({row.reason for row in alone}) >= 3
+    assert len({len(row.tokens) for row in alone}) >= 3
+
+
+def test_sampling(alone):
+    check(run(MODES["sample"]), alone)
+
+
+@pytest.mark.parametrize("most", [2, *slow(1, 4)])
+def test_rows_take_steps_of_different_length(alone, most):
+    guesses = np.zeros((len(PROMPTS), NEW), np.int32)
+    for row, plain in zip(guesses, alone, strict=True):
+        row[: len(plain.tokens)] = plain.tokens
+    guesses[:, 4::5] += 1  # some guesses are wrong
+    check(run(Draft(guesses, most)), alone)
+
+
+PARENTS = [[0, 0, 1], [2, 1, 0], [0, 1, 2], [1, 1, 1]]
+
+
+def test_rows_are_reordered():
+    rows = [PlainRow(prompt, row_key(prompt, sequence)) for prompt in range(len(PROMPTS)) for sequence in range(3)]
+    for row in rows:
+        row.advance()
+    while any(row.reason == StopReason.NONE for row in rows):
+        parents = PARENTS[max(len(row.tokens) for row in rows) % len(PARENTS)]
+        for row in rows:
+            row.advance()
+        rows = [copy.copy(rows[first + parent]) for first in range(0, len(rows), 3) for parent in parents]
+        for row in rows:
+            row.tokens, row.scores = list(row.tokens), list(row.scores)
+    check(run(Shuffle(PARENTS), copies=3), rows)
+
+
+@pytest.mark.parametrize("slots", [2, *slow(1, 4)])
+def test_finished_rows_become_other_prompts(alone, slots):
+    check(run(Refill(slots)), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [Shuffle([[0, 1]]), Refill(2)])
+def test_the_contracts_hold_with_guidance(mode):
+    """Each row has two streams in the cache and in the state of the hook."""
+    copies = 2 if isinstance(mode, Shuffle) else 1
+    options = {"guidance_scale": 1.5}
+    plain, other = run(MODES["sample"], copies, **options), run(mode, copies, **options)
+    assert (plain.sequences == other.sequences).all()
+    np.testing.assert_allclose(plain.scores, other.scores, atol=1e-4)

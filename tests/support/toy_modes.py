@@ -1,0 +1,127 @@
+"""Decode modes that exist to prove the contracts of the loop."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.decoding import guidance
+from jaxgen.decoding.forward import run_model
+from jaxgen.decoding.loop import Decoded
+from jaxgen.decoding.prompt import Prompt
+from jaxgen.decoding.rows import fork
+from jaxgen.decoding.sample import Sample, SampleState, extend, record_layers
+
+
+class Draft(Sample):
+    """Appends a different number of tokens per row and step: those of a guess, as far as they are what would be chosen.
+
+    Row b guesses `(b + step) % (most + 1)` tokens of `guesses int32[rows, N]`, in the columns of its next steps.
+    """
+
+    def __init__(self, guesses: np.ndarray, most: int):
+        self.guesses, self.most = guesses, most
+
+    def step(self, run, state):
+        rows = state.rows
+        step, number = rows.history.step, jnp.arange(rows.count, dtype=jnp.int32)
+        column = step[:, None] + jnp.arange(self.most, dtype=jnp.int32)[None, :]
+        guess = jnp.take_along_axis(jnp.asarray(self.guesses), jnp.minimum(column, self.guesses.shape[1] - 1), axis=1)
+        wanted = (number + step) % (self.most + 1)
+        read_columns = jnp.arange(self.most + 1)[None, :] <= wanted[:, None]
+        ids = jnp.concatenate([rows.history.last(1), guess], axis=1)
+        prompt = Prompt(ids, read_columns & rows.live[:, None])
+        before = rows.live
+        read, rows = run_model(run, rows, guidance.stack(run.cfg, prompt), state.cache, all_logits=True)
+        active = rows.live
+        for place in range(self.most + 1):
+            length = rows.history.length
+            rows = record_layers(rows, read, place, active)
+            rows = extend(run, rows, read, place, active)
+            if place < self.most:
+                agrees = rows.history.last(1)[:, 0] == guess[:, place]
+                active &= (rows.history.length > length) & agrees & (place < wanted) & rows.live
+        # What was read of a wrong guess is forgotten.
+        added = rows.history.step - step
+        unread = jnp.where(before, prompt.length - jnp.maximum(added, 1), 0)
+        return SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, unread)))
+
+
+class Shuffle(Sample):
+    """Reorders the sequences of each prompt after every step, some of which are lost and others doubled.
+
+    After step s, sequence r of a prompt becomes sequence `parents[s % len(parents)][r]`.
+    """
+
+    def __init__(self, parents: list[list[int]]):
+        self.parents = np.asarray(parents, np.int32)
+
+    def step(self, run, state):
+        step = jnp.max(state.rows.history.step)
+        state = super().step(run, state)
+        copies = run.cfg.num_return_sequences
+        first = jnp.arange(0, state.rows.count, copies, dtype=jnp.int32)[:, None]
+        parents = jnp.asarray(self.parents)[step % len(self.parents)][None, :]
+        rows = (first + parents).reshape(-1)
+        cache = state.cache.select(guidance.rows_of_cache(run.cfg, rows, state.rows.count))
+        return SampleState(state.rows.select(rows), cache)
+
+
+@flax.struct.dataclass
+class RefillState:
+    """Slots that decode, and all prompts: those that wait and those that are finished."""
+
+    slots: SampleState
+    pool: SampleState
+    prompt_of: jax.Array  # int32[slots]
+    following: jax.Array  # int32[], the next prompt that waits
+
+    @property
+    def finished(self):
+        return jnp.all(self.pool.rows.history.done)
+
+
+class Refill(Sample):
+    """Decodes many prompts in a few slots: a finished row becomes the next prompt's."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+
+    def begin(self, run, prefilled):
+        rows, cache = prefilled.rows.fork(1), prefilled.cache
+        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), 1)
+        rows = extend(run, rows, read, 0, rows.live)
+        pool = SampleState(rows, cache.flatten(cache.slots + run.capacity))
+        first = jnp.arange(self.slots, dtype=jnp.int32)
+        return RefillState(self._take(run, pool, first), pool, first, jnp.int32(self.slots))
+
+    def _take(self, run, state: SampleState, rows: jax.Array) -> SampleState:
+        of_cache = guidance.rows_of_cache(run.cfg, rows, state.rows.count)
+        return SampleState(*(jax.tree.map(lambda x, at=at: x[at], tree) for tree, at in
+                             ((state.rows, rows), (state.cache, of_cache))))  # fmt: skip
+
+    def _insert(self, run, into: SampleState, source: SampleState, rows: jax.Array) -> SampleState:
+        of_cache = guidance.rows_of_cache(run.cfg, rows, into.rows.count)
+        return SampleState(into.rows.insert(source.rows, rows), into.cache.insert(source.cache, of_cache))
+
+    def step(self, run, state):
+        slots = super().step(run, state.slots)
+        prompts, done = state.pool.rows.count, slots.rows.history.done
+        pool = self._insert(run, state.pool, slots, jnp.where(done, state.prompt_of, prompts))
+        following = state.following + jnp.cumsum(done, dtype=jnp.int32) - 1
+        filled = done & (following < prompts)
+        source = self._take(run, pool, jnp.minimum(following, prompts - 1))
+        number = jnp.arange(self.slots, dtype=jnp.int32)
+        slots = self._insert(run, slots, source, jnp.where(filled, number, self.slots))
+        prompt_of = jnp.where(filled, following, state.prompt_of)
+        return RefillState(slots, pool, prompt_of, state.following + jnp.sum(filled, dtype=jnp.int32))
+
+    def finish(self, run, state):
+        return Decoded.of(run, state.pool.rows, state.pool.cache)
+
+    def progress(self, run, state):
+        return super().progress(run, state.pool)
+
+
