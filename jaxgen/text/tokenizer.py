@@ -14,12 +14,13 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from jaxgen.errors import ConfigError, InputError
+from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
 from jaxgen.text.token_bytes import token_bytes
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# What the two families' classes assume where tokenizer_config.json lacks the key (null is a value)
+# Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null is a value)
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2Tokenizer": {
         "unk_token": "<|endoftext|>",
@@ -35,7 +36,6 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "clean_up_tokenization_spaces": False,
     },
 }
-MODEL_CLASSES = {"qwen2": "Qwen2Tokenizer", "llama": "LlamaTokenizer"}
 TYPES: dict[str, type | tuple[type, ...]] = {
     "tokenizer_class": str,
     "model_max_length": (int, float),
@@ -355,8 +355,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     config = _read_json(directory / "tokenizer_config.json")
     if not config.get("tokenizer_class"):
         model = _read_json(directory / "config.json")
-        by_type = MODEL_CLASSES.get(model.get("model_type", ""))
-        config["tokenizer_class"] = model.get("tokenizer_class") or by_type
+        family = FAMILIES.get(model.get("model_type", ""))
+        config["tokenizer_class"] = model.get("tokenizer_class") or (family.tokenizer if family else None)
     if "added_tokens_decoder" not in config:
         additional = list(config.get("additional_special_tokens") or ())
         config.update(_read_json(directory / "special_tokens_map.json"))
