@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxgen.errors import ConfigError
@@ -112,7 +112,7 @@ class RopeConfig:
         """
         source, given = _rope_entry(config)
         rope_type = given.pop("rope_type", None)
-        theta: Any = given.pop("rope_theta")
+        theta = given.pop("rope_theta")
         if rope_type not in _ROPE_TYPES:
             raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}")
         if rope_type == "default":  # transformers keeps the original length there and ignores it
@@ -130,13 +130,13 @@ class RopeConfig:
         if unknown := sorted(set(given) - set(fields)):
             problems.append(f"unknown: {', '.join(unknown)}")
         problems = [f"{source} (rope_type {rope_type}): {problem}" for problem in problems]
+        base, faults = read_fields({"rope_theta": positive(None)}, {"rope_theta": theta})
+        problems += faults
         if theta is None:
             problems.append("missing: rope_theta, the base of the rotary angles; transformers would assume 10000.0")
-        elif not positive().fits(theta):
-            problems.append(f"rope_theta must be {positive().wanted}, got {theta!r}")
         if problems:
             raise ConfigError("; ".join(problems))
-        return cls(type=rope_type, theta=float(theta), **values)
+        return cls(type=rope_type, theta=float(base["rope_theta"]), **values)
 
     def to_hf(self) -> dict[str, Any] | None:
         """Return the `rope_scaling` entry of a config.json: None for the default type."""
@@ -190,11 +190,11 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
-        Both spellings of RoPE (`rope_theta` and `rope_scaling`, or `rope_parameters`) and of the dtype (`torch_dtype`,
-        or `dtype`) are read. A value that changes numbers has no default, except for what the tensors themselves
-        prove when they are read (biases, the head size). Sliding windows are those of transformers 5: a token sees at
-        most `sliding_window` tokens, itself included (4.41.1: one more). Qwen has them only if `use_sliding_window`,
-        in layers from `max_window_layers` on (4.41.1: in every layer).
+        RoPE may be spelled `rope_theta` and `rope_scaling`, or `rope_parameters`; the dtype `torch_dtype` or `dtype`.
+        A value that changes numbers has no default, except for what the tensors themselves prove when they are read
+        (biases, the head size). Sliding windows are those of transformers 5: a token sees at most `sliding_window`
+        tokens, itself included (4.41.1: one more). Qwen has them only if `use_sliding_window`, in layers from
+        `max_window_layers` on (4.41.1: in every layer).
 
         Raises:
             ConfigError: everything that is missing, unknown, contradictory or not built, in one message.
@@ -272,19 +272,13 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
             problems.append(f"{key}={config[key]!r}: only model_type {', '.join(readers)} can have it")
     if unknown := sorted(set(config) - _KNOWN):
         problems.append(f"unknown keys, which may change what the model computes: {', '.join(unknown)}")
-    try:
-        RopeConfig.from_hf(config)
-    except ConfigError as error:
-        problems.append(str(error))
-    return values, problems
+    return values, problems + _errors(RopeConfig.from_hf, config)
 
 
 def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> list[str]:
     """List what is wrong between values that are each right by themselves."""
     problems = []
-    heads, kv_heads, layers = (
-        values[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers")
-    )
+    heads, kv_heads, layers = values["num_attention_heads"], values["num_key_value_heads"], values["num_hidden_layers"]
     if heads % kv_heads:
         problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if config.get("head_dim") is None and values["hidden_size"] % heads:
@@ -295,13 +289,16 @@ def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family
         problems.append(f"head_dim must be even for RoPE, got {values['head_dim']}")
     types = values["layer_types"]
     if types is not None and len(types) != layers:
-        problems.append(f"layer_types must name each of the {layers} layers, got {types!r}")
-        return problems
+        return [*problems, f"layer_types must name each of the {layers} layers, got {types!r}"]
+    return problems + _errors(family.windows.read, config)
+
+
+def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> list[str]:
     try:
-        family.windows.read(config)
+        read(config)
     except ConfigError as error:
-        problems.append(str(error))
-    return problems
+        return [str(error)]
+    return []
 
 
 def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
