@@ -78,8 +78,9 @@ _IRRELEVANT = frozenset(
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
 )
 
-_OTHERS = {"model_type", "architectures", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
-_KNOWN = frozenset(_OTHERS | set(_FIELDS) | set(_CONSTANTS) | _IRRELEVANT)
+# Keys that have code of their own
+_SPECIAL = {"model_type", "architectures", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
+_KNOWN = frozenset(_SPECIAL | set(_FIELDS) | set(_CONSTANTS) | _IRRELEVANT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ class RopeConfig:
         """Read `rope_theta` with `rope_scaling`, or `rope_parameters`, from a config.json.
 
         Raises:
-            ConfigError: a type that is not built, or parameters that are missing, unknown or not numbers.
+            ConfigError: a type that is not built, or parameters that are missing, unknown or invalid.
         """
         source, given = _rope_entry(config)
         rope_type = given.pop("rope_type", None)
@@ -245,12 +246,13 @@ class ModelConfig:
 
 
 def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of `_FIELDS` and the dtype, and everything that is wrong with a config.json."""
+    """Return the values of `_FIELDS` with the dtype, and a list of all problems with a config.json."""
     fields = {
         name: dataclasses.replace(field, default=REQUIRED) if name in family.required else field
         for name, field in _FIELDS.items()
     }
-    dtypes = {name: str(config[name]).removeprefix("torch.") for name in ("dtype", "torch_dtype") if config.get(name)}
+    dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
+    dtypes = {name: str(value).removeprefix("torch.") for name, value in dtypes.items()}
     fields |= {name: one_of(DTYPES) for name in dtypes}
     values, problems = read_fields(fields, {**config, **dtypes})
     if len(set(dtypes.values())) > 1:
@@ -260,9 +262,9 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
         problems += _contradictions(values, config, family)
 
-    architectures = config.get("architectures")
-    if architectures and family.architecture not in architectures:
-        problems.append(f"architectures must have {family.architecture}, got {architectures}")
+    architectures = config.get("architectures") or [family.architecture]
+    if not isinstance(architectures, list | tuple) or family.architecture not in architectures:
+        problems.append(f"architectures must be a list with {family.architecture}, got {architectures!r}")
     for key, allowed in _CONSTANTS.items():
         if key in config and config[key] not in allowed:
             problems.append(f"{key}={config[key]!r} is not built")
@@ -276,7 +278,7 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
 
 
 def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> list[str]:
-    """List what is wrong between values that are each right by themselves."""
+    """List the contradictions between values that are each valid."""
     problems = []
     heads, kv_heads, layers = values["num_attention_heads"], values["num_key_value_heads"], values["num_hidden_layers"]
     if heads % kv_heads:
@@ -302,7 +304,7 @@ def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any])
 
 
 def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the entry that describes RoPE, and what it says in the newer spelling without nulls."""
+    """Return the key that describes RoPE, and its content in the newer spelling without nulls."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     for name, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):

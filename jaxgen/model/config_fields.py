@@ -1,4 +1,4 @@
-"""Fields of a config.json: the type and range of each, its default, and the check that they all go through."""
+"""Fields of config.json: the type, range and default of each, and the check that all of them share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Field:
     """One key of a config.json.
 
     Attributes:
-        wanted: what its value must be, as the error says it after "must be".
-        fits: tells whether a value, which is never null, is that.
-        default: the value where the key is missing or null; `REQUIRED` makes that an error.
+        wanted: the valid values in words that complete "must be ...".
+        fits: tells whether a value (never null) is valid.
+        default: the value if the key is missing or null; with `REQUIRED` that is an error.
     """
 
     wanted: str
@@ -46,13 +46,13 @@ def flag(default: Any = REQUIRED) -> Field:
 
 
 def one_of(names: Iterable[str], default: Any = REQUIRED) -> Field:
-    """One of some strings."""
+    """One of these strings."""
     names = tuple(names)
     return Field(f"one of {', '.join(names)}", lambda value: value in names, default)
 
 
 def list_of(names: Iterable[str], default: Any = REQUIRED) -> Field:
-    """List in which every element is one of some strings."""
+    """List of some of these strings."""
     names = tuple(names)
 
     def fits(value: Any) -> bool:
@@ -62,7 +62,7 @@ def list_of(names: Iterable[str], default: Any = REQUIRED) -> Field:
 
 
 def read_fields(fields: Mapping[str, Field], config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the value of each field that is right, or its default, and a list of everything that is wrong."""
+    """Return the valid values, with defaults filled in, and a list of the problems."""
     values: dict[str, Any] = {}
     problems = []
     missing = [name for name, field in fields.items() if field.default is REQUIRED and config.get(name) is None]

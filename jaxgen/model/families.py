@@ -1,4 +1,4 @@
-"""Model families: one record for each architecture says how it differs from the decoder that they share."""
+"""Model families: one record per architecture, with its differences from the decoder that all of them share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True)
 class WindowRule:
-    """How config.json says which layers attend within a sliding window.
+    """Rule by which config.json gives layers a sliding window.
 
     Attributes:
-        keys: the keys that say so.
-        read: returns for each layer its window in tokens, or None. Expects a config whose values have the right
-            types. Raises `ConfigError` if they contradict each other.
-        write: returns the entries that `read` turns into the given windows; its first argument is the rest of the
-            config.
+        keys: the keys of config.json that it reads.
+        read: maps a config whose values have the right types to one entry per layer, the window in tokens or None.
+            Raises `ConfigError` if values are missing or contradict each other.
+        write: maps the rest of a config and the windows to the entries from which `read` gets these windows.
     """
 
     keys: tuple[str, ...]
@@ -30,17 +29,17 @@ class WindowRule:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Architecture of a checkpoint. A bias is there (True), absent (False), or as the named key of config.json says.
+    """One architecture. Each bias is present (True), absent (False), or given by the named key of config.json.
 
     Attributes:
-        architecture: the class in transformers.
-        tokenizer: the tokenizer class in transformers that a checkpoint has if its files name none.
+        architecture: the model class in transformers.
+        tokenizer: the tokenizer class in transformers if a checkpoint's files do not name one.
+        windows: the rule for sliding windows.
         attention_bias: biases of the query, key and value projections.
         output_bias: bias of the attention's output projection.
         mlp_bias: biases of the feed-forward layer.
         qk_norm: queries and keys pass through an RMSNorm over the head size before RoPE.
-        windows: the rule for sliding windows.
-        required: keys that other families can do without.
+        required: keys of config.json that are required here and optional in other families.
     """
 
     architecture: str
@@ -59,7 +58,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of config.json that this family reads and not every other one."""
+        """Keys of config.json that this family reads and some others do not."""
         return frozenset(self.windows.keys) | {rule for rule in self.biases.values() if isinstance(rule, str)}
 
 
@@ -107,11 +106,11 @@ def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# The keys are known, as converted checkpoints have them, but must not switch a window on.
+# Never a window. Checkpoints converted from another family may still have the keys, switched off.
 NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
-# `use_sliding_window` decides, and `layer_types` or `max_window_layers` choose the layers.
+# A window if `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` select.
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)
-# `sliding_window` alone decides, for all layers.
+# A window in every layer unless `sliding_window` is null.
 ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})
 
 # By `model_type`

@@ -100,6 +100,7 @@ def test_both_spellings_of_the_dtype():
         ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
+        ({"architectures": 1}, "architectures must be a list"),
         ({"rope_scaling": ["linear"]}, "rope_scaling"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor"),
@@ -138,7 +139,7 @@ def test_faults_of_every_kind_are_reported_together():
     assert str(caught.value).split("; ") == [
         "missing: hidden_act",
         "vocab_size must be a whole number >= 1, got 0",
-        "architectures must have Qwen2ForCausalLM, got ['Other']",
+        "architectures must be a list with Qwen2ForCausalLM, got ['Other']",
         "use_mrope=True is not built",
         "mlp_bias=True: only model_type llama can have it",
         "unknown keys, which may change what the model computes: typo",

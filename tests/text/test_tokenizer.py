@@ -170,7 +170,7 @@ class TestDecode:
         assert tok.decode([*tok.encode("he"), len(tok), 2**31, *tok.encode("ll")]) == "hell"
 
     def test_bad_ids(self):
-        with pytest.raises(InputError, match="-7 is no token id"):
+        with pytest.raises(InputError, match="-7 is not a token id"):
             llama().decode([1, -7])
         with pytest.raises(TypeError, match="integer"):
             llama().decode([0.5])
@@ -540,7 +540,7 @@ class TestFiles:
         assert llama(model_max_length=77).model_max_length == 77
 
     def test_missing(self, tmp_path):
-        with pytest.raises(InputError, match="no directory"):
+        with pytest.raises(InputError, match="not a directory"):
             Tokenizer.from_pretrained(tmp_path / "nowhere")
         (tmp_path / "tokenizer.model").write_bytes(b"")
         with pytest.raises(InputError, match=r"it has: tokenizer\.model"):
