@@ -1,4 +1,4 @@
-"""The decoder-only transformer of Qwen2 and Llama: ids in, logits and cache out; it knows nothing of decoding.
+"""The decoder-only transformer of all `FAMILIES`: ids in, logits and cache out; it knows nothing of decoding.
 
 Dimensions, here and in every shape of the package:
     B rows, T new tokens, S cache slots, N heads, K key-value heads, G = N/K, H head size, D model width,
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.errors import InputError
+from jaxgen.model.activations import ACTIVATIONS
 from jaxgen.model.attention import attention
 from jaxgen.model.cache import KVCache, write
 from jaxgen.model.config import ModelConfig
@@ -34,14 +34,6 @@ from jaxgen.model.masks import first_of_segment, hidden_by, key_order, row_order
 from jaxgen.model.placement import place
 from jaxgen.model.rope import rope_angles, rotate
 from jaxgen.shapes import repeat_rows
-
-_ACTIVATIONS: dict[str, Callable] = {
-    "silu": nn.silu,
-    "relu": nn.relu,
-    "gelu": functools.partial(nn.gelu, approximate=False),
-    "gelu_new": functools.partial(nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True),
-}
 
 
 @flax.struct.dataclass
@@ -131,7 +123,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped key-value heads: `Qwen2Attention`, `LlamaAttention`."""
+    """Multi-head attention with grouped key-value heads: `LlamaAttention`, `Qwen2Attention`, `Qwen3Attention`."""
 
     cfg: ModelConfig
     window: int | None
@@ -146,9 +138,13 @@ class Attention(nn.Module):
             heads_of = Linear(heads * cfg.head_dim, cfg.attention_bias, cfg, name=name)(x)
             return heads_of.reshape(batch, steps, heads, cfg.head_dim).swapaxes(1, 2)
 
-        q = rotate(project(cfg.num_attention_heads, "q_proj"), tokens.cos, tokens.sin)
-        k = rotate(project(cfg.num_key_value_heads, "k_proj"), tokens.cos, tokens.sin)
+        q = project(cfg.num_attention_heads, "q_proj")
+        k = project(cfg.num_key_value_heads, "k_proj")
         v = project(cfg.num_key_value_heads, "v_proj")
+        if cfg.qk_norm:
+            q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
+            k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
+        q, k = rotate(q, tokens.cos, tokens.sin), rotate(k, tokens.cos, tokens.sin)
         last = (k, v)
         if tokens.slots is not None:
             keys, values = parts[-1]
@@ -173,7 +169,7 @@ class MLP(nn.Module):
         cfg = self.cfg
         gate = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="gate_proj")(x)
         up = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="up_proj")(x)
-        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(_ACTIVATIONS[cfg.hidden_act](gate) * up)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(ACTIVATIONS[cfg.hidden_act](gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -237,7 +233,7 @@ class Model(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Qwen2 or Llama with its language-model head: a pure function of parameters, ids and cache.
+    """Decoder-only transformer with its language-model head: a pure function of parameters, ids and cache.
 
     >>> out = CausalLM(cfg).apply({"params": params}, ids)      # doctest: +SKIP
     >>> out.logits.shape                                        # doctest: +SKIP

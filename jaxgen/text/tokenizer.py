@@ -14,12 +14,13 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from jaxgen.errors import ConfigError, InputError
+from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
 from jaxgen.text.token_bytes import token_bytes
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# What the two families' classes assume where tokenizer_config.json lacks the key (null is a value)
+# Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null is a value)
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2Tokenizer": {
         "unk_token": "<|endoftext|>",
@@ -35,7 +36,6 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
         "clean_up_tokenization_spaces": False,
     },
 }
-MODEL_CLASSES = {"qwen2": "Qwen2Tokenizer", "llama": "LlamaTokenizer"}
 TYPES: dict[str, type | tuple[type, ...]] = {
     "tokenizer_class": str,
     "model_max_length": (int, float),
@@ -50,7 +50,7 @@ NO_MAX_LENGTH = 10**20
 
 
 class Batch(NamedTuple):
-    """Hold the prompts of one call: `ids` and `attention_mask`, both int32[B, P] and left-padded."""
+    """Prompts of one call: `ids` and `attention_mask`, both int32[B, P] and left-padded."""
 
     ids: np.ndarray
     attention_mask: np.ndarray
@@ -93,7 +93,7 @@ class Tokenizer:
         self.split_special_tokens: bool = config.get("split_special_tokens", False)
         self.truncation_side: str = config.get("truncation_side", "right")
         if self.truncation_side not in ("left", "right"):
-            raise ConfigError(f'truncation_side is {self.truncation_side!r}; it can be "left" or "right"')
+            raise ConfigError(f'truncation_side must be "left" or "right", got {self.truncation_side!r}')
         max_length = config.get("model_max_length")
         self.model_max_length = None if max_length is None or max_length > NO_MAX_LENGTH else int(max_length)
         self._templates = chat_template.named(config.get("chat_template"))
@@ -116,7 +116,7 @@ class Tokenizer:
         """
         directory = Path(path)
         if not directory.is_dir():
-            raise InputError(f"{directory} is no directory; from_pretrained reads a local HF directory")
+            raise InputError(f"{directory} is not a directory; from_pretrained reads a local HF directory")
         file = directory / "tokenizer.json"
         if not file.is_file():
             found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
@@ -334,7 +334,7 @@ def id_list(ids: Any) -> list[int]:
         raise InputError(f"one sequence of ids is decoded at a time, got shape {array.shape}; go row by row")
     if array.min() < 0 or array.max() >= 2**32:
         wrong = array[(array < 0) | (array >= 2**32)][0]
-        raise InputError(f"{wrong} is no token id; ids are at least 0 and below 2**32")
+        raise InputError(f"{wrong} is not a token id; ids are at least 0 and below 2**32")
     return array.tolist()
 
 
@@ -351,12 +351,12 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """Put together the directory's files in the form of a modern tokenizer_config.json."""
+    """Merge the directory's files into the form of a modern tokenizer_config.json."""
     config = _read_json(directory / "tokenizer_config.json")
     if not config.get("tokenizer_class"):
         model = _read_json(directory / "config.json")
-        by_type = MODEL_CLASSES.get(model.get("model_type", ""))
-        config["tokenizer_class"] = model.get("tokenizer_class") or by_type
+        family = FAMILIES.get(model.get("model_type", ""))
+        config["tokenizer_class"] = model.get("tokenizer_class") or (family.tokenizer if family else None)
     if "added_tokens_decoder" not in config:
         additional = list(config.get("additional_special_tokens") or ())
         config.update(_read_json(directory / "special_tokens_map.json"))

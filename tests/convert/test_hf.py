@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
 from jaxgen.errors import ConfigError, NotBuiltYetError
-from tests.support.checkpoints import GENERATION, LLAMA, QWEN2, shapes, weights, write
+from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
 
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -258,7 +258,7 @@ def read(file: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("config", [QWEN2, LLAMA], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", [QWEN2, LLAMA, QWEN3, MISTRAL], ids=lambda config: config["model_type"])
 def test_a_round_trip_keeps_every_byte(tmp_path, config, dtype):
     tensors = weights(config, dtype)
     params, cfg = load_hf(write(tmp_path / "a", config, tensors, GENERATION))

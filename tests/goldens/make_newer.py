@@ -1,4 +1,4 @@
-"""Make the goldens of what 4.41.1 does not have, with transformers 5.23.0 (README.md has the format).
+"""Make the goldens of what 4.41.1 lacks or computes differently, with transformers 5.23.0 (README.md has the format).
 
 python make_newer.py --seed N --out DIR, with a Python that has requirements-newer.txt.
 """
@@ -10,7 +10,7 @@ import pathlib
 
 import numpy as np
 from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 SMALL = shape(vocab=97, hidden=32, mlp=32, layers=2, heads=4, kv_heads=2)
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -82,18 +82,59 @@ CHECKPOINTS = {
         ),
         eos_ids=2,
     ),
+    "qwen3-tied": Checkpoint(
+        Qwen3Config(
+            **shape(vocab=89, hidden=32, mlp=40, layers=2, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            head_dim=12,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e3},
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen3-window-biases": Checkpoint(
+        Qwen3Config(
+            **shape(vocab=83, hidden=28, mlp=32, layers=3, heads=4, kv_heads=1),
+            max_position_embeddings=128,
+            head_dim=6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=7,
+            max_window_layers=1,
+        ),
+    ),
+    "mistral-window": Checkpoint(
+        MistralConfig(
+            **shape(vocab=97, hidden=32, mlp=32, layers=2, heads=4, kv_heads=2),
+            max_position_embeddings=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            sliding_window=4,
+        ),
+    ),
+    "mistral-tied": Checkpoint(
+        MistralConfig(
+            **shape(vocab=79, hidden=32, mlp=28, layers=2, heads=4, kv_heads=1),
+            max_position_embeddings=128,
+            head_dim=10,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            sliding_window=None,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
-OLD_SPELLING = ("qwen2-yarn",)  # config.json as releases before 5 write it
+OLD_SPELLING = ("qwen2-yarn", "qwen3-tied", "mistral-window")  # config.json as releases before 5 write it
 
 
 def spell_as_before_5(path: pathlib.Path) -> None:
-    """Rewrite a config.json with rope_theta, rope_scaling, torch_dtype and a sliding_window that is off."""
+    """Rewrite a config.json with rope_theta, rope_scaling, torch_dtype and, for Qwen2, a sliding_window that is off."""
     config = json.loads(path.read_text())
-    del config["layer_types"]
-    config["sliding_window"] = config["max_position_embeddings"]
+    config.pop("layer_types", None)
+    if config["model_type"] == "qwen2":
+        config["sliding_window"] = config["max_position_embeddings"]
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": config.pop("dtype")}
-    config["rope_scaling"] = {"type": rope.pop("rope_type")} | rope
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind} | rope
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -1,13 +1,19 @@
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from jaxgen import ConfigError, ModelConfig, RopeConfig
+from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.families import FAMILIES
 from jaxgen.model.rope import inverse_frequencies
+from tests.support.goldens import GOLDENS
 from tests.support.models import CONFIG
 
 LLAMA = {**CONFIG, "model_type": "llama"}
+QWEN3 = {**CONFIG, "model_type": "qwen3", "head_dim": 12}
+MISTRAL = {**CONFIG, "model_type": "mistral", "sliding_window": 7}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -67,7 +73,7 @@ def test_both_spellings_of_the_dtype():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "mistral"),
+        ({"model_type": "mixtral"}, "mixtral"),
         ({"model_type": None}, "model_type"),
         ({"unknown_key": 1}, "unknown_key"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -82,9 +88,19 @@ def test_both_spellings_of_the_dtype():
         ({"attention_dropout": "x"}, "attention_dropout"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "sliding_window"),
+        ({"model_type": "qwen3"}, "missing: head_dim"),
+        ({**QWEN3, "mlp_bias": True}, "mlp_bias=True: only model_type llama can have it"),
+        ({"model_type": "mistral"}, "missing: sliding_window"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a whole number >= 1, got 0"),
+        ({**MISTRAL, "attention_bias": True}, "attention_bias=True: only model_type qwen3, llama can have it"),
+        ({**MISTRAL, "use_sliding_window": True}, "use_sliding_window=True"),
+        ({**MISTRAL, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ({"model_type": "llama", "use_sliding_window": True}, "llama has no sliding windows"),
+        ({"model_type": "llama", "layer_types": ["sliding_attention"] * 2}, "llama has no sliding windows"),
         ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
+        ({"architectures": 1}, "architectures must be a list"),
         ({"rope_scaling": ["linear"]}, "rope_scaling"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}}, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "factor"),
@@ -115,6 +131,91 @@ def test_what_is_not_built_or_not_known_is_an_error_that_names_it(change, messag
         ModelConfig.from_hf(CONFIG | change)
 
 
+def test_faults_of_every_kind_are_reported_together():
+    wrong = {"vocab_size": 0, "use_mrope": True, "typo": 1, "architectures": ["Other"], "mlp_bias": True}
+    wrong["rope_scaling"] = {"type": "linear", "factor": -1, "typo": 2}
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_hf(without(CONFIG, "hidden_act") | wrong)
+    assert str(caught.value).split("; ") == [
+        "missing: hidden_act",
+        "vocab_size must be a whole number >= 1, got 0",
+        "architectures must be a list with Qwen2ForCausalLM, got ['Other']",
+        "use_mrope=True is not built",
+        "mlp_bias=True: only model_type llama can have it",
+        "unknown keys, which may change what the model computes: typo",
+        "rope_scaling (rope_type linear): factor must be a number > 0, got -1",
+        "rope_scaling (rope_type linear): unknown: typo",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "biases", "qk_norm", "windows"),
+    [
+        (CONFIG, (True, False, False), False, (None, None)),
+        (CONFIG | {"attention_bias": False, "sliding_window": 7}, (True, False, False), False, (None, None)),
+        (LLAMA, (False, False, False), False, (None, None)),
+        (LLAMA | {"attention_bias": True}, (True, True, False), False, (None, None)),
+        (LLAMA | {"mlp_bias": True, "sliding_window": 7}, (False, False, True), False, (None, None)),
+        (QWEN3, (False, False, False), True, (None, None)),
+        (
+            QWEN3 | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+            (True, True, False),
+            True,
+            (None, 7),
+        ),
+        (MISTRAL, (False, False, False), False, (7, 7)),
+        (MISTRAL | {"sliding_window": None, "attention_bias": False}, (False, False, False), False, (None, None)),
+    ],
+)
+def test_families(config, biases, qk_norm, windows):
+    cfg = ModelConfig.from_hf(config)
+    assert (cfg.attention_bias, cfg.output_bias, cfg.mlp_bias) == biases
+    assert (cfg.qk_norm, cfg.windows) == (qk_norm, windows)
+    shapes = param_shapes(cfg)
+    norms = {name: shapes.get(f"model.layers.1.self_attn.{name}_norm.weight") for name in "qk"}
+    assert norms == dict.fromkeys("qk", (cfg.head_dim,) if qk_norm else None)
+
+
+def test_a_config_that_its_family_cannot_express_is_not_written():
+    for change in ({"windows": (None, 7)}, {"attention_bias": True}, {"qk_norm": True}):
+        with pytest.raises(ConfigError, match="model_type mistral cannot express"):
+            dataclasses.replace(ModelConfig.from_hf(MISTRAL), **change).to_hf()
+
+
+PUBLISHED = {
+    "Qwen3-0.6B": """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+    "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+    "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+    "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+    "use_sliding_window": false, "vocab_size": 151936}""",
+    "Mistral-7B-v0.1": """{"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true,
+    "vocab_size": 32000}""",
+    "Mistral-Nemo-Base-2407": """{"architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 128000, "model_type": "mistral", "num_attention_heads": 32,
+    "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.43.0",
+    "use_cache": true, "vocab_size": 131072}""",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name):
+    config = json.loads(PUBLISHED[name])
+    written = ModelConfig.from_hf(config).to_hf()
+    unread = {"bos_token_id", "eos_token_id", "transformers_version"}
+    if name == "Qwen3-0.6B":
+        unread.add("sliding_window")  # any value means the same while use_sliding_window is false
+    for key in config.keys() - unread:
+        assert written[key] == config[key], key
+
+
 def test_what_does_not_matter_is_passed_over():
     irrelevant = {"pretraining_tp": 2, "use_cache": False, "transformers_version": "9", "id2label": {"0": "a"}}
     assert ModelConfig.from_hf(LLAMA | irrelevant) == ModelConfig.from_hf(LLAMA)
@@ -126,6 +227,10 @@ def test_what_does_not_matter_is_passed_over():
         {},
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        QWEN3 | {"attention_bias": True},
+        QWEN3 | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "head_dim": 8},
+        MISTRAL | {"head_dim": 10},
+        MISTRAL | {"sliding_window": None},
         {
             "use_sliding_window": True,
             "sliding_window": 7,
@@ -151,6 +256,18 @@ def test_real_configs(data):
         same = set(held) & set(written) - {"sliding_window", "max_window_layers"}
         assert {key: written[key] for key in same} == {key: held[key] for key in same}
         assert ModelConfig.from_hf(written) == ModelConfig.from_hf(held)
+
+
+def test_configs_of_the_goldens():
+    paths = sorted(GOLDENS.glob("*/checkpoints/*/config.json"))
+    assert len({json.loads(path.read_text())["model_type"] for path in paths}) == len(FAMILIES)
+    for path in paths:
+        config = json.loads(path.read_text())
+        cfg = ModelConfig.from_hf(config)
+        written = cfg.to_hf()
+        assert ModelConfig.from_hf(written) == cfg
+        same = config.keys() & written.keys() - {"sliding_window", "max_window_layers", "rope_scaling"}
+        assert {key: written[key] for key in same} == {key: config[key] for key in same}, path
 
 
 def test_yarn_leaves_short_wavelengths_and_divides_long_ones():

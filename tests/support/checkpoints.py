@@ -31,13 +31,28 @@ LLAMA = QWEN2 | {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+QWEN3 = QWEN2 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 6,
+    "attention_bias": False,
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "max_window_layers": 1,
+}
+MISTRAL = QWEN2 | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "tie_word_embeddings": False,
+    "sliding_window": 5,
+}
 GENERATION = {"do_sample": True, "temperature": 0.5, "eos_token_id": [2, 3], "pad_token_id": 0}
 
 
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """The parameters of a config, for the models used here, written down without the package."""
     width, mlp = config["hidden_size"], config["intermediate_size"]
-    head = width // config["num_attention_heads"]
+    head = config.get("head_dim", width // config["num_attention_heads"])
     queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
     layer = {
         "input_layernorm.weight": (width,),
@@ -52,6 +67,8 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     }
     if config["model_type"] == "qwen2":
         layer |= {f"self_attn.{name}_proj.bias": (keys,) for name in "kv"} | {"self_attn.q_proj.bias": (queries,)}
+    if config["model_type"] == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     result = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
     for number in range(config["num_hidden_layers"]):
         result |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}

@@ -12,6 +12,21 @@ from jaxgen.text.tokenizer import Tokenizer, clean_up
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
 
 USER = [{"role": "user", "content": "hi"}]
+THINKING = (
+    "{%- for message in messages %}{% set content = message.content %}"
+    "{%- if '</think>' in content and not loop.last %}{% set content = content.split('</think>')[-1].lstrip('\\n') %}"
+    "{%- endif %}{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{%- endif %}"
+)
+INSTRUCTION = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +170,7 @@ class TestDecode:
         assert tok.decode([*tok.encode("he"), len(tok), 2**31, *tok.encode("ll")]) == "hell"
 
     def test_bad_ids(self):
-        with pytest.raises(InputError, match="-7 is no token id"):
+        with pytest.raises(InputError, match="-7 is not a token id"):
             llama().decode([1, -7])
         with pytest.raises(TypeError, match="integer"):
             llama().decode([0.5])
@@ -341,6 +356,28 @@ class TestChat:
         tok = byte_level(chat_template=template, additional_special_tokens=["<|im_start|>"])
         assert tok.render_chat(USER, mood="calm") == text
 
+    def test_a_template_like_that_of_qwen3(self):
+        """Thinking is kept out of earlier answers and can be switched off."""
+        first = len(byte_level())
+        added = {str(first): {"content": "<think>"}, str(first + 1): {"content": "</think>"}}
+        tok = byte_level(chat_template=THINKING, added_tokens_decoder=added)
+        answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
+        text = "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert tok.render_chat([answer, *USER]) == text
+        quiet = tok.render_chat([answer, *USER], enable_thinking=False)
+        assert quiet == text + "<think>\n\n</think>\n\n"
+        assert tok.chat(USER, enable_thinking=False).ids[0].tolist().count(first) == 1
+        assert tok.decode(tok.encode(quiet)).endswith("<think>\n\n</think>\n\n")
+
+    def test_a_template_like_that_of_mistral(self):
+        tok = llama(chat_template=INSTRUCTION, tokenizer_class="LlamaTokenizer")
+        conversation = [*USER, {"role": "assistant", "content": "he"}, *USER]
+        assert tok.render_chat(conversation) == "<s>[INST] hi [/INST]he</s>[INST] hi [/INST]"
+        ids = tok.chat(conversation).ids[0].tolist()
+        assert (ids[0], ids.count(1), ids.count(2)) == (1, 1, 1)
+        with pytest.raises(InputError, match="must alternate"):
+            tok.render_chat([*USER, *USER])
+
     def test_keywords_win_over_special_tokens(self):
         assert byte_level(chat_template="{{ eos_token }}").render_chat(USER, eos_token="E") == "E"
 
@@ -424,12 +461,25 @@ class TestFiles:
         assert (tok.bos_token, tok.eos_token_id, tok.model_max_length) == (None, None, None)
         assert tok.encode("hell") == llama().encode("hell")
 
-    def test_class_from_config_json(self, tmp_path):
+    @pytest.mark.parametrize("model_type", ["llama", "mistral"])
+    def test_llama_class_from_config_json(self, tmp_path, model_type):
         backend = llama_backend()
         backend.post_processor = processors.ByteLevel()
-        tok = Tokenizer.from_pretrained(save(tmp_path, backend, config={"model_type": "llama"}))
+        tok = Tokenizer.from_pretrained(save(tmp_path, backend, config={"model_type": model_type}))
         assert (tok.bos_token, tok.eos_token, tok.clean_up_tokenization_spaces) == ("<s>", "</s>", False)
         assert tok.encode("hell") == llama().encode("hell")
+
+    @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+    def test_qwen_class_from_config_json(self, tmp_path, model_type):
+        backend = byte_level_backend()
+        backend.add_special_tokens(["<|endoftext|>"])
+        tok = Tokenizer.from_pretrained(save(tmp_path, backend, config={"model_type": model_type}))
+        assert (tok.bos_token, tok.eos_token, tok.pad_token_id) == (None, "<|endoftext|>", len(tok) - 1)
+        assert tok.encode("hell") == byte_level().encode("hell")
+
+    def test_no_class_for_a_model_that_is_not_built(self, tmp_path):
+        tok = Tokenizer.from_pretrained(save(tmp_path, llama_backend(), config={"model_type": "other"}))
+        assert (tok.bos_token, tok.eos_token) == (None, None)
 
     def test_null_is_not_the_class_default(self):
         config = {"tokenizer_class": "Qwen2Tokenizer"}
@@ -490,7 +540,7 @@ class TestFiles:
         assert llama(model_max_length=77).model_max_length == 77
 
     def test_missing(self, tmp_path):
-        with pytest.raises(InputError, match="no directory"):
+        with pytest.raises(InputError, match="not a directory"):
             Tokenizer.from_pretrained(tmp_path / "nowhere")
         (tmp_path / "tokenizer.model").write_bytes(b"")
         with pytest.raises(InputError, match=r"it has: tokenizer\.model"):

@@ -1,0 +1,137 @@
+"""Model families: one record per architecture, with its differences from the decoder that all of them share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxgen.errors import ConfigError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowRule:
+    """Rule by which config.json gives layers a sliding window.
+
+    Attributes:
+        keys: the keys of config.json that it reads.
+        read: maps a config whose values have the right types to one entry per layer, the window in tokens or None.
+            Raises `ConfigError` if values are missing or contradict each other.
+        write: maps the rest of a config and the windows to the entries from which `read` gets these windows.
+    """
+
+    keys: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], tuple[int | None, ...]]
+    write: Callable[[Mapping[str, Any], tuple[int | None, ...]], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture. Each bias is present (True), absent (False), or given by the named key of config.json.
+
+    Attributes:
+        architecture: the model class in transformers.
+        tokenizer: the tokenizer class in transformers if a checkpoint's files do not name one.
+        windows: the rule for sliding windows.
+        attention_bias: biases of the query, key and value projections.
+        output_bias: bias of the attention's output projection.
+        mlp_bias: biases of the feed-forward layer.
+        qk_norm: queries and keys pass through an RMSNorm over the head size before RoPE.
+        required: keys of config.json that are required here and optional in other families.
+    """
+
+    architecture: str
+    tokenizer: str
+    windows: WindowRule
+    attention_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    required: tuple[str, ...] = ()
+
+    @property
+    def biases(self) -> dict[str, bool | str]:
+        """The three biases by name."""
+        return {"attention_bias": self.attention_bias, "output_bias": self.output_bias, "mlp_bias": self.mlp_bias}
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of config.json that this family reads and some others do not."""
+        return frozenset(self.windows.keys) | {rule for rule in self.biases.values() if isinstance(rule, str)}
+
+
+def _no_windows(config: Mapping[str, Any]) -> tuple[None, ...]:
+    if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
+        raise ConfigError(
+            f"model_type {config['model_type']} has no sliding windows: use_sliding_window must be false, "
+            f"layer_types may only have {FULL}"
+        )
+    return (None,) * config["num_hidden_layers"]
+
+
+def _windows_where_switched_on(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Read the windows of the layers in `layer_types`, or else of those from `max_window_layers` on."""
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    if not config.get("use_sliding_window"):
+        if SLIDING in (types or ()):
+            raise ConfigError(f"layer_types has {SLIDING}, but use_sliding_window is not true")
+        return (None,) * layers
+    needed = ["sliding_window"] if types else ["sliding_window", "max_window_layers"]
+    if missing := [key for key in needed if config.get(key) is None]:
+        raise ConfigError(f"use_sliding_window is true, but missing: {', '.join(missing)}")
+    if not types:
+        types = [FULL if layer < config["max_window_layers"] else SLIDING for layer in range(layers)]
+    return tuple(config["sliding_window"] if kind == SLIDING else None for kind in types)
+
+
+def _write_switch(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> dict[str, Any]:
+    windowed = [layer for layer, window in enumerate(windows) if window is not None]
+    entries = {
+        "use_sliding_window": bool(windowed),
+        "sliding_window": windows[windowed[0]] if windowed else config["max_position_embeddings"],
+        "max_window_layers": windowed[0] if windowed else len(windows),
+    }
+    if windowed and windowed != list(range(windowed[0], len(windows))):
+        entries["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    return entries
+
+
+def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    if "sliding_window" not in config:
+        raise ConfigError("missing: sliding_window (null for none); transformers would assume 4096")
+    return (config["sliding_window"],) * config["num_hidden_layers"]
+
+
+SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+# Never a window. Checkpoints converted from another family may still have the keys, switched off.
+NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
+# A window if `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` select.
+SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)
+# A window in every layer unless `sliding_window` is null.
+ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})
+
+# By `model_type`
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Tokenizer", SWITCHED_WINDOWS, attention_bias=True),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "Qwen2Tokenizer",
+        SWITCHED_WINDOWS,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        required=("head_dim",),
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        "LlamaTokenizer",
+        NO_WINDOWS,
+        attention_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "mistral": Family("MistralForCausalLM", "LlamaTokenizer", ONE_WINDOW),
+}
