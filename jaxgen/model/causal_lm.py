@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.model.activations import ACTIVATIONS
+from jaxgen.model.activations import activation
 from jaxgen.model.attention import attention
 from jaxgen.model.cache import KVCache, write
 from jaxgen.model.config import ModelConfig
@@ -169,7 +169,7 @@ class MLP(nn.Module):
         cfg = self.cfg
         gate = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="gate_proj")(x)
         up = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="up_proj")(x)
-        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(ACTIVATIONS[cfg.hidden_act](gate) * up)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(activation(cfg.hidden_act)(gate) * up)
 
 
 class DecoderLayer(nn.Module):
