@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face directories to parameters and back, tensor by tensor, no torch."""
+"""Checkpoints in and out: Hugging Face directories to parameters and back, read tensor by tensor, without torch."""
 
 from convert.errors import CheckpointError
 from convert.hf import load_hf, save_hf

@@ -23,18 +23,12 @@ from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model chat_template.jinja chat_template.json"
+).split()
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +124,7 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     arrays, problems = _flatten(params)
     problems += _mismatch({name: array.shape for name, array in arrays.items()}, model, "params")
     problems += [
-        f"params: {name} has dtype {array.dtype}, which must be one of {_allowed()}"
+        f"params: {name} has dtype {array.dtype}, which must be one of {_ALLOWED}"
         for name, array in arrays.items()
         if array.dtype not in DTYPES.values()
     ]
@@ -192,10 +186,10 @@ def float_dtype(dtype: Any) -> np.dtype | None:
         result = np.dtype(dtype)
     except TypeError as error:
         if isinstance(dtype, str):
-            raise ConfigError(f"dtype {dtype!r} is not one of {_allowed()}") from error
-        raise TypeError(f"dtype must be one of {_allowed()}, got {dtype!r}") from error
+            raise ConfigError(f"dtype {dtype!r} is not one of {_ALLOWED}") from error
+        raise TypeError(f"dtype must be one of {_ALLOWED}, got {dtype!r}") from error
     if result not in DTYPES.values():
-        raise ConfigError(f"dtype {str(result)!r} is not one of {_allowed()}")
+        raise ConfigError(f"dtype {str(result)!r} is not one of {_ALLOWED}")
     return result
 
 
@@ -335,7 +329,3 @@ def _to_host(array: Any) -> np.ndarray:
     if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
         array = jax.device_put(array, array.sharding, may_alias=False)
     return np.asarray(array)
-
-
-def _allowed() -> str:
-    return ", ".join(dtype.name for dtype in DTYPES.values())

@@ -33,7 +33,7 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     tensors: dict[str, Tensor] = {}
     headers: dict[str, dict[str, Tensor]] = {}
     for file in files:
-        if not file.exists():
+        if weight_map and not file.exists():
             problems.append(f"{file}: absent, though {INDEX} names it")
             continue
         try:
@@ -51,7 +51,8 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
         if shard in headers and name not in headers[shard]:
             elsewhere = f": it is in {tensors[name].file.name}" if name in tensors else ""
             problems.append(f"{path / shard}: {name} is absent, though {INDEX} puts it there{elsewhere}")
-    return tensors, set(tensors) | set(weight_map) if headers or weight_map else None, problems
+    listed = {*tensors, *weight_map} if headers or weight_map else None
+    return tensors, listed, problems
 
 
 def write_tensors(

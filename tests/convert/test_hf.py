@@ -191,7 +191,14 @@ def test_no_weights(qwen2):
     assert "save_pretrained" in problem
 
 
-def test_paths_that_are_no_directory(qwen2, tmp_path, monkeypatch):
+def test_a_link_to_a_file_that_is_gone(qwen2):
+    (qwen2 / SINGLE).unlink()
+    (qwen2 / SINGLE).symlink_to("absent")
+    (problem,) = problems(qwen2)
+    assert problem.startswith(f"{qwen2 / SINGLE}: No such file")
+
+
+def test_paths_that_are_not_directories(qwen2, tmp_path, monkeypatch):
     assert "give the directory that it is in" in problems(qwen2 / SINGLE)[0]
     assert "give a local checkpoint directory" in problems(tmp_path / "absent")[0]
     assert "Hub" in problems(Path("Qwen/Qwen2.5-0.5B-Instruct"))[0]
