@@ -108,7 +108,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
         description="Convert a Hugging Face checkpoint to another dtype, layout or head count, or list its tensors.",
-        epilog="Memory is needed for one file of DST (5 GB at most, or one larger tensor) and the tensor being cast.",
+        epilog="Memory is needed for one file of DST (5 GB at most, or one larger tensor) and the tensor being cast, "
+        "then with --check for a tensor of SRC and the same one of DST.",
     )
     add = parser.add_argument
     add("source", metavar="SRC", help="a local checkpoint directory")
