@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
 
+# Exit statuses of the commands.
+FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises, knows no abbreviations and offers the nearest option for a typo."""

@@ -21,6 +21,7 @@ from convert.hf import open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
 from jaxgen.cli import arguments
+from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.batch import read_lines, write_answers
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.timing import Stats
@@ -34,7 +35,6 @@ from jaxgen.request.memory import check_memory
 from jaxgen.text.streaming import TextStreamer
 from jaxgen.text.tokenizer import Batch, Tokenizer
 
-FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 DEFAULT_NEW_TOKENS = 256
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a cut file would name all tensors that it lost

@@ -153,9 +153,7 @@ class _Request:
 
 
 def _weights(checkpoint: Checkpoint, wanted: np.dtype | None) -> int:
-    return sum(
-        math.prod(tensor.shape) * checkpoint.dtype(name, wanted).itemsize for name, tensor in checkpoint.tensors.items()
-    )
+    return sum(checkpoint.sizes(wanted).values())
 
 
 def _available() -> Iterator[int]:
