@@ -18,7 +18,7 @@ from jaxgen.errors import InputError
 from jaxgen.logits.history import History
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, forward
-from jaxgen.model.linear import embed
+from jaxgen.model.linear import look_up as embed
 
 
 def prefill(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.decoding.teacher_forcing import Replay
-from jaxgen.model.causal_lm import CausalLM, forward
+from jaxgen.model.causal_lm import head, hidden
 from jaxgen.model.config import ModelConfig
 
 
@@ -55,23 +55,21 @@ def logprobs(
         top: n, how many of the likeliest tokens are wanted.
         chunk: columns whose logits are held at a time.
     """
-    ids = jnp.where(mask, ids, 0)  # whatever padding holds, an embedding that is not a number would spread
-    # The logits of one position are left out again by the compiler, as nothing uses them.
-    out = forward(model, params, ids, attention_mask=mask, logits_to_keep=1, output_hidden_states=True)
-    assert out.hidden_states is not None
+    ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN embedding would spread
+    states = hidden(model, params, ids, attention_mask=mask).last
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
-    hidden = jnp.take_along_axis(out.hidden_states[-1], jnp.maximum(before, 0)[..., None], axis=1)
+    states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)
     look = functools.partial(pick, top=top)
 
     def of_chunk(history, part):
-        hidden, tokens, predicted = part
-        logits = _head(model, params, hidden)
+        states, tokens, predicted = part
+        logits = head(model, params, states)
         if replay is None:
             return None, look(logits, tokens, predicted)
         return replay.run(history, logits, tokens, predicted, look)
 
-    parts = jax.tree.map(lambda x: _split(x, chunk), (hidden, ids[:, start:], predicted))
+    parts = jax.tree.map(lambda x: _split(x, chunk), (states, ids[:, start:], predicted))
     with jax.named_scope("score"):
         history = None if replay is None else replay.begin(ids, mask, start)
         _, scores = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), history, parts)
@@ -82,17 +80,6 @@ def _column_before(mask: jax.Array) -> jax.Array:
     """int32[B, L]: the column of the last token before each column, -1 where there is none; `mask bool[B, L]`."""
     column = jnp.where(mask, jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :], -1)
     return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-
-
-def _head(model: ModelConfig, params, hidden: jax.Array) -> jax.Array:
-    """Map normed hidden states `[B, T, D]` to logits float32[B, T, V], as `CausalLM` does."""
-
-    def head(module: CausalLM, x: jax.Array) -> jax.Array:
-        return module.model.embed_tokens.attend(x) if model.tie_word_embeddings else module.lm_head(x)
-
-    logits = CausalLM(model).apply({"params": params}, hidden, method=head)
-    assert isinstance(logits, jax.Array)
-    return logits.astype(jnp.float32)
 
 
 def pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:

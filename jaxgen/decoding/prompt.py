@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.model.cache import KVCache
-from jaxgen.model.linear import embed
+from jaxgen.model.linear import look_up as embed
 from jaxgen.shapes import repeat_rows
 
 Array = Any  # of jax or, before a program is called with it, of numpy

@@ -157,7 +157,9 @@ class ModelConfig:
     """Everything about a Qwen2 or Llama checkpoint that its weights do not say. Hashable, hence static under jit.
 
     Fields have the names of config.json. `windows` has, per layer, the number of tokens that attention looks
-    back on, itself included, or None for all of them. `dtype` is that of the checkpoint's weights.
+    back on, itself included, or None for all of them. `dtype` is that of the checkpoint's weights. `cpu_tiles` is not
+    part of a checkpoint: whether programs for a CPU use its tile units (AMX), which the platform's name does not tell;
+    generate() sets it where it compiles for the machine that it runs on.
     """
 
     model_type: str
@@ -180,6 +182,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     dtype: str = "float32"
+    cpu_tiles: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def context_length(self) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.errors import ConfigError
-from jaxgen.model.linear import LowRank
+from jaxgen.model.lowrank import LowRank
 
 # The projections of every layer; embeddings and head stay as they are.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
