@@ -12,7 +12,7 @@ from jaxgen import CausalLM, GenerationConfig
 from jaxgen.config.availability import normal_form
 from jaxgen.decoding.extensions import Rules
 from jaxgen.decoding.prompt import Request, Sizes
-from jaxgen.generate import _run
+from jaxgen.generation import _run
 from tests.support.models import model_config, slow
 
 # Sizes that tell the arrays apart: prompt slots, generated slots and the weights' sides are all different.

@@ -12,7 +12,7 @@ import numpy as np
 from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
-from jaxgen.generate import generate
+from jaxgen.generation import generate
 from jaxgen.model.cache import KVCache
 from jaxgen.text.streaming import TextStreamer
 from jaxgen.text.tokenizer import Tokenizer
