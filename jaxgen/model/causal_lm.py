@@ -46,7 +46,7 @@ _ACTIVATIONS: dict[str, Callable] = {
 
 @flax.struct.dataclass
 class ModelOutput:
-    """What one forward pass gives.
+    """Result of one forward pass.
 
     Attributes:
         logits: float32[B, T, V], or `[B, n, V]` with `logits_to_keep`.
@@ -70,13 +70,13 @@ class Hidden:
     Attributes:
         states: L + 1 arrays `[B, T, D]`: the embeddings, then the output of each layer; the last one is normed, and NaN
             in a row whose tokens did not fit into the cache.
-        attentions: L arrays float32[B, N, T, S], the attention weights.
         cache: the cache with the new tokens in it; None without a cache.
+        attentions: L arrays float32[B, N, T, S], the attention weights; None unless asked for.
     """
 
     states: tuple[jax.Array, ...]
-    attentions: tuple[jax.Array, ...]
-    cache: KVCache | None
+    cache: KVCache | None = None
+    attentions: tuple[jax.Array, ...] | None = None
 
     @property
     def last(self) -> jax.Array:
@@ -126,9 +126,10 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[..., in]` to `[..., out]`."""
-        cfg, bias = self.cfg, None
+        cfg = self.cfg
         init = nn.initializers.normal(cfg.initializer_range)
         weight = parameter(self, "weight", (self.features, x.shape[-1]), init, cfg.dtype)
+        bias = None
         if self.use_bias:
             bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
         return linear(x, weight, bias, tiles=cfg.cpu_tiles)
@@ -268,7 +269,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         cfg: the model's shape.
-        remat: whether gradients compute each layer's inside anew rather than keep it (`jax.checkpoint`).
+        remat: whether gradients recompute the inside of each layer instead of storing it (`jax.checkpoint`).
     """
 
     cfg: ModelConfig
@@ -324,7 +325,7 @@ class CausalLM(nn.Module):
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and not keeps_all:
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
-        hidden = self.hidden(
+        out = self.hidden(
             ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -333,14 +334,15 @@ class CausalLM(nn.Module):
             cache=cache,
             cache_position=cache_position,
             key_mask=key_mask,
+            output_attentions=output_attentions,
         )
-        logits = self.head(_keep(hidden.last, logits_to_keep))
+        logits = self.head(_keep(out.last, logits_to_keep))
         return ModelOutput(
             logits=logits,
             loss=None if labels is None else mean_loss(logits, labels),
-            cache=hidden.cache,
-            hidden_states=hidden.states if output_hidden_states else None,
-            attentions=hidden.attentions if output_attentions else None,
+            cache=out.cache,
+            hidden_states=out.states if output_hidden_states else None,
+            attentions=out.attentions,
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
@@ -361,6 +363,7 @@ class CausalLM(nn.Module):
         cache: KVCache | None = None,
         cache_position: jax.Array | int | None = None,
         key_mask: jax.Array | None = None,
+        output_attentions: bool = False,
     ) -> Hidden:
         """Run the model up to its head; the arguments are those of `__call__`."""
         x = self._inputs(ids, inputs_embeds)
@@ -371,7 +374,7 @@ class CausalLM(nn.Module):
         states, attentions, cache = self.model(x, tokens, cache)
         if overflow is not None:
             states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
-        return Hidden(tuple(states), tuple(attentions), cache)
+        return Hidden(tuple(states), cache, tuple(attentions) if output_attentions else None)
 
     def head(self, x: jax.Array) -> jax.Array:
         """Map normed hidden states `x [..., D]` to logits float32[..., V]."""

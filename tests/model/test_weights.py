@@ -61,7 +61,8 @@ class TestFace:
         cfg = model_config(tie_word_embeddings=tied)
         params = random_params(cfg)
         whole = causal_lm.forward(cfg, params, IDS, output_hidden_states=True, output_attentions=True)
-        hidden = causal_lm.hidden(cfg, params, IDS)
+        hidden = causal_lm.hidden(cfg, params, IDS, output_attentions=True)
+        assert causal_lm.hidden(cfg, params, IDS).attentions is None
         np.testing.assert_array_equal(hidden.last, whole.hidden_states[-1])
         np.testing.assert_array_equal(hidden.states[1], whole.hidden_states[1])
         np.testing.assert_array_equal(hidden.attentions[1], whole.attentions[1])
