@@ -17,6 +17,7 @@ from jaxgen.decoding.logprobs import LogProbs, logprobs
 from jaxgen.decoding.teacher_forcing import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.prepare import under_jit
 from jaxgen.request.prompts import is_traced, mask_of, token_ids
@@ -96,7 +97,8 @@ def score(
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
     size = _chunk_size(chunk, width - start + right, rows * vocab)
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
-    scores = logprobs(params, ids, mask, replay, model=cfg.model, **sizes)
+    model = cfg.model if traced else for_this_machine(cfg.model)
+    scores = logprobs(params, ids, mask, replay, model=model, **sizes)
     if left + right == 0:
         return scores
     # Cut on the host: a slice of a jax array would compile for each width.

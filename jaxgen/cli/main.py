@@ -28,7 +28,7 @@ from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.reference import OPTIONS
 from jaxgen.errors import InputError, JaxgenError, JaxgenWarning
-from jaxgen.generate import generate
+from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.config import DTYPES
 from jaxgen.request.memory import check_memory

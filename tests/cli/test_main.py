@@ -269,6 +269,16 @@ class TestProcess:
         assert (command.returncode, out) == (130, "")
         assert "Traceback" not in err
 
+    def test_interrupted_while_importing(self, checkpoint):
+        with process("--model", checkpoint, "A", PYTHONPROFILEIMPORTTIME="1") as command:
+            for line in command.stderr:
+                if "numpy" in line:
+                    break
+            command.send_signal(signal.SIGINT)
+            out, err = command.communicate(timeout=60)
+        assert (command.returncode, out) == (130, "")
+        assert "Traceback" not in err
+
     def test_text_that_stdout_cannot_show(self, copy, programs):
         (copy / "tokenizer.json").write_text(
             (copy / "tokenizer.json").read_text(encoding="utf-8").replace('"B"', '"Ã©"'), encoding="utf-8"
