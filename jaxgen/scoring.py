@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from jaxgen.config.availability import check_options, normal_form, refuse_unbuilt
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.tables import TABLES
+from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Rules, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
 from jaxgen.decoding.teacher_forcing import Replay
@@ -159,7 +159,7 @@ def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start:
     tokens, live = ids[:, start:], mask[:, start:]
     ended = ~live
     if cfg.on("eos_token_id"):
-        eos = np.atleast_2d(TABLES["eos_token_id"].leaf(cfg.eos_token_id))
+        eos = np.atleast_2d(TokenIds().leaf(cfg.eos_token_id))
         eos = np.repeat(eos, len(ids) // len(eos), axis=0)
         ended |= np.any(tokens[:, :, None] == eos[:, None, :], axis=-1)
     ended = np.logical_or.accumulate(ended, axis=-1)

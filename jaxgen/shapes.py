@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
 
 
 def power_of_two(size: int, least: int) -> int:
@@ -24,4 +26,6 @@ def capacity_for(new_tokens: int, recorded: bool) -> int:
 
 def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
     """Repeat each row of `x [n, ...]` in place, as `numpy.repeat`, so that there are `rows`, a multiple of n."""
+    import jax.numpy as jnp  # only here, as config and command round sizes without jax
+
     return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)

@@ -136,8 +136,10 @@ def _check_embeds(embeds, cfg: GenerationConfig) -> None:
 def host_negative(negative, mask, cfg: GenerationConfig, prompts: int, without_ids: bool):
     """Return the negative prompts of guidance, int32[B, Q], and their mask, in a bucket; None, None without them."""
     _check_guidance(negative, mask, cfg)
+    if not cfg.on("guidance_scale"):
+        return None, None
     if negative is None:
-        if cfg.on("guidance_scale") and without_ids:
+        if without_ids:
             raise InputError("guidance_scale takes a prompt's last id as negative prompt: give negative_prompt_ids")
         return None, None
     try:
@@ -153,6 +155,8 @@ def host_negative(negative, mask, cfg: GenerationConfig, prompts: int, without_i
 def traced_negative(negative, mask, cfg: GenerationConfig, prompts: int):
     """Return the same of arrays that are traced."""
     _check_guidance(negative, mask, cfg)
+    if not cfg.on("guidance_scale"):
+        return None, None
     negative = jnp.asarray(negative)
     check_ids_shape(negative)
     mask = jnp.ones(negative.shape, bool) if mask is None else jnp.asarray(mask).astype(bool)
@@ -164,7 +168,7 @@ def _check_guidance(negative, mask, cfg: GenerationConfig) -> None:
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: give them too")
     if negative is not None and not cfg.on("guidance_scale"):
-        raise InputError("negative_prompt_ids need guidance_scale, other than 1: set it with cfg.replace")
+        warn("negative_prompt_ids has no effect: guidance_scale is off, set it to another number than 1")
 
 
 def _per_prompt(x, prompts: int, xp):

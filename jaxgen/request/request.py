@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from jaxgen.config.availability import check_options
 from jaxgen.config.generation_config import GenerationConfig, warn, warn_unused
+from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.extensions import HostFunction, Rules
 from jaxgen.decoding.prompt import Request, Sizes
 from jaxgen.errors import ConfigError, InputError
@@ -31,11 +32,8 @@ from jaxgen.request.prompts import (
 )
 from jaxgen.shapes import capacity_for, prompt_bucket
 
-# Options that look at the tokens of a row.
-_OF_TOKENS = (
-    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "sequence_bias watermarking_config stop_strings forced_bos_token_id forced_decoder_ids"
-).split()
+# Options that depend on the tokens of the prompt.
+_OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_tokens)
 
 
 @flax.struct.dataclass

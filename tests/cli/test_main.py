@@ -11,7 +11,8 @@ import pytest
 
 from convert import load_hf
 from jaxgen import generate
-from jaxgen.cli import main as cli
+from jaxgen.cli import answer as cli
+from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.tokenizers import CHATML, byte_level_backend, save
 
@@ -154,7 +155,7 @@ class TestMistakes:
             (["A", "--temperature", "0"], "temperature must be > 0"),
             (["A", "--temperature", "nan"], "temperature must be > 0"),
             (["A", "--top-k", "-1"], "top_k must be >= 0"),
-            (["A", "--top-k", "2.5"], "'2.5' is no whole number"),
+            (["A", "--top-k", "2.5"], "'2.5' is not a whole number"),
             (["A", "--top-k", "99999999999"], "below 2**31"),
             (["A", "--top-p", "1.5"], "top_p must be between 0 and 1"),
             (["A", "--min-p", "-0.1"], "min_p must be between 0 and 1"),
@@ -243,7 +244,7 @@ class TestMistakes:
 
     def test_help(self, capsys):
         with pytest.raises(SystemExit) as exit_:
-            cli.main(["--help"])
+            main(["--help"])
         assert exit_.value.code == 0
         out = capsys.readouterr().out
         for option in ("--max-new-tokens", "--no-do-sample", "--repetition-penalty", "--raw", "--seed"):
