@@ -87,7 +87,8 @@ class GenerationConfig(GenerationOptions):
         """
         _refuse_unknown(fields)
         config = object.__new__(type(self))
-        vars(config).update((name, getattr(self, name)) for name in _NAMES)
+        vars(config).update(vars(self))
+        vars(config).pop("_flat", None)
         config._set(fields)
         return config
 
@@ -161,8 +162,10 @@ class GenerationConfig(GenerationOptions):
 
     @functools.cached_property
     def _flat(self) -> tuple[tuple, tuple]:
-        leaves = tuple(option.kind.leaf(getattr(self, name)) for name, option in TRACED.items())
-        return leaves, tuple(getattr(self, name) for name in _STATIC)
+        values = vars(self)
+        given = [(option.kind, values[name]) for name, option in TRACED.items()]
+        leaves = [None if value is kind.off else kind.leaf(value) for kind, value in given]
+        return tuple(leaves), tuple([values[name] for name in _STATIC])
 
     @classmethod
     def tree_unflatten(cls, static, leaves):

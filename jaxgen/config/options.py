@@ -9,8 +9,8 @@ Imports no jax.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from jaxgen.config.kinds import (
@@ -119,7 +119,7 @@ class Option:
             return bool(value) != bool(self.default)
         return value != self.default and self.is_on(value) and value not in ((), {})
 
-    @property
+    @functools.cached_property
     def unread(self) -> Any:
         """The value for a mode that does not read the option: off, or the default of a static one."""
         return self.kind.off if self.kind.traced else self.default
@@ -130,15 +130,15 @@ def _option(default: Any, kind: Kind, doc: str, group: str, **record: Any) -> An
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})
 
 
-_length = partial(_option, group=LENGTH)
-_choice = partial(_option, group=CHOICE)
-_warper = partial(_option, group=CHOICE, stage=WARP, modes=(SAMPLE,), command=True)
-_score = partial(_option, group=SCORES, stage=BEFORE_GRAMMAR, command=True)
-_late_score = partial(_option, group=SCORES, stage=AFTER_GRAMMAR, command=True)
-_output = partial(_option, group=OUTPUT)
-_beams = partial(_option, group=MODES, modes=BEAMS)
-_assisted = partial(_option, group=MODES, modes=(ASSISTED,))
-_refused = partial(_option, None, Anything(), "", group=REFUSED)
+_length = functools.partial(_option, group=LENGTH)
+_choice = functools.partial(_option, group=CHOICE)
+_warper = functools.partial(_option, group=CHOICE, stage=WARP, modes=(SAMPLE,), command=True)
+_score = functools.partial(_option, group=SCORES, stage=BEFORE_GRAMMAR, command=True)
+_late_score = functools.partial(_option, group=SCORES, stage=AFTER_GRAMMAR, command=True)
+_output = functools.partial(_option, group=OUTPUT)
+_beams = functools.partial(_option, group=MODES, modes=BEAMS)
+_assisted = functools.partial(_option, group=MODES, modes=(ASSISTED,))
+_refused = functools.partial(_option, None, Anything(), "", group=REFUSED)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -102,7 +102,7 @@ def test_minimal_lengths_ban_eos(fields, expected):
 
 def test_min_new_tokens_takes_the_place_of_min_length():
     cfg = CFG.replace(eos_token_id=5, min_length=40, min_new_tokens=0)
-    with pytest.warns(JaxgenWarning, match="min_length does not"):
+    with pytest.warns(JaxgenWarning, match="min_length is ignored"):
         assert generated(count([[3]], cfg), 0) == [4, 5]
 
 
