@@ -40,6 +40,18 @@ assert xla_bridge._backends, "the check above looks at nothing"
 """
 
 
+def test_options_and_the_command_line_are_read_without_jax():
+    code = (
+        "import sys, jaxgen, jaxgen.__main__, jaxgen.config.reference\n"
+        "from jaxgen.cli import main, options\n"
+        "options.parse(['--temperature', '0.5', '--eos-token-id', '[1, 2]', 'A'])\n"
+        "jaxgen.config.reference.reference()\n"
+        "assert not {'jax', 'flax'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_is_lazy_and_takes_no_device_and_neither_torch_nor_transformers():
     done = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def whole(text: str) -> int:
     try:
         value = int(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
     if abs(value) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text} is out of range: stay below 2**31")
     return value
@@ -68,7 +68,7 @@ def json_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: write 5, [1, 2] or the like") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: write 5, [1, 2] or the like") from error
 
 
 def positive(text: str) -> float:
@@ -91,4 +91,4 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error

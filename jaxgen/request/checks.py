@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig, warn
+from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.errors import ConfigError, InputError
@@ -18,11 +19,8 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.weights import mismatch
 
-# Options that depend on the tokens of a row.
-_OF_TOKENS = (
-    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "sequence_bias watermarking_config stop_strings forced_bos_token_id forced_decoder_ids"
-).split()
+# Options that depend on the tokens of the prompt.
+_OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_tokens)
 
 
 def check_call(params, cfg: GenerationConfig) -> None:

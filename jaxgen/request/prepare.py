@@ -22,7 +22,8 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_unfeasible
 from jaxgen.request.prompts import Array, is_traced, mask_of, negative_prompts, prompts_of
-from jaxgen.shapes import capacity_for, prompt_bucket, repeat_rows
+from jaxgen.buckets import capacity_for, prompt_bucket
+from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
