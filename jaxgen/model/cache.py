@@ -1,12 +1,12 @@
 """The preallocated key-value cache.
 
-A row's tokens lie in its slots in their order and without gaps, whatever the padding was: slot i holds the row's
-i-th token. So a row attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is
-its beginning, and to crop one is to lower `length`.
+A row's tokens are stored in their order and without gaps, whatever the padding was: slot i has the row's i-th token.
+So a row attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is its beginning,
+and cropping only lowers `length`.
 
-A cache may stand on another one, its `prefix`, of fewer rows and read only: rows b*c to b*c + c - 1 share prefix
-row b. Return sequences and beams share their prompt's keys and values in this way, requests their system prompt's;
-only what the rows do not share is copied when rows are reordered. Slots are numbered through, the prefix's first.
+A cache may extend another one, its `prefix`, of fewer rows and read only: rows b*c to b*c + c - 1 share prefix row b.
+Return sequences and beams share their prompt's keys and values in this way, and requests their system prompt's.
+`select` copies only what the rows do not share. Slots are numbered consecutively, the prefix's first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
 from jaxgen.shapes import repeat_rows
 
-# The order of a slot that holds nothing: after every token.
+# The order of an empty slot: after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
@@ -30,15 +31,19 @@ EMPTY = jnp.iinfo(jnp.int32).max
 class KVCache:
     """Keys and values of the tokens so far, one `[B, K, S, H]` pair per layer.
 
+    Keys and values of 16 bits are stored as uint16, their bits, which a compiled loop carries without copies (XLA's
+    CPU compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
+
     Attributes:
-        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE.
+        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, or the bits of 16-bit ones.
         values: likewise.
         length: int32[B], how many slots of this part each row fills, from slot 0 on.
-        prefix: the cache that this one stands on, or None.
+        prefix: the cache that this one extends, or None.
         tokens: int32[B, S], the ids in this part's slots, where they are known: `generate` keeps them, so that it can
             go on with its own cache. The model drops them when it writes.
         known: int32[B], how many of `tokens` there are: `length`, or one more where the last token that was chosen
             has not been through the model.
+        dtype: what keys and values are, static.
     """
 
     keys: tuple[jax.Array, ...]
@@ -47,36 +52,32 @@ class KVCache:
     prefix: KVCache | None = None
     tokens: jax.Array | None = None
     known: jax.Array | None = None
+    dtype: str = flax.struct.field(pytree_node=False, default="float32")
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
-        """Return an empty cache of `slots` slots for each of `rows` rows.
-
-        `dtype` is by default the model's, on CPU float32: there XLA converts a 16-bit cache to float32 and back,
-        all of it, for each token that is written. The values are the same, rounded to the model's dtype.
-        """
+        """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype."""
         if rows < 1 or slots < 1:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
-        shape = (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
-        dtype = dtype or ("float32" if jax.default_backend() == "cpu" else cfg.dtype)
-        layers = range(cfg.num_hidden_layers)
-        return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
-            values=tuple(jnp.zeros(shape, dtype) for _ in layers),
-            length=jnp.zeros(rows, jnp.int32),
-        )
+        dtype = jnp.dtype(dtype or cfg.dtype)
+        return cls._empty((rows, cfg.num_key_value_heads, slots, cfg.head_dim), cfg.num_hidden_layers, dtype.name)
+
+    @classmethod
+    def _empty(cls, shape: tuple[int, ...], layers: int, dtype: str, prefix: KVCache | None = None) -> KVCache:
+        buffers = [jnp.zeros(shape, _stored(dtype)) for _ in range(2 * layers)]
+        length = jnp.zeros(shape[0], jnp.int32)
+        return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
 
     def fork(self, copies: int, slots: int) -> KVCache:
-        """Return an empty cache of `slots` slots for `copies` rows per row, that stands on this one."""
+        """Return an empty cache of `slots` slots for `copies` rows per row, whose prefix is this one."""
         if copies < 1 or slots < 1:
             raise InputError(f"a fork needs at least one copy and one slot, got copies={copies}, slots={slots}")
-        shape = (self.rows * copies, *self.keys[0].shape[1:2], slots, self.keys[0].shape[-1])
-        return KVCache(
-            keys=tuple(jnp.zeros(shape, key.dtype) for key in self.keys),
-            values=tuple(jnp.zeros(shape, value.dtype) for value in self.values),
-            length=jnp.zeros(shape[0], jnp.int32),
-            prefix=self,
-        )
+        _, heads, _, size = self.keys[0].shape
+        return self._empty((self.rows * copies, heads, slots, size), len(self.keys), self.dtype, prefix=self)
+
+    def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and values of a layer in this part as numbers, each `dtype[B, K, S, H]`."""
+        return as_numbers(self.keys[index], self.dtype), as_numbers(self.values[index], self.dtype)
 
     @property
     def rows(self) -> int:
@@ -90,12 +91,12 @@ class KVCache:
 
     @property
     def offset(self) -> int:
-        """The number of this part's first slot: how many slots the prefix has."""
+        """The number of this part's first slot, which is how many slots the prefix has."""
         return 0 if self.prefix is None else self.prefix.offset + self.prefix.slots
 
     @property
     def parts(self) -> list[KVCache]:
-        """This cache and those it stands on, in the order of the tokens."""
+        """The prefixes and this cache, in the order of the tokens."""
         return [*(self.prefix.parts if self.prefix is not None else []), self]
 
     @property
@@ -124,6 +125,7 @@ class KVCache:
             length=self.total_length,
             tokens=None if first.tokens is None else _resize(repeat_rows(first.tokens, self.rows), slots, axis=1),
             known=self.total_known,
+            dtype=self.dtype,
         )
         for part in rest:
             merged = _append(merged, part)
@@ -157,6 +159,46 @@ class KVCache:
         if not isinstance(rows, Tracer) and (int(rows.min()) < 0 or int(rows.max()) >= self.rows):
             raise InputError(f"rows must be from 0 to {self.rows - 1}, got {rows.tolist()}")
         return _reorder(self, rows)
+
+    def select(self, rows: jax.Array) -> KVCache:
+        """Return this cache with other rows over the same prefix: row i is row `rows[i]`, int32[B].
+
+        Row `rows[i]` must share row i's prefix row, as beams of one prompt do; that is not checked. The prefix is left
+        alone and the structure stays, so that a compiled loop can carry the cache; `reorder` is for any other rows.
+        """
+        own = dataclasses.replace(self, prefix=None)
+        own = jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), own)
+        return dataclasses.replace(own, prefix=self.prefix)
+
+    def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
+        """Return this cache with row `rows[i]`, int32[n], replaced by row i of `source`, a cache of n rows.
+
+        Parts of as many rows as the cache are written; parts that rows share stay. Only the inserted rows move, also
+        in a compiled loop. A row number out of range inserts nothing; the others must differ.
+
+        Raises:
+            InputError: `source` is not made of parts like this cache's.
+        """
+        sizes, given = ([(part.keys[0].shape[1:], part.dtype) for part in cache.parts] for cache in (self, source))
+        owned = [part.rows == self.rows for part in self.parts]
+        if sizes != given or any(own and new.rows != source.rows for own, new in zip(owned, source.parts, strict=True)):
+            raise InputError(
+                f"source must have the same parts, ([K, S, H], dtype) = {sizes}, got {given}, and a row of its own "
+                "wherever this cache's rows have one"
+            )
+        # Indices of a scatter are promised to be unique: each row that is dropped gets a number of its own.
+        dropped = self.rows + jnp.arange(source.rows, dtype=jnp.int32)
+        rows = jnp.where((rows >= 0) & (rows < self.rows), rows, dropped)
+
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            return x.at[rows].set(new, mode="drop", unique_indices=True)
+
+        result = None
+        for part, new, own in zip(self.parts, source.parts, owned, strict=True):
+            part, new = (dataclasses.replace(cache, prefix=None) for cache in (part, new))
+            result = dataclasses.replace(jax.tree.map(put, part, new) if own else part, prefix=result)
+        assert result is not None
+        return result
 
     def expand(self, copies: int) -> KVCache:
         """Return a copy in one part with each row `copies` times, as `repeat_interleave`.
@@ -236,9 +278,26 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
 def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     """Return `buffer [B, K, S, H]` with `new [B, K, T, H]` at `slots int32[B, T]`; slots past the end are dropped.
 
-    A scatter, which XLA does in place in a loop whether the rows write to one slot or each to its own.
+    Both are numbers, or bits. A scatter per row and head: XLA does it in place in a loop, whether the rows write to
+    one slot or each to its own, and under a mesh on each device alone.
     """
-    rows = jnp.arange(buffer.shape[0])[:, None, None]
-    heads = jnp.arange(buffer.shape[1])[None, :, None]
-    new = new.astype(buffer.dtype)
-    return buffer.at[rows, heads, slots[:, None, :]].set(new, mode="drop", unique_indices=True)
+
+    def of_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+        return buffer.at[slots].set(new, mode="drop", unique_indices=True)
+
+    return jax.vmap(jax.vmap(of_head, in_axes=(0, 0, None)))(buffer, new, slots)
+
+
+def as_stored(x: jax.Array, dtype: str) -> jax.Array:
+    """Convert `x` to `dtype`, and to the bits that a cache of that dtype stores."""
+    x = x.astype(dtype)
+    return x if _stored(dtype) == x.dtype else jax.lax.bitcast_convert_type(x, _stored(dtype))
+
+
+def as_numbers(x: jax.Array, dtype: str) -> jax.Array:
+    """Return what a cache of `dtype` stores as numbers."""
+    return x if x.dtype == jnp.dtype(dtype) else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _stored(dtype: str) -> np.dtype:
+    return np.dtype(np.uint16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
