@@ -38,7 +38,7 @@ def test_a_cache_has_the_models_dtype(dtype):
     assert cache.dtype == dtype
     assert cache.keys[0].nbytes == 2 * 2 * 5 * 8 * jnp.dtype(dtype).itemsize
     numbers = filled(2, 5, copies=2, dtype=dtype)
-    for part in (cache, numbers, numbers.merge(8), numbers.reorder(jnp.asarray([1])), numbers.crop(2)):
+    for part in (cache, numbers, numbers.flatten(8), numbers.reorder(jnp.asarray([1])), numbers.crop(2)):
         assert {x.dtype.name for index in range(2) for x in part.layer(index)} == {dtype}
     assert KVCache.create(model_config(torch_dtype="bfloat16"), 1, 1, "float32").dtype == "float32"
 
@@ -68,7 +68,9 @@ def test_select_reorders_the_rows_over_one_prefix_in_a_loop():
         np.testing.assert_array_equal(got, x[twice])
     for got, x in zip(arrays(chosen.prefix), arrays(cache.prefix), strict=True):
         np.testing.assert_array_equal(got, x)
-    for got, wanted in zip(arrays(chosen.merge(8)), arrays(cache.reorder(jnp.asarray(twice)).merge(8)), strict=True):
+    for got, wanted in zip(
+        arrays(chosen.flatten(8)), arrays(cache.reorder(jnp.asarray(twice)).flatten(8)), strict=True
+    ):
         np.testing.assert_array_equal(got, wanted)
 
 
