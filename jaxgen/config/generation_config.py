@@ -164,7 +164,7 @@ class GenerationConfig(GenerationOptions):
     def _flat(self) -> tuple[tuple, tuple]:
         values = vars(self)
         given = [(option.kind, values[name]) for name, option in TRACED.items()]
-        leaves = [None if value is kind.off else kind.leaf(value) for kind, value in given]
+        leaves = [None if value is kind.neutral else kind.leaf(value) for kind, value in given]
         return tuple(leaves), tuple([values[name] for name in _STATIC])
 
     @classmethod
@@ -173,7 +173,7 @@ class GenerationConfig(GenerationOptions):
         config = object.__new__(cls)
         vars(config).update(zip(_STATIC, static, strict=True))
         for (name, option), leaf in zip(TRACED.items(), leaves, strict=True):
-            vars(config)[name] = option.kind.off if leaf is None else leaf
+            vars(config)[name] = option.kind.neutral if leaf is None else leaf
         return config
 
     def __eq__(self, other: object) -> bool:
