@@ -220,7 +220,7 @@ class TestGoingOn:
             (work / "state.npz").write_bytes(damaged)
             status, err = run()
             assert (status, "is damaged" in err) == (2, True)
-            assert f"remove {work} to begin anew" in err
+            assert f"remove {work} to start again" in err
 
     @pytest.mark.slow
     def test_killed_at_random_moments(self, checkpoint, data, tmp_path):
