@@ -2,9 +2,10 @@
 
     python -m benchmarks.processors --rows 1 8 --model random-0.5b
 
-Prints a table of microseconds, the median over turns. In a turn each of them runs a few times in a row, one after
-the other, so what slows the machine for a while slows all of them. In a program that does several they can be cheaper
-than their sum: the compiler joins passes over the scores. With --model, the time of a decode step stands beside them.
+Each option has its record's example value. Prints a table of microseconds, the median over turns. In a turn each of
+them runs a few times in a row, one after the other, so what slows the machine for a while slows all of them. Several of
+them in one program can be cheaper than their sum: the compiler fuses passes over the scores. With --model, the time of
+a decode step is added.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import numpy as np
 
 from benchmarks.decode import machine
 from convert import load_hf
-from jaxgen import GenerationConfig, WatermarkingConfig, generate
+from jaxgen import GenerationConfig, History, ModelConfig, generate
+from jaxgen.config.options import GUIDANCE, OPTIONS, WARP, Option
 from jaxgen.decoding import sample
 from jaxgen.logits import processors, warpers
-from jaxgen.logits.watermark import watermark
+from jaxgen.logits.row_options import RowOptions, option_values
 
-HISTORY = 512  # tokens of each row
-ENTRIES, WIDTH = 16, 4  # of the tables of sequences
+HISTORY = 512  # tokens of each row, half of them generated
 
 
 def main() -> None:
@@ -58,57 +59,57 @@ def _arguments() -> argparse.Namespace:
 
 
 def _calls(vocab: int, rows: int) -> dict[str, tuple]:
-    """Return what is measured: a function and its arguments, all of them traced."""
+    """Return a function and its arguments, all of them traced, for each line of the table."""
     rng = np.random.default_rng(0)
     scores = jnp.asarray(rng.normal(size=(rows, vocab)) * 3, jnp.float32)
     uncond = jnp.asarray(rng.normal(size=(rows, vocab)) * 3, jnp.float32)
-    ids = jnp.asarray(rng.integers(0, min(vocab, 100), (rows, HISTORY)), jnp.int32)
-    length = jnp.full(rows, HISTORY, jnp.int32)
-    table = jnp.asarray(rng.integers(0, min(vocab, 100), (ENTRIES, WIDTH)), jnp.int32)
-    bias = jnp.ones(ENTRIES, jnp.float32)
-    eos = jnp.asarray([0, 1, -1, -1], jnp.int32)
-    tokens = processors.token_set(eos, vocab)
     seen = jnp.asarray(rng.random((rows, vocab)) < HISTORY / vocab)
-    everywhere = jnp.ones(rows, bool)
-
-    def per_row(value: float) -> jax.Array:
-        return jnp.full((rows, 1), value, jnp.float32)
-
+    history = History(
+        ids=jnp.asarray(rng.integers(0, min(vocab, 100), (rows, HISTORY)), jnp.int32),
+        length=jnp.full(rows, HISTORY, jnp.int32),
+        prompt_length=jnp.full(rows, HISTORY // 2, jnp.int32),
+        step=jnp.full(rows, HISTORY // 2, jnp.int32),
+        budget=jnp.full(rows, HISTORY // 2 + 1, jnp.int32),
+        done=jnp.zeros(rows, bool),
+        unknown=jnp.zeros(rows, jnp.int32),
+        seen=seen,
+        prompt_seen=seen,
+    )
+    calls = {"one pass over the scores": (lambda x: x * 2.0, scores)}
+    for option in OPTIONS.values():
+        if option.stage == GUIDANCE:
+            calls[option.name] = (processors.guidance, scores, uncond, jnp.full((rows, 1), 1.5, jnp.float32))
+        elif option.stage:
+            transform = partial(_transform, option.name)
+            calls[option.name] = (transform, _config(option, vocab), history, scores)
     keys = jax.random.split(jax.random.key(0), rows)
-    return {
-        "one pass over the scores": (lambda x: x * 2.0, scores),
-        "guidance": (processors.guidance, scores, uncond, per_row(1.5)),
-        f"sequence_bias, {ENTRIES} sequences": (processors.sequence_bias, scores, ids, length, table, bias),
-        "encoder_repetition_penalty": (processors.encoder_repetition_penalty, scores, seen, per_row(1.1)),
-        "repetition_penalty": (processors.repetition_penalty, scores, seen, per_row(1.1)),
-        "no_repeat_ngram, n = 3": (partial(processors.no_repeat_ngram, n=3), scores, ids, length),
-        "encoder_no_repeat_ngram, n = 3": (
-            partial(processors.encoder_no_repeat_ngram, n=3),
-            scores,
-            ids,
-            length,
-            length // 2,
-        ),
-        f"bad_words, {ENTRIES} sequences": (processors.bad_words, scores, ids, length, table, eos),
-        "ban": (processors.ban, scores, tokens, everywhere),
+    return calls | {
         "allow_only": (processors.allow_only, scores, seen),
-        "force": (processors.force, scores, tokens, everywhere),
-        "remove_invalid_values": (processors.remove_invalid_values, scores),
-        "exponential_decay": (processors.exponential_decay, scores, tokens, length, per_row(1.01)),
-        "watermark": (watermark, scores, ids, length, WatermarkingConfig()),
-        "renormalize": (processors.renormalize, scores),
-        "token_set, 4 ids": (lambda ids: processors.token_set(ids, vocab), eos),
-        "temperature": (warpers.temperature, scores, per_row(0.7)),
-        "top_h": (warpers.top_h, scores, per_row(0.5)),
-        "top_k, k = 20": (warpers.top_k, scores, jnp.full((rows, 1), 20, jnp.int32)),
-        "top_p": (warpers.top_p, scores, per_row(0.8)),
-        "min_p": (warpers.min_p, scores, per_row(0.1)),
-        "typical": (warpers.typical, scores, per_row(0.9)),
-        "epsilon": (warpers.epsilon, scores, per_row(0.0003)),
-        "eta": (warpers.eta, scores, per_row(0.0003)),
         "greedy choice": (sample.greedy, scores),
         "draw": (sample.draw, keys, jnp.zeros((), jnp.int32), scores),
     }
+
+
+def _config(option: Option, vocab: int) -> GenerationConfig:
+    """Return a config with the option alone on, at its example."""
+    model = ModelConfig.from_hf(
+        {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": vocab, "hidden_size": 64,
+            "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+            "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+            "tie_word_embeddings": True,
+        }
+    )  # fmt: skip
+    fields = {option.name: option.examples[0]} | {name: OPTIONS[name].examples[0] for name in option.needs}
+    return GenerationConfig(model=model, top_k=0).replace(do_sample=option.stage == WARP, **fields)
+
+
+def _transform(name: str, cfg: GenerationConfig, history: History, scores: jax.Array) -> jax.Array:
+    """Apply one processor or warper, as the pipeline does."""
+    options = RowOptions(cfg, option_values(cfg, scores.shape[0]))
+    if OPTIONS[name].stage == WARP:
+        return getattr(warpers, name)(scores, options.number(name))
+    return getattr(processors, name)(scores, history, options)
 
 
 def _compiled(function: Callable, *arguments: jax.Array) -> Callable[[], jax.Array]:

@@ -1,7 +1,7 @@
 """A directory that appears complete or not at all, whenever its writer is killed.
 
-Beside a target `out` there may be, for a while or after a kill:
-  .out.<8 hex digits>.partial   unfinished or discarded; locked while its writer lives, removed by the next
+During writing or after a kill, the parent directory of a target `out` may also contain:
+  .out.<8 hex digits>.partial   unfinished or discarded; locked while its writer runs, removed by the next writer
   .out.replaced                 the complete earlier `out`, while the new one takes its place
 """
 
@@ -16,25 +16,25 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from convert.safetensors import CheckpointError
+from convert.errors import CheckpointError
 
 
 @contextlib.contextmanager
 def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden directory to fill, which takes the name `target` when the block ends without an error.
+    """Yield a hidden directory to fill; it takes the name `target` when the block ends without an error.
 
-    After an error the hidden directory is removed and `target` is what it was. An empty directory may be in
-    the way; a checkpoint only with `overwrite`; anything else never.
+    After an error the hidden directory is removed and `target` is unchanged. An existing `target` is replaced if it
+    is an empty directory or, with `overwrite`, a checkpoint, and never otherwise.
 
     Raises:
-        CheckpointError: something is in the way, or the parent directory is missing.
+        CheckpointError: `target` exists and is not replaced, or its parent directory is missing.
     """
     target = target.resolve()
     if not target.parent.is_dir():
         raise CheckpointError([f"{target.parent} is not a directory: create it first"])
     _clean(target)
     _check_replaceable(target, overwrite)
-    partial = _beside(target)
+    partial = _partial(target)
     partial.mkdir()
     lock = os.open(partial, os.O_RDONLY)
     try:
@@ -58,12 +58,12 @@ def replaced(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
 
 
-def _beside(target: Path) -> Path:
+def _partial(target: Path) -> Path:
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
 
 
 def _clean(target: Path) -> None:
-    """Finish what earlier writers of `target` were killed in: put the old directory back, remove rubbish."""
+    """Clean up after writers of `target` that were killed: put the old directory back, remove partial ones."""
     old = replaced(target)
     if old.is_dir():
         if target.exists():
@@ -79,7 +79,7 @@ def _clean(target: Path) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                continue  # its writer lives, or nobody can tell
+                continue  # its writer is running, or the file system has no locks
             else:
                 shutil.rmtree(leftover)
             finally:
@@ -97,10 +97,10 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError([f"{target} exists: choose another name, or overwrite=True (--overwrite) to replace it"])
     if not (target / "config.json").is_file():
-        raise CheckpointError([f"{target} is no checkpoint (no config.json) and is not replaced: choose another name"])
+        raise CheckpointError([f"{target} is not a checkpoint (no config.json), so it is kept: choose another name"])
     if folders := sorted(path.name for path in inside if path.is_dir() and not path.is_symlink()):
         found = ", ".join(folders)
-        raise CheckpointError([f"{target} has folders that replacing would delete ({found}): choose another name"])
+        raise CheckpointError([f"{target} contains folders that would be deleted ({found}): choose another name"])
 
 
 def _swap(new: Path, target: Path) -> None:
@@ -120,10 +120,10 @@ def _swap(new: Path, target: Path) -> None:
 
 
 def _discard(old: Path, target: Path) -> None:
-    """Remove `old` under a name that marks it as rubbish, so that a half-removed one is never put back."""
-    rubbish = _beside(target)
-    old.rename(rubbish)
-    shutil.rmtree(rubbish)
+    """Remove `old`, renamed first so that a directory of which only a part is left is never put back."""
+    partial = _partial(target)
+    old.rename(partial)
+    shutil.rmtree(partial)
 
 
 def _sync(path: Path) -> None:

@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import numpy as np
 
 from convert.atomic_directory import new_directory
-from convert.safetensors import DTYPES, CheckpointError, Tensor
-from convert.shards import (
-    CONSTANTS,
-    Layout,
-    checkpoint_directory,
-    find_tensors,
-    in_order,
-    read_json,
-    write_json,
-    write_tensors,
-)
+from convert.errors import CheckpointError
+from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
+from convert.tensors import DTYPES, Tensor, same_bits
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model chat_template.jinja chat_template.json"
+).split()
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A directory found to be sound, its weights still on the disk.
+    """A directory that was checked, its weights still on the disk.
 
-    `config` and `generation` hold the two JSON files (`generation` is None where there is none), `tensors`
-    the model's parameters by name.
+    `config` and `generation` are the contents of the two JSON files (`generation` is None if there is no such file),
+    `tensors` the model's parameters by name.
     """
 
     path: Path
@@ -58,24 +46,31 @@ class Checkpoint:
     tensors: dict[str, Tensor]
 
     def dtype(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return the dtype in which to give a tensor: the wanted one, else that of the file."""
+        """Return the wanted dtype, or that of a tensor's file if it is None."""
         return DTYPES[self.tensors[name].dtype] if wanted is None else wanted
+
+    def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
+        """Return the bytes of each tensor in the dtype that `dtype` returns."""
+        return {
+            name: math.prod(tensor.shape) * self.dtype(name, wanted).itemsize for name, tensor in self.tensors.items()
+        }
 
 
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
     """Read the parameters and the generation config of a Hugging Face directory.
 
     Parameters are nested dicts, their keys the parts of the names in the checkpoint, matrices `[out, in]`:
-    `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. A tied model has no `lm_head`. Host
-    memory holds one tensor at a time on its way to the device.
+    `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. A tied model has no `lm_head`. Tensors are read and
+    cast one at a time, the largest first: on the CPU the peak of memory is that of the parameters, or three times the
+    largest tensor if that is more.
 
     `dtype`: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
     `cfg.model.dtype` is that of the embedding. Without a generation_config.json the generation fields of
-    config.json count, as in HF's `GenerationConfig.from_model_config`, but for `use_cache`, which changes no
+    config.json are used, as in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no
     token.
 
     Raises:
-        CheckpointError: all that is wrong with the checkpoint.
+        CheckpointError: everything that is wrong with the checkpoint.
         NotBuiltYetError: `quantize` or `mesh`.
     """
     for option, value in (("quantize", quantize), ("mesh", mesh)):
@@ -85,21 +80,15 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     checkpoint = open_checkpoint(path)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
-    # The largest first: where the device is not the host, both hold a tensor for a moment.
+    # The largest first: for a moment a tensor is in memory as it was read, as it was cast and as a jax array.
     for name, tensor in sorted(checkpoint.tensors.items(), key=lambda item: -item[1].nbytes):
         try:
-            arrays[name] = jax.device_put(tensor.read(checkpoint.dtype(name, wanted))).block_until_ready()
+            arrays[name] = jax.device_put(tensor.read(wanted)).block_until_ready()
         except CheckpointError as error:
             problems += error.problems
     if problems:
         raise CheckpointError(problems)
-    params: dict[str, Any] = {}
-    for name in checkpoint.tensors:
-        *parents, leaf = name.split(".")
-        node = params
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = arrays[name]
+    params = flax.traverse_util.unflatten_dict({name: arrays[name] for name in checkpoint.tensors}, sep=".")
     model = dataclasses.replace(model_config(checkpoint.cfg), dtype=checkpoint.dtype(_EMBEDDING, wanted).name)
     return params, checkpoint.cfg.replace(model=model)
 
@@ -109,33 +98,33 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
 
     `cfg.model` describes the model; its `dtype` does not matter, as arrays are written in theirs. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
-    tokenizer files; whatever else it holds is deleted.
+    tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
+    at a time: 5 GB at most, or one larger tensor.
 
     Raises:
-        CheckpointError: all that is wrong with the parameters, or `path` is in use.
+        CheckpointError: everything that is wrong with the parameters, or `path` is in use.
     """
     model = model_config(cfg)
     arrays = check_params(params, model)
     generation = cfg.to_hf()
     config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
-    layout = {name: (arrays[name].dtype, arrays[name].shape) for name in in_order(arrays)}
     target = Path(path)
     with new_directory(target, overwrite=overwrite) as directory:
         copy_tokenizer(target, directory)
-        write_checkpoint(directory, config, generation, layout, lambda name: _to_host(arrays[name]))
+        write_arrays(directory, config, generation, arrays)
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the arrays of nested parameters by dotted name, "model.norm.weight" and so on.
 
     Raises:
-        CheckpointError: all that is wrong with them.
+        CheckpointError: everything that is wrong with them.
     """
     arrays, problems = _flatten(params)
     problems += _mismatch({name: array.shape for name, array in arrays.items()}, model, "params")
     problems += [
-        f"params: {name} has dtype {array.dtype}, which must be one of {_allowed()}"
+        f"params: {name} has dtype {array.dtype}, which must be one of {_ALLOWED}"
         for name, array in arrays.items()
         if array.dtype not in DTYPES.values()
     ]
@@ -148,8 +137,8 @@ def model_config(cfg: GenerationConfig) -> ModelConfig:
     """Return the model's config.
 
     Raises:
-        ConfigError: there is none.
-        TypeError: `cfg` is something else.
+        ConfigError: it is None.
+        TypeError: `cfg` is not a GenerationConfig.
     """
     if not isinstance(cfg, GenerationConfig):
         raise TypeError(f"cfg must be a GenerationConfig, got {type(cfg).__name__}")
@@ -159,17 +148,17 @@ def model_config(cfg: GenerationConfig) -> ModelConfig:
 
 
 def open_checkpoint(path) -> Checkpoint:
-    """Read and check everything about a checkpoint but its weights' values.
+    """Read and check everything in a checkpoint except the values of its weights.
 
     Raises:
-        CheckpointError: all that is wrong, each with file and key.
+        CheckpointError: everything that is wrong, each with its file and key.
     """
     path = checkpoint_directory(path)
     tensors, listed, problems = find_tensors(path)
     config, faults = read_json(path / "config.json")
     problems += faults
     if config is None and not faults:
-        problems.append(f"{path / 'config.json'} is missing: copy it from where the checkpoint comes from")
+        problems.append(f"{path / 'config.json'} is missing: copy it from the source of the checkpoint")
     generation, faults = read_json(path / "generation_config.json")
     problems += faults
     model = cfg = None
@@ -185,11 +174,11 @@ def open_checkpoint(path) -> Checkpoint:
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
-    """Return the dtype for a name or anything that numpy takes for a dtype; None stays None.
+    """Return the dtype for a name or anything else that numpy accepts as a dtype; None stays None.
 
     Raises:
         ConfigError: not one of float32, bfloat16 and float16.
-        TypeError: no dtype at all.
+        TypeError: not a dtype.
     """
     if dtype is None:
         return None
@@ -197,10 +186,10 @@ def float_dtype(dtype: Any) -> np.dtype | None:
         result = np.dtype(dtype)
     except TypeError as error:
         if isinstance(dtype, str):
-            raise ConfigError(f"dtype {dtype!r} is not one of {_allowed()}") from error
-        raise TypeError(f"dtype must be one of {_allowed()}, got {dtype!r}") from error
+            raise ConfigError(f"dtype {dtype!r} is not one of {_ALLOWED}") from error
+        raise TypeError(f"dtype must be one of {_ALLOWED}, got {dtype!r}") from error
     if result not in DTYPES.values():
-        raise ConfigError(f"dtype {str(result)!r} is not one of {_allowed()}")
+        raise ConfigError(f"dtype {str(result)!r} is not one of {_ALLOWED}")
     return result
 
 
@@ -208,18 +197,27 @@ def write_checkpoint(
     directory: Path,
     config: Mapping[str, Any],
     generation: Mapping[str, Any] | None,
-    layout: Layout,
+    sizes: Mapping[str, int],
     read: Callable[[str], np.ndarray],
+    max_shard: int | None = None,
 ) -> None:
-    """Write both configs and the tensors, which `read` returns by name, into an empty directory."""
+    """Write both configs and the tensors, as `write_tensors` does, into an empty directory."""
     write_json(directory / "config.json", config)
     if generation is not None:
         write_json(directory / "generation_config.json", generation)
-    write_tensors(directory, layout, read)
+    write_tensors(directory, sizes, read, max_shard)
+
+
+def write_arrays(
+    directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, arrays: Mapping[str, Any]
+) -> None:
+    """Write both configs and arrays by dotted name, as `check_params` returns them, into an empty directory."""
+    sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
+    write_checkpoint(directory, config, generation, sizes, lambda name: _to_host(arrays[name]))
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the tokenizer's files, those that there are."""
+    """Copy those of `TOKENIZER_FILES` that exist."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
@@ -228,7 +226,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def _configs(
     path: Path, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> tuple[ModelConfig | None, GenerationConfig | None, list[str]]:
-    """Return both configs, None for one that cannot be honoured, and why."""
+    """Return both configs, None for one that cannot be used, and why."""
     problems: list[str] = []
     model = cfg = None
     try:
@@ -260,7 +258,7 @@ def _parameters(
     head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
     if model.tie_word_embeddings and head and embedding and not problems:
         del tensors[_HEAD]
-        if not _same(head, embedding):
+        if not same_bits(head.read(), embedding.read()):
             problems.append(
                 f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though tie_word_embeddings is true in "
                 "config.json: set it to false to keep both, or remove the tensor"
@@ -277,10 +275,10 @@ def _mismatch(
     where: Mapping[str, Any] | None = None,
     listed: Collection[str] | None = (),
 ) -> list[str]:
-    """List what is missing, unexpected or misshapen.
+    """List tensors that are missing, unexpected or of a wrong shape.
 
-    `source` is named for what is missing, `where` has the file of each tensor, `listed` names that are there,
-    though perhaps unreadable; None where nobody can tell, and then nothing counts as missing.
+    Messages name `source` for a missing tensor and `where[name]` for others. `listed` are names that exist, though
+    their files may be damaged; None if damage hides the names, and then nothing counts as missing.
     """
     expected = param_shapes(model)
     problems = []
@@ -297,7 +295,7 @@ def _mismatch(
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arrays of nested dicts by dotted name, and what else was found."""
+    """Return the arrays of nested dicts by dotted name, and what is wrong with the rest."""
     arrays: dict[str, Any] = {}
     problems = []
 
@@ -325,19 +323,9 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _to_host(array: Any) -> np.ndarray:
     """Return an array's values without leaving a copy of them on the host.
 
-    A jax array on an accelerator keeps the numpy array that it was once turned into for as long as it lives;
-    the copy made here does not live long.
+    A jax array on an accelerator keeps the numpy array that it was turned into for as long as it lives. Here it is a
+    copy that is turned into one.
     """
     if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
         array = jax.device_put(array, array.sharding, may_alias=False)
     return np.asarray(array)
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and all(
-        np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(left.chunks(), right.chunks(), strict=True)
-    )
-
-
-def _allowed() -> str:
-    return ", ".join(dtype.name for dtype in DTYPES.values())

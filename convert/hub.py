@@ -1,7 +1,7 @@
-"""A model's directory: one that is there, or one fetched from the Hugging Face Hub by its id.
+"""A model's directory: a local one, or one downloaded from the Hugging Face Hub by its id.
 
-Fetching is huggingface_hub's, and so are its cache and its environment variables: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT,
-HF_HUB_OFFLINE, HF_TOKEN.
+huggingface_hub does the downloading, with its cache and its environment variables: HF_HOME, HF_HUB_CACHE,
+HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -12,44 +12,32 @@ import re
 import textwrap
 from pathlib import Path
 
+from convert.hf import TOKENIZER_FILES
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.config import ModelConfig
 
-# What is read of a checkpoint, or copied with it, but for the weights.
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+# All files that are read or copied, except the weights.
+SMALL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *TOKENIZER_FILES)
 WEIGHTS = ("*.safetensors",)
 
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
 _LOG_IN = "log in (hf auth login) or set HF_TOKEN"
-# Offline, older releases of huggingface_hub return what there is of a model.
-_UNLESS_CUT = "; if its download was broken off, repeat it online"
+# Offline, older releases of huggingface_hub return a model of which only some files are in the cache.
+_UNLESS_CUT = "; if its download was interrupted, repeat it online"
 
 
 def local_directory(model: str | os.PathLike[str]) -> Path:
-    """Return the directory of a model that is given as one or by its hub id.
+    """Return the directory of a model that is given as a directory or by its hub id.
 
-    An id is "owner/name", or "name" as old ones are, perhaps followed by "@" and a branch, a tag or a commit's whole
-    hash. A directory is returned as it is, and wins over an id of the same spelling. What the cache lacks of a model
-    is fetched; where the hub cannot be reached, the cache is all there is. The weights come last, and not at all
-    where the model's config cannot be honoured.
+    An id is "owner/name", or just "name" for old models, optionally followed by "@" and a branch, a tag or the full
+    hash of a commit. A directory is returned unchanged, and takes precedence over an id of the same spelling. Files
+    that are not in the cache are downloaded; if the hub cannot be reached, only the cache is used. The weights are
+    downloaded last, and only if the model's config is supported.
 
     Raises:
-        InputError: neither a directory nor an id, or a model that cannot be had; the text says why.
-        ConfigError: a model that is not built.
+        InputError: neither a directory nor an id, or a model that cannot be downloaded; the text says why.
+        ConfigError: a model that is not supported.
     """
     model = os.fspath(model)
     if os.path.isdir(model):
@@ -69,13 +57,13 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
 
 
 def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    """Download what the cache lacks of a model's files and return the directory of the cache that they are in."""
+    """Download those of a model's files that are not in the cache, and return their directory in the cache."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
-        advice = 'to fetch it from the Hugging Face Hub, pip install "jaxgen[hub]"'
-        raise InputError(f"{name} is no directory: {advice}") from error
+        advice = 'to download it from the Hugging Face Hub, pip install "jaxgen[hub]"'
+        raise InputError(f"{name} is not a directory: {advice}") from error
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"])
     except Exception as error:
@@ -90,7 +78,7 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
 def _check_config(model: str, directory: Path) -> None:
     file = directory / "config.json"
     if not file.is_file():
-        raise InputError(f"{model} has no config.json, so it is no checkpoint of transformers{_UNLESS_CUT}")
+        raise InputError(f"{model} has no config.json, so it is not a transformers checkpoint{_UNLESS_CUT}")
     try:
         ModelConfig.from_hf(json.loads(file.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
@@ -98,16 +86,16 @@ def _check_config(model: str, directory: Path) -> None:
 
 
 def _explain(error: Exception, name: str, revision: str | None) -> str:
-    """Say in one line why a model cannot be had."""
+    """Say in one line why a model cannot be downloaded."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
     cause = error
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        cause = error.__cause__  # why the hub was not asked, or gave nothing
+        cause = error.__cause__  # why the hub was not asked, or did not answer
     if isinstance(cause, errors.OfflineModeIsEnabled):
         cache = constants.HF_HUB_CACHE
-        return f"the cache {cache} lacks {name} or a part of it, and HF_HUB_OFFLINE is set: unset it to download"
+        return f"the cache {cache} lacks all or part of {name}, and HF_HUB_OFFLINE is set: unset it to download"
     if isinstance(cause, errors.GatedRepoError):
         return f"{name} is gated: ask for access at {hub}/{name}, then {_LOG_IN}"
     if isinstance(cause, errors.RepositoryNotFoundError):
@@ -119,12 +107,12 @@ def _explain(error: Exception, name: str, revision: str | None) -> str:
     if isinstance(cause, errors.HfHubHTTPError) and cause.response is not None:
         status = cause.response.status_code
         advice = _LOG_IN if status in (401, 403) else "try again later"
-        return f"{name} cannot be fetched: {hub} answered {status}: {advice}"
-    lacking = "" if cause is error else ", and the cache lacks it or a part of it"
-    return f"{name} is no directory here and cannot be fetched from {hub}{lacking}: {_line(cause)}"
+        return f"{name} cannot be downloaded: {hub} answered {status}: {advice}"
+    lacking = "" if cause is error else ", and the cache lacks all or part of it"
+    return f"{name} is not a directory here and cannot be downloaded from {hub}{lacking}: {_line(cause)}"
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of what an error says, without the rest of a long one."""
+    """Return the first line of an error's text, shortened if it is long."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return textwrap.shorten(lines[0], 200, placeholder=" ...") if lines else type(error).__name__

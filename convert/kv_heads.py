@@ -1,20 +1,19 @@
 """Fewer key-value heads, each the mean of neighbours, as in grouped-query attention (arXiv 2305.13245, section 2).
 
-Neighbours serve neighbouring query heads, which therefore keep their places.
+Neighbouring key-value heads serve neighbouring query heads, so the query heads keep their places.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from convert.hf import Checkpoint, check_params, model_config
-from convert.safetensors import DTYPES, Tensor, split
+from convert.tensors import DTYPES, Tensor
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import ConfigError
 from jaxgen.model.config import ModelConfig
@@ -26,12 +25,12 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     """Return parameters and config of the model with `kv_heads` key-value heads, each the mean of its group.
 
     `params` are nested as `load_hf` returns them; the other arrays of the result are the same ones. Means are
-    taken in float32 and have the dtype of what they are taken from. Unless the heads of each group are equal,
-    the model computes something else and has to be trained further.
+    taken in float32 and returned in the dtype of the heads. Unless the heads of each group are equal, the model
+    computes something else and has to be trained further.
 
     Raises:
         ConfigError: `kv_heads` is not less than the model's number of key-value heads, or does not divide it.
-        CheckpointError: all that is wrong with the parameters.
+        CheckpointError: everything that is wrong with the parameters.
     """
     model = model_config(cfg)
     pooled = _with_kv_heads(model, kv_heads)
@@ -40,7 +39,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     def pool(path: tuple, array: Any) -> Any:
         if not _PROJECTIONS.fullmatch(".".join(entry.key for entry in path)):
             return array
-        return _means(array, model.num_key_value_heads, pooled.num_key_value_heads).astype(array.dtype)
+        return _means(array, pooled).astype(array.dtype)
 
     return jax.tree_util.tree_map_with_path(pool, params), cfg.replace(model=pooled)
 
@@ -53,42 +52,30 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     """
     model = model_config(checkpoint.cfg)
     pooled = _with_kv_heads(model, kv_heads)
-    before, after = model.num_key_value_heads, pooled.num_key_value_heads
+    group = model.num_key_value_heads // pooled.num_key_value_heads
+
+    def pool(tensor: Tensor) -> Tensor:
+        shape = (tensor.shape[0] // group, *tensor.shape[1:])
+        smaller = dataclasses.replace(tensor, shape=shape, nbytes=tensor.nbytes // group)
+        return _PooledTensor(**vars(smaller), model=pooled)
+
     tensors = {
-        name: _PooledTensor.of(tensor, before, after) if _PROJECTIONS.fullmatch(name) else tensor
-        for name, tensor in checkpoint.tensors.items()
+        name: pool(tensor) if _PROJECTIONS.fullmatch(name) else tensor for name, tensor in checkpoint.tensors.items()
     }
-    config = checkpoint.config | {"num_key_value_heads": after}
+    config = checkpoint.config | {"num_key_value_heads": pooled.num_key_value_heads}
     return dataclasses.replace(checkpoint, config=config, cfg=checkpoint.cfg.replace(model=pooled), tensors=tensors)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PooledTensor(Tensor):
-    """The means of a tensor's heads; `shape` and `nbytes` are theirs, `offset` is that of `source`.
+    """A projection with more heads in the file than `model` has; `shape` and `nbytes` are those of the means."""
 
-    Reading holds `source` and the means in float32.
-    """
+    model: ModelConfig
 
-    source: Tensor
-    before: int
-    after: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, before: int, after: int) -> _PooledTensor:
-        """Pool `before` heads into `after`."""
-        group = before // after
-        shape = (tensor.shape[0] // group, *tensor.shape[1:])
-        place = (tensor.file, tensor.name, tensor.dtype, shape, tensor.offset, tensor.nbytes // group)
-        return cls(*place, source=tensor, before=before, after=after)
-
-    def chunks(self) -> Iterator[np.ndarray]:
-        """Yield the means in the dtype of the file."""
-        return self.cast_chunks(DTYPES[self.dtype])
-
-    def cast_chunks(self, dtype: np.dtype) -> Iterator[np.ndarray]:
-        """Yield the means as `dtype`, rounded once."""
-        means = _means(self.source.read(np.dtype(np.float32)), self.before, self.after)
-        return self.cast(split(means.reshape(-1)), dtype)
+    def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+        """Return the means, taken in float32 and rounded once."""
+        heads = super().read(np.dtype(np.float32))
+        return self.cast(_means(heads, self.model), DTYPES[self.dtype] if dtype is None else dtype)
 
 
 def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
@@ -106,8 +93,8 @@ def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
     return dataclasses.replace(model, num_key_value_heads=int(kv_heads))
 
 
-def _means(array: Any, before: int, after: int) -> Any:
-    """Pool the heads of `[before * H, ...]`, a weight or bias, of numpy or jax: float32 `[after * H, ...]`."""
+def _means(array: Any, model: ModelConfig) -> Any:
+    """Pool the heads of `[heads * H, ...]`, a weight or bias, of numpy or jax: float32 `[K * H, ...]`, K of `model`."""
     rest = array.shape[1:]
-    groups = array.reshape(after, before // after, -1, *rest)
+    groups = array.reshape(model.num_key_value_heads, -1, model.head_dim, *rest)
     return groups.astype(np.float32, copy=False).mean(axis=1).reshape(-1, *rest)

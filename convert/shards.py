@@ -1,9 +1,8 @@
-"""Which tensors lie in which of a directory's files: model.safetensors, or shards and their index."""
+"""The files of a checkpoint directory: model.safetensors, or shards and their index, and JSON."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,17 +11,16 @@ from typing import Any
 import numpy as np
 
 from convert.atomic_directory import replaced
-from convert.safetensors import CheckpointError, Tensor, read_header, write_file
+from convert.errors import CheckpointError
+from convert.tensors import Tensor, read_header, write_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
 
-# Constants that old versions of transformers saved with the weights; the config says what they are.
+# Constants that old versions of transformers saved with the weights; they follow from the config.
 CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 _PICKLED = (".bin", ".pt", ".pth")
-
-Layout = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
@@ -31,45 +29,49 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     The names are None where damage hides them.
     """
     path = checkpoint_directory(path)
-    found = sorted(path.glob("*.safetensors"))
-    if (path / INDEX).exists():
-        return _find_sharded(path)
-    if not found:
-        pickled = [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLED]
-        advice = "download the *.safetensors files too"
-        if pickled:
-            advice = (
-                f"{', '.join(pickled)} holds pickled weights, which are not read; with transformers, "
-                "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) converts them"
-            )
-        return {}, None, [f"{path}: no *.safetensors: {advice}"]
-    if path / SINGLE not in found and len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        return {}, None, [f"{path}: several files ({names}) and no {INDEX} to say which belong together"]
-    file = path / SINGLE if path / SINGLE in found else found[0]
-    try:
-        tensors = read_header(file)
-    except CheckpointError as error:
-        return {}, None, error.problems
-    except OSError as error:
-        return {}, None, [f"{file}: {error.strerror}"]
-    return tensors, set(tensors), []
+    files, weight_map, problems = _files(path)
+    tensors: dict[str, Tensor] = {}
+    headers: dict[str, dict[str, Tensor]] = {}
+    for file in files:
+        if weight_map and not file.exists():
+            problems.append(f"{file}: absent, though {INDEX} names it")
+            continue
+        try:
+            header = headers[file.name] = read_header(file)
+        except CheckpointError as error:
+            problems += error.problems
+            continue
+        for name in header:
+            if name in tensors:
+                problems.append(f"{file}: {name} is also in {tensors[name].file.name}")
+            elif weight_map and name not in weight_map and not CONSTANTS.fullmatch(name):
+                problems.append(f"{file}: {name} is not in {INDEX}")
+        tensors = header | tensors
+    for name, shard in weight_map.items():
+        if shard in headers and name not in headers[shard]:
+            elsewhere = f": it is in {tensors[name].file.name}" if name in tensors else ""
+            problems.append(f"{path / shard}: {name} is absent, though {INDEX} puts it there{elsewhere}")
+    listed = {*tensors, *weight_map} if headers or weight_map else None
+    return tensors, listed, problems
 
 
-def write_tensors(directory: Path, layout: Layout, read: Callable[[str], np.ndarray]) -> None:
-    """Write the tensors of `layout`, which `read` returns by name, to one file or to shards with an index."""
-    shards = _shards(layout)
-    if len(shards) == 1:
-        write_file(directory / SINGLE, layout, read)
-        return
+def write_tensors(
+    directory: Path, sizes: Mapping[str, int], read: Callable[[str], np.ndarray], max_shard: int | None = None
+) -> None:
+    """Write the tensors that `read` returns by name to one file, or to shards with an index.
+
+    `sizes` are the tensors' bytes, in the order in which they are written. A shard has at most `max_shard` bytes
+    (None: `MAX_SHARD`) or one larger tensor. The arrays of one shard are in memory at a time.
+    """
+    shards = _shards(sizes, max_shard or MAX_SHARD)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(directory / name, shard, read)
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_file(directory / name, {tensor: read(tensor) for tensor in shard})
         weight_map |= dict.fromkeys(shard, name)
-    size = sum(_nbytes(*entry) for entry in layout.values())
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(directory / INDEX, index)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(directory / INDEX, index)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -81,7 +83,7 @@ def checkpoint_directory(path) -> Path:
     """Return `path` as a Path.
 
     Raises:
-        CheckpointError: it is no directory.
+        CheckpointError: it is not a directory.
     """
     given, path = path, Path(path)
     if path.is_dir():
@@ -99,7 +101,7 @@ def checkpoint_directory(path) -> Path:
 
 
 def read_json(file: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the object in a JSON file, None without one, and what is wrong with the file."""
+    """Return the object in a JSON file, None if there is no file or it is damaged, and what is wrong with it."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -109,7 +111,7 @@ def read_json(file: Path) -> tuple[dict[str, Any] | None, list[str]]:
     except (ValueError, RecursionError) as error:
         return None, [f"{file}: not valid JSON: {error}"]
     if not isinstance(content, dict):
-        return None, [f"{file}: must hold a JSON object, holds {type(content).__name__}"]
+        return None, [f"{file}: must contain a JSON object, contains {type(content).__name__}"]
     return content, []
 
 
@@ -118,56 +120,47 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def _find_sharded(path: Path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
-    index, problems = read_json(path / INDEX)
-    if index is None:
-        return {}, None, problems
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and file not in ("", ".", "..") and "/" not in file and "\\" not in file
-        for file in weight_map.values()
-    ):
-        fault = "weight_map must give each tensor the name of a file beside the index"
-        return {}, None, [f"{path / INDEX}: {fault}"]
-    if (path / SINGLE).exists() and SINGLE not in weight_map.values():
-        problems.append(f"{path}: both {SINGLE} and {INDEX} without it: remove the one that is outdated")
-    tensors: dict[str, Tensor] = {}
-    headers: dict[str, dict[str, Tensor]] = {}
-    for shard in sorted(set(weight_map.values())):
-        file = path / shard
-        try:
-            header = headers[shard] = read_header(file)
-        except CheckpointError as error:
-            problems += error.problems
-            continue
-        except OSError as error:
-            absent = isinstance(error, FileNotFoundError)
-            problems.append(f"{file}: {f'absent, though {INDEX} names it' if absent else error.strerror}")
-            continue
-        for name in header:
-            if name in tensors:
-                problems.append(f"{file}: {name} is also in {tensors[name].file.name}")
-            elif name not in weight_map and not CONSTANTS.fullmatch(name):
-                problems.append(f"{file}: {name} is not in {INDEX}")
-        tensors = header | tensors
-    for name, shard in weight_map.items():
-        if shard in headers and name not in headers[shard]:
-            elsewhere = f": it is in {tensors[name].file.name}" if name in tensors else ""
-            problems.append(f"{path / shard}: {name} is absent, though {INDEX} puts it there{elsewhere}")
-    return tensors, set(tensors) | set(weight_map), problems
+def _files(path: Path) -> tuple[list[Path], dict[str, str], list[str]]:
+    """Return the files with weights, the index's file name for each tensor if there is an index, and problems."""
+    if (path / INDEX).exists():
+        index, problems = read_json(path / INDEX)
+        if index is None:
+            return [], {}, problems
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
+            fault = "weight_map must map each tensor to the name of a file in the same directory"
+            return [], {}, [f"{path / INDEX}: {fault}"]
+        if (path / SINGLE).exists() and SINGLE not in weight_map.values():
+            problems.append(f"{path}: both {SINGLE} and {INDEX} without it: remove the one that is outdated")
+        return [path / shard for shard in sorted(set(weight_map.values()))], weight_map, problems
+    found = sorted(path.glob("*.safetensors"))
+    if path / SINGLE in found or len(found) == 1:
+        return [path / SINGLE if path / SINGLE in found else found[0]], {}, []
+    if found:
+        names = ", ".join(file.name for file in found)
+        return [], {}, [f"{path}: several files ({names}) and no {INDEX} to say which belong together"]
+    pickled = [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLED]
+    advice = "download the *.safetensors files too"
+    if pickled:
+        advice = (
+            f"{', '.join(pickled)} contains pickled weights, which are not read; with transformers, "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) converts them"
+        )
+    return [], {}, [f"{path}: no *.safetensors: {advice}"]
 
 
-def _shards(layout: Layout) -> list[Layout]:
-    shards: list[Layout] = [{}]
-    size = 0
-    for name, entry in layout.items():
-        if shards[-1] and size + _nbytes(*entry) > MAX_SHARD:
-            shards.append({})
-            size = 0
-        shards[-1][name] = entry
-        size += _nbytes(*entry)
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\"} & set(name)
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Cut the names, in their order, into runs of at most `limit` bytes, or of one larger tensor."""
+    shards: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if shards[-1] and total + size > limit:
+            shards.append([])
+            total = 0
+        shards[-1].append(name)
+        total += size
     return shards
-
-
-def _nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * math.prod(shape)

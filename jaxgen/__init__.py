@@ -1,55 +1,79 @@
-"""transformers' generate() as a pure function in JAX, for Qwen2 and Llama checkpoints."""
+"""transformers' generate() as a pure function in JAX, for Qwen2 and Llama checkpoints.
 
-from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.continuation import Continuation
-from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
-from jaxgen.decoding.stopping import StopReason
-from jaxgen.errors import ConfigError, GenerationError, InputError, JaxgenError, JaxgenWarning, NotBuiltYetError
-from jaxgen.generate import generate, prefill
-from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.logits.history import History
-from jaxgen.logits.watermark import WatermarkDetector, WatermarkingConfig
-from jaxgen.model.cache import KVCache
-from jaxgen.model.causal_lm import CausalLM, ModelOutput
-from jaxgen.model.config import ModelConfig, RopeConfig
-from jaxgen.output import GenerateOutput
-from jaxgen.scoring import LogProbs, compute_transition_scores, score
-from jaxgen.text.streaming import TextIteratorStreamer, TextStream, TextStreamer
-from jaxgen.text.tokenizer import Batch, Tokenizer
+The public names are imported at their first use, so that `import jaxgen` itself imports neither jax nor numpy.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Batch",
-    "CausalLM",
-    "ConfigError",
-    "Continuation",
-    "GenerateOutput",
-    "GenerationConfig",
-    "GenerationError",
-    "History",
-    "InputError",
-    "JaxgenError",
-    "JaxgenWarning",
-    "KVCache",
-    "LogProbs",
-    "ModelConfig",
-    "ModelOutput",
-    "NotBuiltYetError",
-    "RopeConfig",
-    "StepHook",
-    "StepInputs",
-    "StepOutput",
-    "StopReason",
-    "TextIteratorStreamer",
-    "TextStream",
-    "TextStreamer",
-    "TokenAutomaton",
-    "Tokenizer",
-    "WatermarkDetector",
-    "WatermarkingConfig",
-    "compute_transition_scores",
-    "generate",
-    "prefill",
-    "score",
-]
+_NAMES = {
+    "config.generation_config": "GenerationConfig",
+    "decoding.continuation": "Continuation",
+    "decoding.hook": "StepHook StepInputs StepOutput",
+    "decoding.stopping": "StopReason",
+    "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning NotBuiltYetError",
+    "generation": "generate prefill",
+    "grammar.token_automaton": "TokenAutomaton",
+    "logits.history": "History",
+    "logits.watermark": "WatermarkDetector WatermarkingConfig",
+    "model.cache": "KVCache",
+    "model.causal_lm": "CausalLM ModelOutput",
+    "model.config": "ModelConfig RopeConfig",
+    "output": "GenerateOutput",
+    "scoring": "LogProbs compute_transition_scores score",
+    "text.streaming": "TextIteratorStreamer TextStream TextStreamer",
+    "text.tokenizer": "Batch Tokenizer",
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from jaxgen.config.generation_config import GenerationConfig as GenerationConfig
+    from jaxgen.decoding.continuation import Continuation as Continuation
+    from jaxgen.decoding.hook import (
+        StepHook as StepHook,
+        StepInputs as StepInputs,
+        StepOutput as StepOutput,
+    )
+    from jaxgen.decoding.stopping import StopReason as StopReason
+    from jaxgen.errors import (
+        ConfigError as ConfigError,
+        GenerationError as GenerationError,
+        InputError as InputError,
+        JaxgenError as JaxgenError,
+        JaxgenWarning as JaxgenWarning,
+        NotBuiltYetError as NotBuiltYetError,
+    )
+    from jaxgen.generation import generate as generate, prefill as prefill
+    from jaxgen.grammar.token_automaton import TokenAutomaton as TokenAutomaton
+    from jaxgen.logits.history import History as History
+    from jaxgen.logits.watermark import WatermarkDetector as WatermarkDetector, WatermarkingConfig as WatermarkingConfig
+    from jaxgen.model.cache import KVCache as KVCache
+    from jaxgen.model.causal_lm import CausalLM as CausalLM, ModelOutput as ModelOutput
+    from jaxgen.model.config import ModelConfig as ModelConfig, RopeConfig as RopeConfig
+    from jaxgen.output import GenerateOutput as GenerateOutput
+    from jaxgen.scoring import (
+        LogProbs as LogProbs,
+        compute_transition_scores as compute_transition_scores,
+        score as score,
+    )
+    from jaxgen.text.streaming import (
+        TextIteratorStreamer as TextIteratorStreamer,
+        TextStream as TextStream,
+        TextStreamer as TextStreamer,
+    )
+    from jaxgen.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
+else:  # a type checker would take any name for one that __getattr__ returns
+
+    def __getattr__(name: str):
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -5,30 +5,26 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType
 from typing import NoReturn
 
 
 def _exit_on_interrupt() -> None:
     """Make Ctrl-C end the process at once with status 130.
 
-    Python's own handler waits until compiled code returns, then raises wherever the program happens to be.
-    Here a thread waits for the signal as well, and runs while XLA works.
+    Python's own handler waits until compiled code returns, then raises wherever the program happens to be. Here a
+    thread waits for the signal, which runs while the main thread is in XLA.
     """
-
-    def leave(signum: int, frame: FrameType | None) -> NoReturn:
-        os._exit(130)
-
-    def wait() -> NoReturn:
-        os.read(reader, 1)
-        os._exit(130)
-
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, or under nohup
         return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.signal(signal.SIGINT, leave)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if sys.platform == "win32":  # cannot block signals
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        return
+
+    def wait() -> NoReturn:
+        signal.sigwait({signal.SIGINT})
+        os._exit(130)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in this thread, and in those that it starts
     threading.Thread(target=wait, daemon=True).start()
 
 

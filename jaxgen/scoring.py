@@ -11,16 +11,17 @@ import numpy as np
 
 from jaxgen.config.availability import check_options, normal_form, refuse_unbuilt
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.tables import TABLES
+from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
 from jaxgen.decoding.teacher_forcing import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.prepare import under_jit
 from jaxgen.request.prompts import is_traced, mask_of, token_ids
-from jaxgen.shapes import prompt_bucket
+from jaxgen.buckets import prompt_bucket
 
 # Logits that are held at a time unless `chunk` says otherwise: 128 MiB of float32.
 _HELD = 2**25
@@ -96,7 +97,8 @@ def score(
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
     size = _chunk_size(chunk, width - start + right, rows * vocab)
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
-    scores = logprobs(params, ids, mask, replay, model=cfg.model, **sizes)
+    model = cfg.model if traced else for_this_machine(cfg.model)
+    scores = logprobs(params, ids, mask, replay, model=model, **sizes)
     if left + right == 0:
         return scores
     # Cut on the host: a slice of a jax array would compile for each width.
@@ -160,7 +162,7 @@ def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start:
     tokens, live = ids[:, start:], mask[:, start:]
     ended = ~live
     if cfg.on("eos_token_id"):
-        eos = np.atleast_2d(TABLES["eos_token_id"].leaf(cfg.eos_token_id))
+        eos = np.atleast_2d(TokenIds().leaf(cfg.eos_token_id))
         eos = np.repeat(eos, len(ids) // len(eos), axis=0)
         ended |= np.any(tokens[:, :, None] == eos[:, None, :], axis=-1)
     ended = np.logical_or.accumulate(ended, axis=-1)

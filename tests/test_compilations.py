@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.config.options import TRACED
+from jaxgen.config.options import SAMPLE, TRACED
 from tests.support.compilations import compilations
 from tests.support.models import left_pad, model_config, random_params, slow
 
@@ -66,11 +66,12 @@ def test_spelling_a_value_otherwise_compiles_nothing():
     assert count[0] == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*which greedy_search does not read")
 def test_options_of_other_modes_compile_nothing():
     base = GenerationConfig(model=MODEL, max_new_tokens=3)
     generate(PARAMS, [[1, 2]], None, base)
     with compilations() as count:
-        generate(PARAMS, [[1, 2]], jax.random.key(0), base.replace(bos_token_id=1, num_assistant_tokens=7))
+        generate(PARAMS, [[1, 2]], jax.random.key(0), base.replace(bos_token_id=1, num_assistant_tokens=7, top_p=0.5))
     assert count[0] == 0
 
 
@@ -90,42 +91,8 @@ def test_streaming_compiles_a_fixed_number_of_programs():
     assert count[0] == 0
 
 
-# Every option whose value is traced, with two values; ids are chosen so that no row is left without tokens.
-VALUES = {
-    "temperature": (0.5, 1.5),
-    "top_k": (40, 80),
-    "top_p": (0.9, 0.95),
-    "top_h": (0.9, 0.95),
-    "min_p": (0.001, 0.01),
-    "typical_p": (0.9, 0.95),
-    "epsilon_cutoff": (1e-4, 1e-3),
-    "eta_cutoff": (1e-4, 1e-3),
-    "guidance_scale": (1.5, 0.5),
-    "repetition_penalty": (1.1, 1.3),
-    "encoder_repetition_penalty": (1.1, 1.3),
-    "max_new_tokens": (5, 7),
-    "min_new_tokens": (1, 2),
-    "min_length": (1, 2),
-    "eos_token_id": ([1, 2], [3]),
-    "forced_eos_token_id": ([1, 2], [3, 4, 5]),
-    "forced_bos_token_id": (5, 6),
-    "suppress_tokens": ([9], [8, 7]),
-    "begin_suppress_tokens": ([9], [8, 7]),
-    "bad_words_ids": ([[11], [12, 13]], [[14, 15]]),
-    "sequence_bias": ({(11, 12): 0.5}, {(13,): -0.5, (14, 15): 1.0}),
-    "forced_decoder_ids": ([[5, 20]], [[4, 21], [6, 22]]),
-    "exponential_decay_length_penalty": ((2, 1.1), (3, 1.2)),
-    "pad_token_id": (0, 1),
-}
-WATERMARKS = ({"bias": 1.0}, {"bias": 2.0, "greenlist_ratio": 0.5, "hashing_key": 7})
-
-
-def test_the_table_has_every_traced_option():
-    assert VALUES.keys() | {"watermarking_config"} == TRACED.keys() - {
-        "length_penalty",  # of modes that are not built
-        "diversity_penalty",
-        "penalty_alpha",
-    }
+# Options whose value is traced; the two examples of each leave every row with tokens.
+VALUES = {name: option for name, option in TRACED.items() if option.modes is None or SAMPLE in option.modes}
 
 
 @pytest.mark.filterwarnings("ignore:min_new_tokens and min_length are both set")
@@ -134,17 +101,11 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
     ids, key = [[1, 2, 3], [4, 5, 6]], jax.random.key(0)
 
     def config(which):
-        fields = {name: values[which] for name, values in VALUES.items()}
-        if per_prompt:
-            fields = {name: of_two(name, values, which) for name, values in VALUES.items()}
-        return GenerationConfig(model=MODEL, do_sample=True, watermarking_config=WATERMARKS[which], **fields)
-
-    def of_two(name, values, which):
-        if name == "pad_token_id":
-            return values[which]
-        if name == "exponential_decay_length_penalty":
-            return tuple(zip(*(values[which], values[1 - which]), strict=True))
-        return [values[which], values[1 - which]]
+        fields = {}
+        for name, option in VALUES.items():
+            value, other = option.examples[which], option.examples[1 - which]
+            fields[name] = option.kind.together([value, other]) if per_prompt and option.kind.per_prompt else value
+        return GenerationConfig(model=MODEL, do_sample=True, **fields)
 
     mask = np.ones((2, 3), int)
     first = generate(PARAMS, ids, key, config(0), attention_mask=mask)

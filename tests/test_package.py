@@ -1,4 +1,6 @@
+import ast
 import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import sys
@@ -15,10 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORT = """
 import sys
 
-import convert, jaxgen
-from jaxgen.cli import main
-from jaxgen.text import streaming, tokenizer
+import jaxgen
+from jaxgen import demo
 
+assert not {"jax", "flax", "numpy", "tokenizers"} & set(sys.modules)
+assert "generate" in dir(jaxgen)
+
+import convert
+from jaxgen.cli import main
+
+for name in jaxgen.__all__:
+    getattr(jaxgen, name)
 assert not {"torch", "transformers"} & set(sys.modules)
 
 from jax._src import xla_bridge
@@ -31,9 +40,41 @@ assert xla_bridge._backends, "the check above looks at nothing"
 """
 
 
-def test_import_takes_no_device_and_neither_torch_nor_transformers():
+def test_options_and_the_command_line_are_read_without_jax():
+    code = (
+        "import sys, jaxgen, jaxgen.__main__, jaxgen.config.reference\n"
+        "from jaxgen.cli import main, options\n"
+        "options.parse(['--temperature', '0.5', '--eos-token-id', '[1, 2]', 'A'])\n"
+        "jaxgen.config.reference.reference()\n"
+        "assert not {'jax', 'flax'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_lazy_and_takes_no_device_and_neither_torch_nor_transformers():
     done = subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_lazy_names_are_those_that_type_checkers_see():
+    block = next(node for node in ast.parse(Path(jaxgen.__file__).read_text("utf-8")).body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: node.module for node in imports for alias in node.names if alias.asname == alias.name}
+    assert seen == jaxgen._HOMES
+
+
+def test_no_module_has_a_public_name():
+    # Importing the module would put it in the place of what the name means.
+    for name in jaxgen.__all__:
+        assert importlib.util.find_spec(f"jaxgen.{name}") is None, name
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'jaxgen' has no attribute 'genrate'"):
+        jaxgen.genrate  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'genrate'"):
+        from jaxgen import genrate  # noqa: F401
 
 
 @pytest.mark.parametrize("package", [jaxgen, convert])

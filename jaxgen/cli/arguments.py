@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
 
+# Exit statuses of the commands.
+FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises, knows no abbreviations and offers the nearest option for a typo."""
@@ -38,7 +41,7 @@ def whole(text: str) -> int:
     try:
         value = int(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
     if abs(value) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text} is out of range: stay below 2**31")
     return value
@@ -65,7 +68,7 @@ def json_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: write 5, [1, 2] or the like") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: write 5, [1, 2] or the like") from error
 
 
 def positive(text: str) -> float:
@@ -88,4 +91,4 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error

@@ -17,7 +17,7 @@ from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import InputError
-from jaxgen.generate import generate
+from jaxgen.generation import generate
 from jaxgen.output import GenerateOutput
 from jaxgen.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError
-from jaxgen.generate import generate
+from jaxgen.generation import generate
 from jaxgen.text.streaming import TextStreamer
 from jaxgen.text.tokenizer import Tokenizer
 

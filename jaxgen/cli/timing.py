@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jaxgen.generate import Streamer
+from jaxgen.generation import Streamer
 
 _COMPILING = ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
 _COMPILING += ("/jax/core/compile/backend_compile_duration",)

@@ -20,7 +20,7 @@ import numpy as np
 
 from convert import load_hf
 from convert.atomic_directory import new_directory
-from convert.hf import Checkpoint, check_params, copy_tokenizer, model_config, open_checkpoint, write_checkpoint
+from convert.hf import Checkpoint, check_params, copy_tokenizer, model_config, open_checkpoint, write_arrays
 from convert.hub import local_directory
 from jaxgen.cli import arguments
 from jaxgen.config.tables import eos_list
@@ -307,9 +307,7 @@ def _write(params, job: _Job, directory: Path) -> None:
     if infinite := [name for name, array in arrays.items() if not jnp.all(jnp.isfinite(array))]:
         raise ConfigError(f"training made {infinite[0]} infinite or no number: lower --learning-rate")
     copy_tokenizer(job.source.path, directory)
-    layout = {name: (arrays[name].dtype, arrays[name].shape) for name in job.source.tensors}
-    # Copies: an array that numpy itself has looked at keeps its values on the host too.
-    write_checkpoint(directory, job.config, job.generation, layout, lambda name: np.asarray(jnp.array(arrays[name])))
+    write_arrays(directory, job.config, job.generation, arrays)
 
 
 def _say_held_out(job: _Job, when: str, path: Path | None = None) -> None:

@@ -1,6 +1,6 @@
-"""GenerationConfig: every option of transformers 4.41.1's generate(), under its name and with its default.
+"""GenerationConfig: every option of transformers 4.41.1's generate(), by its name and with its default.
 
-The config is a pytree. Its numbers are leaves, so that changing a value compiles nothing; everything that shapes the
+The config is a pytree. Its numbers are leaves, so changing a value compiles nothing. Everything that shapes the
 program (the mode, the model, which options are on) is its structure. An option at its neutral value is off and has
 no leaf: a config's structure alone says which processors exist, also inside the caller's own jit.
 """
@@ -9,31 +9,49 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from jaxgen.config.options import TRACED, Number, frozen, thawed
+from jaxgen.config.kinds import is_array, is_tracer, thawed
+from jaxgen.config.options import (
+    ASSISTED,
+    BEAM,
+    BEAM_SAMPLE,
+    CONSTRAINED,
+    CONTRASTIVE,
+    DOLA,
+    GREEDY,
+    GROUP_BEAM,
+    OPTIONS,
+    SAMPLE,
+    TRACED,
+    GenerationOptions,
+    Option,
+)
 from jaxgen.errors import ConfigError, JaxgenWarning
 from jaxgen.model.config import ModelConfig
 
-# Written by transformers beside the options; they decide nothing.
+# Written by transformers beside the options, without effect.
 _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
+_NAMES = (*OPTIONS, "model")
+_STATIC = tuple(name for name in _NAMES if name not in TRACED)
+_OF_SOME_MODES = tuple(option for option in OPTIONS.values() if option.modes is not None)
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class GenerationConfig:
+class GenerationConfig(GenerationOptions):
     """How to generate. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
-    Fields that came with later releases are None, off. Most options take one value for all prompts or one for each:
-    OPTIONS.md has the forms. An option that jaxgen knows but cannot do yet is accepted here, so that every
-    checkpoint's config can be read, and refused by `generate`.
+    docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases are None, off.
+    Most options take one value for all prompts or one for each. An option that jaxgen knows but does not offer is
+    accepted here, so that every checkpoint's config can be read, and refused by `generate`.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -46,98 +64,17 @@ class GenerationConfig:
         TypeError: a value of the wrong type.
     """
 
-    # Length
-    max_length: int = 20
-    max_new_tokens: Number | None = None
-    min_length: Number = 0
-    min_new_tokens: Number | None = None
-    early_stopping: bool | str = False
-    max_time: float | None = None
-    stop_strings: str | tuple[str, ...] | None = None
-    # Strategy
-    do_sample: bool = False
-    num_beams: int = 1
-    num_beam_groups: int = 1
-    penalty_alpha: Number | None = None
-    use_cache: bool = True
-    # Logits
-    temperature: Number = 1.0
-    top_k: Number | None = 50
-    top_p: Number = 1.0
-    min_p: Number | None = None
-    typical_p: Number = 1.0
-    epsilon_cutoff: Number = 0.0
-    eta_cutoff: Number = 0.0
-    diversity_penalty: Number = 0.0
-    repetition_penalty: Number = 1.0
-    encoder_repetition_penalty: Number = 1.0
-    length_penalty: Number = 1.0
-    no_repeat_ngram_size: int = 0
-    encoder_no_repeat_ngram_size: int = 0
-    bad_words_ids: Any = None
-    force_words_ids: tuple | None = None
-    constraints: tuple | None = None
-    renormalize_logits: bool = False
-    forced_bos_token_id: Number | None = None
-    forced_eos_token_id: Any = None
-    remove_invalid_values: bool = False
-    exponential_decay_length_penalty: tuple | None = None
-    suppress_tokens: Any = None
-    begin_suppress_tokens: Any = None
-    forced_decoder_ids: Any = None
-    sequence_bias: Any = None
-    guidance_scale: Number | None = None
-    low_memory: bool | None = None
-    watermarking_config: Any = None
-    # Output
-    num_return_sequences: int = 1
-    output_attentions: bool = False
-    output_hidden_states: bool = False
-    output_scores: bool = False
-    output_logits: bool | None = None
-    return_dict_in_generate: bool = False
-    # Special tokens
-    pad_token_id: Number | None = None
-    bos_token_id: int | None = None
-    eos_token_id: Any = None
-    # Encoder-decoder models
-    decoder_start_token_id: int | None = None
-    # Assisted generation
-    num_assistant_tokens: int = 5
-    num_assistant_tokens_schedule: str = "heuristic"
-    prompt_lookup_num_tokens: int | None = None
-    max_matching_ngram_size: int | None = None
-    # Cache, and what is left
-    cache_implementation: str | None = None
-    generation_kwargs: Mapping | None = None
-    # Later releases
-    assistant_confidence_threshold: float | None = None
-    assistant_early_exit: int | None = None
-    assistant_lookbehind: int | None = None
-    target_lookbehind: int | None = None
-    cache_config: Any = None
-    compile_config: Any = None
-    disable_compile: bool | None = None
-    dola_layers: Any = None
-    is_assistant: bool | None = None
-    max_cache_len: int | None = None
-    prefill_chunk_size: int | None = None
-    return_legacy_cache: bool | None = None
-    token_healing: bool | None = None
-    top_h: Number | None = None
-    # jaxgen's own
-    output_logprobs: str | None = None
-    top_logprobs: int = 0
-    # The checkpoint
     model: ModelConfig | None = None
 
     def __post_init__(self):
-        for name, option in TRACED.items():
-            object.__setattr__(self, name, option.normal(name, getattr(self, name)))
-        for name in _STATIC:
-            object.__setattr__(self, name, frozen(getattr(self, name)))
-        if self.max_length is None:
-            object.__setattr__(self, "max_length", GenerationConfig.max_length)
+        given = {option.name: getattr(self, option.name) for option in OPTIONS.values()}
+        self._set({name: value for name, value in given.items() if value is not OPTIONS[name].default})
+
+    def _set(self, fields: Mapping[str, Any]) -> None:
+        for name, value in fields.items():
+            if name != "model":
+                value = OPTIONS[name].parse(value)
+            object.__setattr__(self, name, value)
         if self.model is not None and not isinstance(self.model, ModelConfig):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
         _check(self)
@@ -148,77 +85,95 @@ class GenerationConfig:
         Raises:
             ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
         """
-        _known(fields)
-        return dataclasses.replace(self, **fields)
+        _refuse_unknown(fields)
+        config = object.__new__(type(self))
+        vars(config).update(vars(self))
+        vars(config).pop("_flat", None)
+        config._set(fields)
+        return config
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
-        """Read the dict of a generation_config.json. What transformers adds for its own book-keeping is left out.
+        """Read the dict of a generation_config.json. Bookkeeping fields of transformers are left out.
 
         Raises:
             ConfigError: an unknown field, or a value that is not allowed.
         """
         fields = {name: value for name, value in config.items() if name not in _BOOKKEEPING}
-        _known(fields)
+        _refuse_unknown(fields)
         return cls(**fields, model=model)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as generation_config.json holds it.
+        """Return all options of transformers that differ from their defaults, as for generation_config.json.
 
         Raises:
             ConfigError: a field that has one value per prompt, which transformers cannot express.
         """
         fields = {}
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in TRACED and TRACED[name].prompts(value) is not None:
-                raise ConfigError(f"{name} has one value per prompt; generation_config.json holds a single one")
-            if name in TRACED:
-                value = TRACED[name].normal(name, jax.tree.map(_on_host, value))
-            if name not in _OWN and value != field.default:
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if option.kind.prompts(value) is not None:
+                raise ConfigError(f"{name} has one value per prompt; generation_config.json has room for a single one")
+            if option.kind.traced:
+                value = option.parse(jax.tree.map(_on_host, value))
+            if option.since != "jaxgen" and value != option.default:
                 fields[name] = thawed(value)
         return fields
 
     def on(self, name: str) -> bool:
         """Whether an option is on: not at the value that leaves everything as it is."""
-        value = getattr(self, name)
-        return not TRACED[name].is_off(value) if name in TRACED else bool(value)
+        return OPTIONS[name].is_on(getattr(self, name))
 
     @property
     def mode(self) -> str:
-        """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does."""
+        """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does.
+
+        Raises:
+            ConfigError: prompt_lookup_num_tokens or dola_layers with a mode that they do not work with.
+        """
         if self.constraints is not None or self.force_words_ids is not None:
-            return "constrained_beam_search"
+            return CONSTRAINED
         if self.num_beams == 1:
             if self.do_sample:
-                mode = "sample"
+                mode = SAMPLE
             elif self.on("penalty_alpha") and (not isinstance(self.top_k, int) or self.top_k > 1):
-                mode = "contrastive_search"
+                mode = CONTRASTIVE
             else:
-                mode = "greedy_search"
+                mode = GREEDY
         elif self.num_beam_groups > 1:
-            mode = "group_beam_search"
+            mode = GROUP_BEAM
         else:
-            mode = "beam_sample" if self.do_sample else "beam_search"
-        if self.prompt_lookup_num_tokens is not None:
-            if mode not in ("greedy_search", "sample"):
-                raise ConfigError(f"prompt_lookup_num_tokens works with greedy search and sampling, not with {mode}")
-            return "assisted_generation"
+            mode = BEAM_SAMPLE if self.do_sample else BEAM
+        for name, other in {"prompt_lookup_num_tokens": ASSISTED, "dola_layers": DOLA}.items():
+            if getattr(self, name) is not None:
+                if mode not in (GREEDY, SAMPLE):
+                    raise ConfigError(f"{name} works with greedy search and sampling, not with {mode}")
+                mode = other
         return mode
+
+    def unread(self) -> list[Option]:
+        """Return the options that the decode mode does not read."""
+        modes = {self.mode, SAMPLE} if self.do_sample else {self.mode}
+        return [option for option in _OF_SOME_MODES if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):
         """Split into the traced numbers and the static rest."""
-        leaves = tuple(option.leaf(getattr(self, name)) for name, option in TRACED.items())
-        return leaves, tuple(getattr(self, name) for name in (*_STATIC, "model"))
+        return self._flat
+
+    @functools.cached_property
+    def _flat(self) -> tuple[tuple, tuple]:
+        values = vars(self)
+        given = [(option.kind, values[name]) for name, option in TRACED.items()]
+        leaves = [None if value is kind.off else kind.leaf(value) for kind, value in given]
+        return tuple(leaves), tuple([values[name] for name in _STATIC])
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Build from what `tree_flatten` gave; values may be anything that jax puts there and are not checked."""
+        """Build from what `tree_flatten` returned; values may be anything that jax puts there and are not checked."""
         config = object.__new__(cls)
-        for name, value in zip((*_STATIC, "model"), static, strict=True):
-            object.__setattr__(config, name, value)
+        vars(config).update(zip(_STATIC, static, strict=True))
         for (name, option), leaf in zip(TRACED.items(), leaves, strict=True):
-            object.__setattr__(config, name, option.off if leaf is None else leaf)
+            vars(config)[name] = option.kind.off if leaf is None else leaf
         return config
 
     def __eq__(self, other: object) -> bool:
@@ -230,12 +185,9 @@ class GenerationConfig:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if isinstance(getattr(self, field.name), np.ndarray | jax.Array)
-            or getattr(self, field.name) != field.default
-        ]
+        fields = {name: getattr(self, name) for name in _NAMES}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        shown = [f"{name}={value!r}" for name, value in fields.items() if is_array(value) or value != defaults[name]]
         return f"GenerationConfig({', '.join(shown)})"
 
 
@@ -243,60 +195,7 @@ def _on_host(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, jax.Array) else value
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
-_STATIC = tuple(name for name in _NAMES if name not in (*TRACED, "model"))
-_OWN = ("model", "output_logprobs", "top_logprobs")  # what transformers does not have
-_BOOLEANS = (
-    "do_sample use_cache renormalize_logits remove_invalid_values output_attentions output_hidden_states output_scores "
-    "output_logits return_dict_in_generate"
-).split()
-# Static options that are whole numbers, with their least values; those that are needed cannot be None.
-_WHOLE_NUMBERS = {
-    **{"max_length": 1, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "top_logprobs": 0},
-    **{"bos_token_id": 0, "decoder_start_token_id": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
-    **{"prefill_chunk_size": 1, "num_assistant_tokens": 1, "max_matching_ngram_size": 1, "prompt_lookup_num_tokens": 1},
-}
-_NEEDED = ("max_length", "num_beams", "num_beam_groups", "num_return_sequences", "top_logprobs")
-WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-
-
-def warn_unused(cfg: GenerationConfig) -> None:
-    """Warn of options that the decode mode does not look at, as `GenerationConfig.validate` does.
-
-    Of a traced value it is not known whether it is the default.
-    """
-    if not cfg.do_sample:
-        looked_at = ("top_k",) if cfg.on("penalty_alpha") else ()
-        _warn_of_others([name for name in WARPERS if name not in looked_at], cfg, "do_sample=False")
-    if cfg.on("min_new_tokens") and cfg.on("min_length"):
-        warn("min_new_tokens and min_length are both set: min_new_tokens holds, min_length does not")
-    if cfg.num_beams == 1:
-        beams = ("early_stopping", "num_beam_groups", "diversity_penalty", "length_penalty")
-        _warn_of_others(beams, cfg, "num_beams=1")
-
-
-def _warn_of_others(names: Iterable[str], cfg: GenerationConfig, mode: str) -> None:
-    given = {name: getattr(cfg, name) for name in names if not isinstance(getattr(cfg, name), Tracer)}
-    defaults = {name: getattr(GenerationConfig, name) for name in given}
-    unused = [
-        f"{name}={value}"
-        for name, value in given.items()
-        if value is not None
-        and (isinstance(value, np.ndarray | jax.Array) or (value != defaults[name] and (name, value) != ("top_k", 0)))
-    ]
-    if unused:
-        warn(f"{', '.join(unused)} given with {mode}, which does not look at it")
-
-
-def warn(message: str) -> None:
-    """Emit jaxgen's category of warning, on behalf of the line outside of jaxgen that called it."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jaxgen":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, JaxgenWarning, stacklevel=level)
-
-
-def _known(fields: Mapping[str, Any]) -> None:
+def _refuse_unknown(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name not in _NAMES:
             near = difflib.get_close_matches(name, _NAMES, n=1)
@@ -304,22 +203,9 @@ def _known(fields: Mapping[str, Any]) -> None:
 
 
 def _check(cfg: GenerationConfig) -> None:
-    """Refuse what `GenerationConfig.validate` of transformers refuses, and static values of the wrong type."""
-    for name in _BOOLEANS:
-        value = getattr(cfg, name)
-        if not isinstance(value, bool) and not (value is None and name in ("output_logits", "use_cache")):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
-    for name, least in _WHOLE_NUMBERS.items():
-        value = getattr(cfg, name)
-        if value is None and name not in _NEEDED:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-        if not least <= value <= np.iinfo(np.int32).max:
-            raise ConfigError(f"{name} must be >= {least} and fit into 32 bits, got {value}")
-    _check_more(cfg)
-    if not (isinstance(cfg.early_stopping, bool) or cfg.early_stopping == "never"):
-        raise ConfigError(f"early_stopping must be True, False or 'never', got {cfg.early_stopping!r}")
+    """Refuse combinations that `GenerationConfig.validate` of transformers refuses, and two of jaxgen's own."""
+    if cfg.top_logprobs and cfg.output_logprobs is None:
+        raise ConfigError(f"top_logprobs={cfg.top_logprobs} needs output_logprobs='logits' or 'scores'")
     if cfg.num_beams > 1:
         _check_beams(cfg)
     elif cfg.num_return_sequences > 1 and not cfg.do_sample:
@@ -327,28 +213,6 @@ def _check(cfg: GenerationConfig) -> None:
             f"num_return_sequences={cfg.num_return_sequences}: greedy search has one result per prompt; "
             "set do_sample=True, or num_beams"
         )
-
-
-def _check_more(cfg: GenerationConfig) -> None:
-    """Refuse wrong values of the static options that no release of transformers checks, or that are jaxgen's own."""
-    strings = cfg.stop_strings
-    listed = isinstance(strings, tuple) and all(isinstance(string, str) for string in strings)
-    if not (strings is None or isinstance(strings, str) or listed):
-        raise TypeError(f"stop_strings must be a string or a list of them, got {strings!r}")
-    if strings is not None and (not strings or "" in ([strings] if isinstance(strings, str) else strings)):
-        raise ConfigError(f"stop_strings must not be empty, got {strings!r}: leave it out to stop at none")
-    if cfg.max_time is not None:
-        if isinstance(cfg.max_time, bool) or not isinstance(cfg.max_time, int | float):
-            raise TypeError(f"max_time must be a number of seconds, got {cfg.max_time!r}")
-        if not cfg.max_time >= 0:
-            raise ConfigError(f"max_time must be >= 0 seconds, got {cfg.max_time}")
-    if cfg.output_logprobs not in (None, "logits", "scores"):
-        raise ConfigError(
-            "output_logprobs must be 'logits', for the model's own distribution, 'scores', for the one that is chosen "
-            f"from, or None, got {cfg.output_logprobs!r}"
-        )
-    if cfg.top_logprobs and cfg.output_logprobs is None:
-        raise ConfigError(f"top_logprobs={cfg.top_logprobs} needs output_logprobs='logits' or 'scores'")
 
 
 def _check_beams(cfg: GenerationConfig) -> None:
@@ -365,3 +229,24 @@ def _check_beams(cfg: GenerationConfig) -> None:
             raise ConfigError("num_beam_groups > 1 needs diversity_penalty > 0, or all groups are the same")
     if cfg.num_return_sequences > cfg.num_beams:
         raise ConfigError(f"num_return_sequences={cfg.num_return_sequences} must be <= num_beams={cfg.num_beams}")
+
+
+def warn_unused(cfg: GenerationConfig) -> None:
+    """Warn of options that were set and that the decode mode does not read, as `GenerationConfig.validate` does.
+
+    A traced value may be the default, so it is not warned of.
+    """
+    values = [(option, getattr(cfg, option.name)) for option in cfg.unread()]
+    given = [f"{option.name}={value}" for option, value in values if not is_tracer(value) and option.is_given(value)]
+    if given:
+        warn(f"{', '.join(given)} given, which {cfg.mode} does not read")
+    if cfg.on("min_new_tokens") and cfg.on("min_length"):
+        warn("min_new_tokens and min_length are both set: min_length is ignored")
+
+
+def warn(message: str) -> None:
+    """Emit jaxgen's category of warning, on behalf of the line outside of jaxgen that called it."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jaxgen":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, JaxgenWarning, stacklevel=level)

@@ -1,205 +1,569 @@
-"""The values of traced options: what each may be, when it is off, and how it is given to a compiled program."""
+"""Every option of `GenerationConfig`, one record each. All that is known about an option follows from its record.
+
+Records in `SCORES` and `CHOICE` that have a `stage` are logits processors and warpers: within a stage they run in the
+order in which they stand here, which is that of transformers. CONTRIBUTING.md shows how to add one.
+
+Imports no jax.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
-import flax.core
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
+from jaxgen.config.kinds import (
+    Anything,
+    Choice,
+    DecayPair,
+    Flag,
+    Integer,
+    Kind,
+    Number,
+    Real,
+    Seconds,
+    Text,
+    TokenId,
+    Watermark,
+    Whole,
+    is_array,
+)
+from jaxgen.config.tables import PlacedTokens, SequenceBias, TokenIds, TokenSequences
 
-from jaxgen.config.tables import TABLES, Option
-from jaxgen.errors import ConfigError
-from jaxgen.logits.watermark import WatermarkingConfig
+# Decode modes, by the names of transformers' GenerationMode.
+GREEDY, SAMPLE, CONTRASTIVE = "greedy_search", "sample", "contrastive_search"
+BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
+    "beam_search",
+    "beam_sample",
+    "group_beam_search",
+    "constrained_beam_search",
+)
+ASSISTED, DOLA = "assisted_generation", "dola_generation"
+BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
+# The modes that generate() offers.
+BUILT = frozenset({GREEDY, SAMPLE})
 
-# A number, one number per prompt, or the same as an array.
-Number = int | float | np.ndarray | jax.Array
+# Stages of the scores' transform, in order. Between BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or
+# prefix function, after AFTER_GRAMMAR the caller's own processors.
+GUIDANCE, BEFORE_GRAMMAR, AFTER_GRAMMAR = "guidance", "before the grammar", "after the grammar"
+RENORMALIZE, WARP = "renormalize", "warp"
+
+# Sections of the option reference.
+LENGTH, CHOICE = "Length and end", "Choosing a token"
+SCORES = "Scores, in the order in which they are applied"
+OUTPUT, MODES, REFUSED = "Output and input", "Other decode modes", "Refused by name"
 
 
 @dataclasses.dataclass(frozen=True)
-class Knob(Option):
-    """A number: its dtype, the value that means "off", other spellings of that, and what is allowed."""
+class Option:
+    """What is known about one option.
 
-    dtype: type
-    off: Any
-    also_off: tuple[Any, ...] = ()
-    allowed: str = ""
-    holds: Callable[[np.ndarray], Any] = lambda value: True
-    per_prompt: bool = True
+    Attributes:
+        name: transformers' name.
+        default: transformers' default, in normal form.
+        kind: how a value is parsed, what is allowed, when it is off, its form in the program.
+        doc: what it does.
+        group: section of the option reference.
+        hf: the class of transformers 4.41.1 that does it.
+        since: "" for an option of 4.41.1, the number of a later release or "later", or "jaxgen" for jaxgen's own.
+        differs: what jaxgen does differently.
+        modes: the decode modes that read it; None for all. A mode that draws tokens also reads what `sample` reads.
+        stage: the stage of a logits processor or warper.
+        needs: options that must be on for a processor to run.
+        of_tokens: it depends on the tokens of the prompt, so a cache must know its tokens.
+        host: used by the call itself, not by the compiled loop.
+        command: the command offers it; a string is added to its help there.
+        instead_of: another spelling of the same limit, which the command resets.
+        refused: why and what to do, where a value that is not in `offered` is refused.
+        offered: values beside the default that are accepted although `refused` is set.
+        examples: two values, the second of which must not compile another program than the first.
+    """
 
-    def is_off(self, value: Any) -> bool:
-        """Whether the value leaves everything as it is."""
-        if value is None:
+    name: str
+    default: Any
+    kind: Kind
+    doc: str
+    group: str
+    hf: str = ""
+    since: str = ""
+    differs: str = ""
+    modes: tuple[str, ...] | None = None
+    stage: str = ""
+    needs: tuple[str, ...] = ()
+    of_tokens: bool = False
+    host: bool = False
+    command: bool | str = False
+    instead_of: str = ""
+    refused: str = ""
+    offered: tuple[Any, ...] = ()
+    examples: tuple[Any, ...] = ()
+
+    def parse(self, value: Any) -> Any:
+        """Return the normal form of a value; see `Kind.parse`."""
+        if value is None and self.kind.optional:
+            return self.default
+        return self.kind.parse(self.name, value)
+
+    def is_on(self, value: Any) -> bool:
+        """Whether a value in normal form does anything."""
+        return not self.kind.is_off(value)
+
+    def is_given(self, value: Any) -> bool:
+        """Whether a value in normal form differs from the default and is not off."""
+        if value is self.default:
+            return False
+        if is_array(value):
             return True
-        return isinstance(value, int | float) and (value == self.off or value in self.also_off)
+        if isinstance(value, bool) or isinstance(self.default, bool):
+            return bool(value) != bool(self.default)
+        return value != self.default and self.is_on(value) and value not in ((), {})
 
-    def normal(self, name: str, value: Any) -> Any:
-        """Return a Python number, an array `[B]` of the right dtype, or what means off."""
-        return _normal_number(name, value, self)
-
-    def leaf(self, value: Any) -> Any:
-        """Return None where the option is off, else a number or array of its dtype."""
-        if self.is_off(value):
-            return None
-        if isinstance(value, int | float):
-            return np.float32(value) if self.dtype is float else np.int32(value)
-        return value
-
-    def prompts(self, value: Any) -> int | None:
-        """For how many prompts it has a value each; None where one holds for all."""
-        return value.shape[0] if np.ndim(value) == 1 else None
+    @functools.cached_property
+    def unread(self) -> Any:
+        """The value for a mode that does not read the option: off, or the default of a static one."""
+        return self.kind.off if self.kind.traced else self.default
 
 
-def _positive(value: np.ndarray) -> Any:
-    return value > 0
+def _option(default: Any, kind: Kind, doc: str, group: str, **record: Any) -> Any:
+    """Declare a field of `GenerationOptions` by its record."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})
 
 
-def _not_negative(value: np.ndarray) -> Any:
-    return value >= 0
+_length = functools.partial(_option, group=LENGTH)
+_choice = functools.partial(_option, group=CHOICE)
+_warper = functools.partial(_option, group=CHOICE, stage=WARP, modes=(SAMPLE,), command=True)
+_score = functools.partial(_option, group=SCORES, stage=BEFORE_GRAMMAR, command=True)
+_late_score = functools.partial(_option, group=SCORES, stage=AFTER_GRAMMAR, command=True)
+_output = functools.partial(_option, group=OUTPUT)
+_beams = functools.partial(_option, group=MODES, modes=BEAMS)
+_assisted = functools.partial(_option, group=MODES, modes=(ASSISTED,))
+_refused = functools.partial(_option, None, Anything(), "", group=REFUSED)
 
 
-def _fraction(value: np.ndarray) -> Any:
-    return (value >= 0) & (value <= 1)
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerationOptions:
+    """The fields of `GenerationConfig`, in the order of the option reference."""
+
+    # Length and end
+    max_new_tokens: Number | None = _length(
+        None,
+        Integer(above=0),
+        "the maximum number of tokens to generate; takes precedence over max_length",
+        hf="MaxLengthCriteria",
+        host=True,
+        command=" (default: the checkpoint's, or 256)",
+        instead_of="max_length",
+        examples=(5, 7),
+    )
+    max_length: int = _length(
+        20,
+        Whole(1, optional=True),
+        "the maximum number of tokens of prompt and answer together",
+        hf="MaxLengthCriteria",
+        differs="padding is not counted",
+        host=True,
+        command=True,
+        instead_of="max_new_tokens",
+    )
+    max_time: float | None = _length(
+        None,
+        Seconds(),
+        "the number of seconds after which no further tokens are started",
+        hf="MaxTimeCriteria",
+        differs="checked after every few tokens; compiling counts",
+        host=True,
+        command=True,
+    )
+    stop_strings: str | tuple[str, ...] | None = _length(
+        None,
+        Text(),
+        "texts that end a row once its newest token completes one",
+        hf="StopStringCriteria",
+        differs="generate() needs tokenizer=; bytes are compared, so characters made of several tokens are found too, "
+        "as in later releases",
+        of_tokens=True,
+        host=True,
+        command="; can be given several times",
+    )
+    eos_token_id: Any = _length(
+        None,
+        TokenIds(),
+        "the id that ends a row, or a list of such ids",
+        hf="EosTokenCriteria",
+        command=True,
+        examples=([1, 2], [3]),
+    )
+    # Choosing a token
+    do_sample: bool = _choice(False, Flag(), "draw tokens; otherwise the most likely one is chosen", command=True)
+    num_return_sequences: int = _choice(
+        1,
+        Whole(1),
+        "the number of sequences to draw per prompt",
+        differs="the prompt is computed once",
+        command="; several are printed at the end, separated by blank lines",
+    )
+    temperature: Number = _warper(
+        1.0,
+        Real(off=1.0, above=0, hint="for greedy decoding set do_sample=False"),
+        "divide the scores by this; values above 1 flatten the distribution",
+        hf="TemperatureLogitsWarper",
+        examples=(0.5, 1.5),
+    )
+    top_h: Number | None = _warper(
+        None,
+        Real(above=0, most=1),
+        "draw from the most likely tokens that make up this share of the entropy",
+        hf="TopHLogitsWarper",
+        since="5",
+        examples=(0.9, 0.95),
+    )
+    top_k: Number | None = _warper(
+        50,
+        Integer(off=0, least=0),
+        "draw from the k most likely tokens, ties included; 0 for all",
+        hf="TopKLogitsWarper",
+        modes=(SAMPLE, CONTRASTIVE),
+        examples=(40, 80),
+    )
+    top_p: Number = _warper(
+        1.0,
+        Real(off=1.0, least=0, most=1),
+        "draw from the most likely tokens that together reach this probability",
+        hf="TopPLogitsWarper",
+        differs="in a tie the highest ids are kept, as in a stable sort",
+        examples=(0.9, 0.95),
+    )
+    min_p: Number | None = _warper(
+        None,
+        Real(also_off=0.0, least=0, most=1),
+        "draw from tokens at least this fraction as likely as the most likely one",
+        hf="MinPLogitsWarper",
+        examples=(0.001, 0.01),
+    )
+    typical_p: Number = _warper(
+        1.0,
+        Real(off=1.0, above=0, most=1),
+        "draw from the tokens whose surprise is closest to the expected one and that together reach this probability",
+        hf="TypicalLogitsWarper",
+        examples=(0.9, 0.95),
+    )
+    epsilon_cutoff: Number = _warper(
+        0.0,
+        Real(off=0.0, least=0, below=1),
+        "draw from tokens at least this likely",
+        hf="EpsilonLogitsWarper",
+        examples=(1e-4, 1e-3),
+    )
+    eta_cutoff: Number = _warper(
+        0.0,
+        Real(off=0.0, least=0, below=1),
+        "draw from tokens at least this likely; the limit is lower where the entropy is high",
+        hf="EtaLogitsWarper",
+        examples=(1e-4, 1e-3),
+    )
+    # Scores, in the order in which they are applied
+    guidance_scale: Number | None = _score(
+        None,
+        Real(also_off=1.0),
+        "classifier-free guidance: how far to move away from what follows the negative prompt; 1 is off",
+        stage=GUIDANCE,
+        hf="UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        differs="one negative prompt per prompt, or one for all; its padding is invisible",
+        examples=(1.5, 0.5),
+    )
+    sequence_bias: Any = _score(
+        None,
+        SequenceBias(),
+        "add a bias to tokens, and to the last token of sequences, {(id, ...): bias}",
+        hf="SequenceBiasLogitsProcessor",
+        differs="a sequence as long as the row with its next token is biased too, as in later releases",
+        of_tokens=True,
+        command=", here [[[id, ...], bias], ...]",
+        examples=({(11, 12): 0.5}, {(13,): -0.5, (14, 15): 1.0}),
+    )
+    encoder_repetition_penalty: Number = _score(
+        1.0,
+        Real(off=1.0, above=0),
+        "above 1: encourage tokens of the prompt; below 1: discourage them",
+        hf="EncoderRepetitionPenaltyLogitsProcessor",
+        differs="applied to every sequence of a prompt, as in later releases",
+        of_tokens=True,
+        examples=(1.1, 1.3),
+    )
+    repetition_penalty: Number = _score(
+        1.0,
+        Real(off=1.0, above=0),
+        "above 1: discourage tokens that occurred before, in the prompt or the answer",
+        hf="RepetitionPenaltyLogitsProcessor",
+        differs="padding is not penalised",
+        of_tokens=True,
+        examples=(1.1, 1.3),
+    )
+    frequency_penalty: Number = _score(
+        0.0,
+        Real(off=0.0),
+        "subtract this from a token's score for each time that it was generated; OpenAI's range is -2 to 2",
+        since="jaxgen",
+        examples=(0.5, -0.5),
+    )
+    presence_penalty: Number = _score(
+        0.0,
+        Real(off=0.0),
+        "subtract this from the score of every token that was generated before; OpenAI's range is -2 to 2",
+        since="jaxgen",
+        examples=(0.5, -0.5),
+    )
+    no_repeat_ngram_size: int = _score(
+        0,
+        Whole(0, optional=True),
+        "no n-gram of this size occurs twice in prompt and answer",
+        hf="NoRepeatNGramLogitsProcessor",
+        of_tokens=True,
+        examples=(3,),
+    )
+    encoder_no_repeat_ngram_size: int = _score(
+        0,
+        Whole(0, optional=True),
+        "no n-gram of this size from the prompt occurs again",
+        hf="EncoderNoRepeatNGramLogitsProcessor",
+        of_tokens=True,
+        examples=(3,),
+    )
+    bad_words_ids: Any = _score(
+        None,
+        TokenSequences(),
+        "sequences of ids that are never generated",
+        hf="NoBadWordsLogitsProcessor",
+        differs="as with sequence_bias",
+        of_tokens=True,
+        examples=([[11], [12, 13]], [[14, 15]]),
+    )
+    min_length: Number = _score(
+        0,
+        Integer(off=0, least=0),
+        "the minimum number of tokens of prompt and answer together before an eos token; ignored if min_new_tokens is "
+        "set",
+        group=LENGTH,
+        hf="MinLengthLogitsProcessor",
+        differs="padding is not counted",
+        needs=("eos_token_id",),
+        instead_of="min_new_tokens",
+        examples=(1, 2),
+    )
+    min_new_tokens: Number | None = _score(
+        None,
+        Integer(least=0),
+        "the minimum number of tokens to generate before an eos token",
+        group=LENGTH,
+        hf="MinNewTokensLengthLogitsProcessor",
+        needs=("eos_token_id",),
+        instead_of="min_length",
+        examples=(1, 2),
+    )
+    forced_bos_token_id: Number | None = _late_score(
+        None,
+        TokenId(),
+        "the token after a prompt of one token",
+        hf="ForcedBOSTokenLogitsProcessor",
+        of_tokens=True,
+        examples=(5, 6),
+    )
+    forced_eos_token_id: Any = _late_score(
+        None,
+        TokenIds(),
+        "the id, or a list of ids to choose from, of the last token that the budget allows",
+        hf="ForcedEOSTokenLogitsProcessor",
+        examples=([1, 2], [3, 4, 5]),
+    )
+    remove_invalid_values: bool = _late_score(
+        False,
+        Flag(),
+        "replace NaN by 0 and infinities by the largest finite numbers",
+        hf="InfNanRemoveLogitsProcessor",
+        examples=(True,),
+    )
+    exponential_decay_length_penalty: tuple | None = _late_score(
+        None,
+        DecayPair(),
+        "(start, factor): after start generated tokens, raise the eos scores exponentially",
+        hf="ExponentialDecayLengthPenalty",
+        differs="a banned eos stays banned, as in later releases",
+        needs=("eos_token_id",),
+        examples=((2, 1.1), (3, 1.2)),
+    )
+    suppress_tokens: Any = _late_score(
+        None,
+        TokenIds(),
+        "tokens that are never generated",
+        hf="SuppressTokensLogitsProcessor",
+        examples=([9], [8, 7]),
+    )
+    begin_suppress_tokens: Any = _late_score(
+        None,
+        TokenIds(),
+        "tokens that are never generated first",
+        hf="SuppressTokensAtBeginLogitsProcessor",
+        examples=([9], [8, 7]),
+    )
+    forced_decoder_ids: Any = _late_score(
+        None,
+        PlacedTokens(),
+        "[[position, id], ...]: the tokens at these positions of the row, counted from the prompt's first token",
+        hf="ForceTokensLogitsProcessor",
+        of_tokens=True,
+        examples=([[5, 20]], [[4, 21], [6, 22]]),
+    )
+    watermarking_config: Any = _late_score(
+        None,
+        Watermark(),
+        "a WatermarkingConfig: mark the text statistically",
+        hf="WatermarkLogitsProcessor",
+        differs="a keyed hash replaces torch's random numbers; jaxgen.WatermarkDetector finds the mark; scheme and "
+        "context width are static",
+        of_tokens=True,
+        examples=({"bias": 1.0}, {"bias": 2.0, "greenlist_ratio": 0.5, "hashing_key": 7}),
+    )
+    renormalize_logits: bool = _score(
+        False,
+        Flag(),
+        "turn the final scores into log-probabilities",
+        stage=RENORMALIZE,
+        hf="LogitNormalization",
+        examples=(True,),
+    )
+    # Output and input
+    output_scores: bool = _output(
+        False, Flag(), "return the scores that each token was chosen from: steps * rows * V * 4 bytes"
+    )
+    output_logits: bool | None = _output(
+        None, Flag(optional=True), "return the model's logits at each step: as many bytes"
+    )
+    output_logprobs: str | None = _output(
+        None,
+        Choice(None, "logits", "scores"),
+        "return each chosen token's log-probability: with 'logits' under the model's distribution, with 'scores' under "
+        "the one that it was chosen from",
+        since="jaxgen",
+    )
+    top_logprobs: int = _output(0, Whole(0), "return those of the n most likely tokens too", since="jaxgen")
+    output_hidden_states: bool = _output(False, Flag(), "return the hidden states of all layers")
+    output_attentions: bool = _output(False, Flag(), "return the attention weights of all layers")
+    return_dict_in_generate: bool = _output(
+        False, Flag(), "no effect: the result is always a GenerateOutput", host=True
+    )
+    pad_token_id: Number | None = _output(
+        None,
+        TokenId(per_prompt=False),
+        "the id that follows a row's end; by default the first eos id",
+        examples=(0, 1),
+    )
+    bos_token_id: int | None = _output(
+        None, Whole(0, optional=True), "the token to start from if no prompt is given", host=True
+    )
+    prefill_chunk_size: int | None = _output(
+        None,
+        Whole(1, optional=True),
+        "process prompts in pieces of this many tokens, to save memory",
+        since="later",
+        command=True,
+    )
+    use_cache: bool = _output(
+        True,
+        Flag(optional=True),
+        "only True is offered",
+        refused="is not offered: generation always uses the cache; leave it out",
+    )
+    cache_implementation: str | None = _output(
+        None,
+        Anything(),
+        "only 'static' is offered",
+        host=True,
+        refused="is not offered: use 'static' or leave it out",
+        offered=("static",),
+    )
+    # Other decode modes
+    num_beams: int = _beams(1, Whole(1), "the number of beams", hf="BeamSearchScorer")
+    num_beam_groups: int = _beams(1, Whole(1), "the number of groups of beams", modes=(GROUP_BEAM,))
+    diversity_penalty: Number = _beams(
+        0.0,
+        Real(off=0.0),
+        "how strongly groups of beams avoid each other's tokens",
+        hf="HammingDiversityLogitsProcessor",
+        modes=(GROUP_BEAM,),
+    )
+    length_penalty: Number = _beams(1.0, Real(off=1.0), "the exponent of the length in a beam's score")
+    early_stopping: bool | str = _beams(False, Choice(True, False, "never"), "when beam search ends")
+    constraints: tuple | None = _beams(None, Anything(), "constraints of beam search", modes=(CONSTRAINED,))
+    force_words_ids: tuple | None = _beams(
+        None, Anything(), "sequences of ids that must be generated", modes=(CONSTRAINED,)
+    )
+    penalty_alpha: Number | None = _option(
+        None,
+        Real(also_off=0.0, least=0),
+        "how strongly contrastive search avoids repetition",
+        group=MODES,
+        modes=(CONTRASTIVE,),
+    )
+    prompt_lookup_num_tokens: int | None = _assisted(
+        None, Whole(1, optional=True), "the number of tokens that prompt lookup proposes"
+    )
+    max_matching_ngram_size: int | None = _assisted(
+        None, Whole(1, optional=True), "the size of the n-gram that prompt lookup searches for"
+    )
+    num_assistant_tokens: int = _assisted(5, Whole(1, optional=True), "the number of tokens that an assistant proposes")
+    num_assistant_tokens_schedule: str = _assisted("heuristic", Anything(), "how that number changes")
+    assistant_confidence_threshold: float | None = _assisted(
+        None, Anything(), "an assistant stops when it is less sure than this", since="later"
+    )
+    assistant_early_exit: int | None = _assisted(
+        None, Anything(), "the layer after which the model itself proposes tokens", since="later"
+    )
+    assistant_lookbehind: int | None = _assisted(
+        None, Anything(), "tokens to compare between two tokenizers", since="later"
+    )
+    target_lookbehind: int | None = _assisted(
+        None, Anything(), "tokens to compare between two tokenizers", since="later"
+    )
+    is_assistant: bool | None = _assisted(None, Anything(), "this config is an assistant's", since="later")
+    dola_layers: Any = _option(
+        None, Anything(), "the layers that DoLa contrasts", group=MODES, modes=(DOLA,), since="later"
+    )
+    token_healing: bool | None = _option(
+        None, Anything(), "generate the prompt's last token again", group=MODES, modes=(), since="later"
+    )
+    # Refused by name
+    decoder_start_token_id: int | None = _option(
+        None, Whole(0, optional=True), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
+    )
+    low_memory: bool | None = _refused(
+        refused="is not offered: rows share the prompt's cache already; leave it out", offered=(False,)
+    )
+    generation_kwargs: Mapping | None = _refused(refused="has no effect on anything: leave it out", offered=({},))
+    cache_config: Any = _refused(since="later", refused="is not offered: the cache has no settings; leave it out")
+    compile_config: Any = _refused(since="later", refused="is not offered: everything is compiled by XLA; leave it out")
+    disable_compile: bool | None = _refused(
+        since="later",
+        refused="is not offered: use jax.disable_jit() to look at single steps; leave it out",
+        offered=(False,),
+    )
+    max_cache_len: int | None = _refused(
+        since="5", refused="is not offered: the cache is as long as the request needs; leave it out"
+    )
+    return_legacy_cache: bool | None = _refused(
+        since="later",
+        refused="is not offered: GenerateOutput.to_hf() returns tuples; leave it out",
+        offered=(False,),
+    )
 
 
-_POSITIVE: dict[str, Any] = {"allowed": "> 0", "holds": _positive}
-_NOT_NEGATIVE: dict[str, Any] = {"allowed": ">= 0", "holds": _not_negative}
-_FRACTION: dict[str, Any] = {"allowed": "between 0 and 1", "holds": _fraction}
-
-KNOBS: dict[str, Knob] = {
-    "temperature": Knob(float, 1.0, allowed="> 0 (for greedy decoding set do_sample=False)", holds=_positive),
-    "top_k": Knob(int, 0, **_NOT_NEGATIVE),
-    "top_p": Knob(float, 1.0, **_FRACTION),
-    "top_h": Knob(float, None, allowed="> 0 and <= 1", holds=lambda value: (value > 0) & (value <= 1)),
-    "min_p": Knob(float, None, (0.0,), **_FRACTION),
-    "typical_p": Knob(float, 1.0, allowed="> 0 and <= 1", holds=lambda value: (value > 0) & (value <= 1)),
-    "epsilon_cutoff": Knob(float, 0.0, allowed=">= 0 and < 1", holds=lambda value: (value >= 0) & (value < 1)),
-    "eta_cutoff": Knob(float, 0.0, allowed=">= 0 and < 1", holds=lambda value: (value >= 0) & (value < 1)),
-    "repetition_penalty": Knob(float, 1.0, **_POSITIVE),
-    "encoder_repetition_penalty": Knob(float, 1.0, **_POSITIVE),
-    "length_penalty": Knob(float, 1.0),
-    "diversity_penalty": Knob(float, 0.0),
-    "guidance_scale": Knob(float, None, (1.0,)),
-    "penalty_alpha": Knob(float, None, (0.0,), **_NOT_NEGATIVE),
-    "max_new_tokens": Knob(int, None, **_POSITIVE),
-    "min_new_tokens": Knob(int, None, **_NOT_NEGATIVE),
-    "min_length": Knob(int, 0, **_NOT_NEGATIVE),
-    "forced_bos_token_id": Knob(int, None, **_NOT_NEGATIVE),
-    "pad_token_id": Knob(int, None, per_prompt=False, **_NOT_NEGATIVE),
+OPTIONS: dict[str, Option] = {
+    field.name: Option(name=field.name, default=field.default, **field.metadata)
+    for field in dataclasses.fields(GenerationOptions)
 }
+TRACED: dict[str, Option] = {name: option for name, option in OPTIONS.items() if option.kind.traced}
 
 
-def _normal_number(name: str, value: Any, knob: Knob) -> Any:
-    if isinstance(value, Tracer):
-        return _traced_number(name, value, knob)
-    if isinstance(value, bool | str | bytes | complex | Mapping):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if knob.is_off(value):
-        return knob.off
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise TypeError(f"{name} must be a number, or one per prompt, got {value!r}") from error
-    whole = np.issubdtype(array.dtype, np.integer)
-    if not whole and (knob.dtype is int or not (array.dtype.kind == "f" or jnp.issubdtype(array.dtype, jnp.floating))):
-        kind = "a whole number" if knob.dtype is int else "a number"
-        raise TypeError(f"{name} must be {kind}, got {value!r}")
-    if array.ndim > 1 or (array.ndim == 1 and not knob.per_prompt):
-        shape = "one number" + (" or one per prompt, [B]" if knob.per_prompt else "")
-        raise ConfigError(f"{name} must be {shape}, got shape {list(array.shape)}")
-    if whole and knob.dtype is int and np.any(np.abs(array) > np.iinfo(np.int32).max):
-        raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
-    with np.errstate(over="ignore"):  # what becomes infinite is refused
-        array = array.astype(np.float32 if knob.dtype is float else np.int32)
-    if not np.all(knob.holds(array)) or (knob.dtype is float and not np.all(np.isfinite(array))):
-        raise ConfigError(f"{name} must be {knob.allowed or 'finite'}, got {value!r}")
-    if array.ndim == 1:
-        return array
-    number = value.item() if hasattr(value, "item") else value
-    return knob.off if knob.is_off(number) else knob.dtype(number)
-
-
-def _traced_number(name: str, value: Tracer, knob: Knob) -> Any:
-    """Give a traced value the dtype that it has as an argument; its value cannot be checked."""
-    whole = jnp.issubdtype(value.dtype, jnp.integer)
-    if not whole and (knob.dtype is int or not jnp.issubdtype(value.dtype, jnp.floating)):
-        raise TypeError(f"{name} must be {'a whole number' if knob.dtype is int else 'a number'}, got {value.dtype}")
-    if value.ndim > 1 or (value.ndim == 1 and not knob.per_prompt):
-        raise ConfigError(f"{name} must be one number or one per prompt, [B], got shape {list(value.shape)}")
-    return jnp.asarray(value, jnp.float32 if knob.dtype is float else jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Decay(Option):
-    """`(start, factor)`, each a number or one per prompt. Leaf: `(int32, float32)`."""
-
-    start: Knob = Knob(int, None, **_NOT_NEGATIVE)
-    factor: Knob = Knob(float, None, **_POSITIVE)
-
-    def normal(self, name: str, value: Any) -> Any:
-        """Return None or the pair."""
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple) or len(value) != 2 or any(part is None for part in value):
-            raise ConfigError(f"{name} must be a pair, (start, factor), got {value!r}")
-        pair = self.start.normal(f"{name}'s start", value[0]), self.factor.normal(f"{name}'s factor", value[1])
-        if all(np.ndim(part) for part in pair) and len(pair[0]) != len(pair[1]):
-            raise ConfigError(f"{name} must have as many starts as factors, got {len(pair[0])} and {len(pair[1])}")
-        return pair
-
-    def leaf(self, value: Any) -> Any:
-        """Return the pair with its dtypes, or None."""
-        return None if value is None else (self.start.leaf(value[0]), self.factor.leaf(value[1]))
-
-    def prompts(self, value: Any) -> int | None:
-        """For how many prompts it has a value each; None where one holds for all."""
-        return None if value is None else self.start.prompts(value[0]) or self.factor.prompts(value[1])
-
-
-class Watermark(Option):
-    """A `WatermarkingConfig` or the dict of one; it is its own leaf."""
-
-    def normal(self, name: str, value: Any) -> Any:
-        """Return None or a WatermarkingConfig."""
-        if isinstance(value, Mapping):
-            return WatermarkingConfig.from_hf(value)
-        if value is not None and not isinstance(value, WatermarkingConfig):
-            raise TypeError(f"{name} must be a WatermarkingConfig or a dict, got {type(value).__name__}")
-        return value
-
-
-# Every option whose value is an argument of the compiled program.
-TRACED: dict[str, Option] = {
-    **KNOBS,
-    **TABLES,
-    "exponential_decay_length_penalty": Decay(),
-    "watermarking_config": Watermark(),
-}
-
-
-def frozen(value: Any) -> Any:
-    """Make a static option hashable: tuples for lists, a FrozenDict for a dict."""
-    if isinstance(value, np.bool_ | np.integer | np.floating):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return tuple(frozen(item) for item in value)
-    if isinstance(value, Mapping):
-        return flax.core.FrozenDict({key: frozen(item) for key, item in value.items()})
-    return value
-
-
-def thawed(value: Any) -> Any:
-    """Return lists and dicts, as JSON has them; a dict by tuples becomes the list `[[key, value], ...]`."""
-    if isinstance(value, tuple):
-        return [thawed(item) for item in value]
-    if isinstance(value, WatermarkingConfig):
-        return value.to_hf()
-    if isinstance(value, Mapping) and any(isinstance(key, tuple) for key in value):
-        return [[thawed(key), thawed(item)] for key, item in value.items()]
-    if isinstance(value, Mapping):
-        return {key: thawed(item) for key, item in value.items()}
-    return value
+def of_stage(stage: str) -> list[Option]:
+    """Return the processors of a stage, in the order in which they run."""
+    return [option for option in OPTIONS.values() if option.stage == stage]

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.decoding.teacher_forcing import Replay
-from jaxgen.model.causal_lm import CausalLM, forward
+from jaxgen.model.causal_lm import head, hidden
 from jaxgen.model.config import ModelConfig
 
 
 @flax.struct.dataclass
 class LogProbs:
-    """What `score` returns; in the columns of the ids.
+    """Result of `score`, in the columns of the ids.
 
     Attributes:
-        logprobs: float32[B, L], the log-probability of each token after those before it; 0 for a row's first token,
-            which nothing predicts, for padding and for columns in front of `prompt_width`.
-        top_logprobs: float32[B, L, n], those of the n likeliest tokens in its place, the likeliest first; 0 where
-            `logprobs` is 0 by definition. None with `top_logprobs=0`.
-        top_tokens: int32[B, L, n], these tokens.
+        logprobs: float32[B, L], the log-probability of each token given those before it; 0 for a row's first token,
+            which nothing predicts, for padding and for columns before `prompt_width`.
+        top_logprobs: float32[B, L, n], the log-probabilities of the n likeliest tokens at that place, the likeliest
+            first; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
+        top_tokens: int32[B, L, n], the ids of these tokens.
     """
 
     logprobs: jax.Array
@@ -48,30 +48,28 @@ def logprobs(
     Args:
         params: the parameters.
         ids: int32[B, L].
-        mask: bool[B, L], where they are tokens.
-        replay: what makes the scores that they were chosen from; None for the model's own distribution.
+        mask: bool[B, L], False for padding.
+        replay: computes the scores that the tokens were chosen from; None for the model's own distribution.
         model: the model's shape.
         start: 0, or the width of the prompts.
-        top: n, how many of the likeliest tokens are wanted.
-        chunk: columns whose logits are held at a time.
+        top: n, how many of the likeliest tokens to return.
+        chunk: columns whose logits are in memory at a time.
     """
-    ids = jnp.where(mask, ids, 0)  # whatever padding holds, an embedding that is not a number would spread
-    # The logits of one position are left out again by the compiler, as nothing uses them.
-    out = forward(model, params, ids, attention_mask=mask, logits_to_keep=1, output_hidden_states=True)
-    assert out.hidden_states is not None
+    ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN embedding would spread
+    states = hidden(model, params, ids, attention_mask=mask).last
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
-    hidden = jnp.take_along_axis(out.hidden_states[-1], jnp.maximum(before, 0)[..., None], axis=1)
+    states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)
     look = functools.partial(pick, top=top)
 
     def of_chunk(history, part):
-        hidden, tokens, predicted = part
-        logits = _head(model, params, hidden)
+        states, tokens, predicted = part
+        logits = head(model, params, states)
         if replay is None:
             return None, look(logits, tokens, predicted)
         return replay.run(history, logits, tokens, predicted, look)
 
-    parts = jax.tree.map(lambda x: _split(x, chunk), (hidden, ids[:, start:], predicted))
+    parts = jax.tree.map(lambda x: _split(x, chunk), (states, ids[:, start:], predicted))
     with jax.named_scope("score"):
         history = None if replay is None else replay.begin(ids, mask, start)
         _, scores = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), history, parts)
@@ -79,20 +77,9 @@ def logprobs(
 
 
 def _column_before(mask: jax.Array) -> jax.Array:
-    """int32[B, L]: the column of the last token before each column, -1 where there is none; `mask bool[B, L]`."""
+    """Return, for `mask bool[B, L]`, the column of the last token before each column: int32[B, L], -1 if none."""
     column = jnp.where(mask, jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :], -1)
     return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-
-
-def _head(model: ModelConfig, params, hidden: jax.Array) -> jax.Array:
-    """Map normed hidden states `[B, T, D]` to logits float32[B, T, V], as `CausalLM` does."""
-
-    def head(module: CausalLM, x: jax.Array) -> jax.Array:
-        return module.model.embed_tokens.attend(x) if model.tie_word_embeddings else module.lm_head(x)
-
-    logits = CausalLM(model).apply({"params": params}, hidden, method=head)
-    assert isinstance(logits, jax.Array)
-    return logits.astype(jnp.float32)
 
 
 def pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:
@@ -107,18 +94,18 @@ def pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) 
     if not top:
         return LogProbs(logprobs)
     best, tokens = lax.top_k(logits, top)
-    held = predicted[..., None]
-    return LogProbs(logprobs, jnp.where(held, best - total, 0.0), jnp.where(held, tokens.astype(jnp.int32), 0))
+    shown = predicted[..., None]
+    return LogProbs(logprobs, jnp.where(shown, best - total, 0.0), jnp.where(shown, tokens.astype(jnp.int32), 0))
 
 
 def _split(x: jax.Array, size: int) -> jax.Array:
-    """Cut `[B, L, ...]` into `[ceil(L / size), B, size, ...]`, filled up with zeros."""
+    """Cut `[B, L, ...]` into `[ceil(L / size), B, size, ...]`, padded with zeros."""
     padding = [(0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, padding).reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _joined(x: jax.Array, start: int, width: int) -> jax.Array:
-    """Undo `_split` and put the result into the columns from `start` on of `[B, width, ...]`."""
+    """Undo `_split`, and put the result into the last columns, from `start` on, of `[B, width, ...]`."""
     x = x.swapaxes(0, 1)
     x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : width - start]
     return jnp.pad(x, [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)])

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxgen.errors import InputError
-from jaxgen.shapes import power_of_two
+from jaxgen.buckets import power_of_two
 from jaxgen.text.tokenizer import Tokenizer
 
 SMALLEST = 64  # states

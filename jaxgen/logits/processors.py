@@ -1,51 +1,213 @@
-"""Logits processors: what they do holds for greedy search too. Each is a pure function, scores float32[rows, V] in
-and out, with −inf for a token that is banned. They follow transformers' classes of the names given.
+"""Logits processors: functions `(scores, history, options) -> scores`, each named as its option.
 
-Common arguments, W being the room for a row's tokens:
-    ids: int32[rows, W], the tokens of a row from column 0 on, prompt and generation; what is behind its end means
-        nothing.
-    length: int32[rows], how many there are.
-    tokens: a set of tokens, bool[V], or bool[rows, V] with one per row.
-    rows: bool[rows], the rows that it is done in.
+They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V],
+-inf for a banned token. `history` is what is known of the rows' tokens, `options` the config's values per row. Each
+follows the class of transformers that its docstring names.
 
-A table of ids is filled up with −1, which stands for none; ids beyond the vocabulary are left out. A number is
-float32, a scalar or [rows, 1].
+The functions after them are the operations that they share. A table of ids is filled up with -1, which matches no
+token; ids beyond the vocabulary are ignored.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
+
+from jaxgen.logits.watermark import watermark
+
+if TYPE_CHECKING:
+    from jaxgen.logits.history import History
+    from jaxgen.logits.row_options import RowOptions
 
 BANNED = -jnp.inf
 
 
+def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Add biases to tokens, and to the last token of sequences that the row has begun.
+
+    `SequenceBiasLogitsProcessor`, with the fix of later releases: a sequence of n tokens needs a row of n - 1.
+    """
+    return add_biases(scores, history.ids, history.length, *options.biases())
+
+
+def encoder_repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Multiply positive scores of the prompt's tokens by the penalty and divide negative ones.
+
+    `EncoderRepetitionPenaltyLogitsProcessor`, with the prompt as the encoder's input.
+    """
+    assert history.prompt_seen is not None
+    penalty = options.number("encoder_repetition_penalty")
+    return jnp.where(history.prompt_seen, jnp.where(scores < 0, scores / penalty, scores * penalty), scores)
+
+
+def repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Divide positive scores of the row's tokens by the penalty and multiply negative ones.
+
+    `RepetitionPenaltyLogitsProcessor` (CTRL, arXiv 1909.05858).
+    """
+    assert history.seen is not None
+    penalty = options.number("repetition_penalty")
+    return jnp.where(history.seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def frequency_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Subtract the penalty from a token's score for each time that it was generated, as in OpenAI's API."""
+    return scores - options.number("frequency_penalty") * generated_counts(history, scores.shape[1])
+
+
+def presence_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Subtract the penalty from the score of every token that was generated, as in OpenAI's API."""
+    generated = generated_counts(history, scores.shape[1]) > 0
+    return jnp.where(generated, scores - options.number("presence_penalty"), scores)
+
+
+def no_repeat_ngram_size(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Ban each token that would repeat an n-gram of the row: `NoRepeatNGramLogitsProcessor`."""
+    size = options.cfg.no_repeat_ngram_size
+    return ban_continuations(scores, history.ids, history.length, history.length, size)
+
+
+def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Ban each token that would repeat an n-gram of the prompt.
+
+    `EncoderNoRepeatNGramLogitsProcessor`, with the prompt as the encoder's input.
+    """
+    size = options.cfg.encoder_no_repeat_ngram_size
+    return ban_continuations(scores, history.ids, history.length, history.prompt_length, size)
+
+
+def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Ban the last token of each sequence that the row has begun: `NoBadWordsLogitsProcessor`.
+
+    A sequence of one eos token is ignored.
+    """
+    sequences, eos = options.table("bad_words_ids"), options.table("eos_token_id")
+    assert sequences is not None
+    if eos is not None:
+        rows = scores.shape[0]
+        sequences = jnp.broadcast_to(sequences, (rows, *sequences.shape[-2:]))
+        eos = jnp.broadcast_to(eos, (rows, eos.shape[-1]))
+        single = jnp.sum(sequences >= 0, axis=-1) == 1
+        ends = jnp.any(sequences[:, :, :1] == eos[:, None, :], axis=-1)
+        sequences = jnp.where((single & ends)[..., None], -1, sequences)
+    bans = jnp.full(sequences.shape[:-1], BANNED, jnp.float32)
+    return add_biases(scores, history.ids, history.length, sequences, bans)
+
+
+def min_length(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Ban eos tokens in rows that are too short, prompt included: `MinLengthLogitsProcessor`.
+
+    `min_new_tokens` takes precedence.
+    """
+    if options.cfg.on("min_new_tokens"):
+        return scores
+    return ban(scores, options.eos(scores.shape[0]), history.total_length < options.value("min_length"))
+
+
+def min_new_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Ban eos tokens in rows with too few generated tokens: `MinNewTokensLengthLogitsProcessor`."""
+    return ban(scores, options.eos(scores.shape[0]), history.step < options.value("min_new_tokens"))
+
+
+def forced_bos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Force the token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
+    return force(scores, options.one("forced_bos_token_id"), history.length == 1)
+
+
+def forced_eos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Force one of these tokens as the last that the budget allows: `ForcedEOSTokenLogitsProcessor`."""
+    return force(scores, options.ids("forced_eos_token_id"), history.step == history.budget - 1)
+
+
+def remove_invalid_values(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Replace NaN by 0 and infinities by the largest finite numbers: `InfNanRemoveLogitsProcessor`."""
+    return jnp.nan_to_num(scores)
+
+
+def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Add `|score| * (factor ** over - 1)` to eos scores in rows with `over` tokens more than `start`.
+
+    `ExponentialDecayLengthPenalty`, with the fix of later releases: what is not finite is not added, so that a banned
+    token stays banned.
+    """
+    start, factor = options.decay(0), options.decay(1)
+    over = jnp.reshape(history.step, (-1, 1)) - start
+    added = jnp.abs(scores) * (factor ** over.astype(jnp.float32) - 1)
+    raised = _by_row(options.eos(scores.shape[0])) & (over > 0) & jnp.isfinite(added)
+    return jnp.where(raised, scores + added, scores)
+
+
+def suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Ban these tokens: `SuppressTokensLogitsProcessor`."""
+    return ban(scores, options.ids("suppress_tokens"), jnp.ones_like(history.done))
+
+
+def begin_suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Ban these tokens as the first that is not forced: `SuppressTokensAtBeginLogitsProcessor`."""
+    return ban(scores, options.ids("begin_suppress_tokens"), history.step == options.beginning(history))
+
+
+def forced_decoder_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Force tokens at their positions: `ForceTokensLogitsProcessor`."""
+    return force(scores, *options.forced_at(history))
+
+
+def watermarking_config(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Raise the scores of green tokens: `WatermarkLogitsProcessor`; see `jaxgen.logits.watermark`."""
+    return watermark(scores, history.ids, history.length, options.cfg.watermarking_config)
+
+
+def renormalize_logits(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Return log-probabilities: `LogitNormalization`."""
+    return log_softmax(scores)
+
+
+# --- Shared operations ------------------------------------------------------------------------------------------------
+
+
 def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return log-probabilities moved away from those without the prompt, by `scale`; 1 leaves them where they are.
+    """Return log-probabilities moved away from those of the negative prompt by `scale`; 1 changes nothing.
 
     `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result does not sum up to 1. A token that
-    is −inf in `cond` stays so; one that is in `uncond` alone keeps its log-probability.
+    is -inf in `cond` stays so; one that is -inf in `uncond` alone keeps its log-probability.
 
     Args:
         cond: float32[rows, V], the raw logits.
-        uncond: float32[rows, V], the raw logits without the prompt or after the negative one.
+        uncond: float32[rows, V], the raw logits after the negative prompt.
         scale: below 1 moves towards `uncond`.
     """
-    cond, uncond = renormalize(cond), renormalize(uncond)
+    cond, uncond = log_softmax(cond), log_softmax(uncond)
     untouched = (scale == 1) | (cond == BANNED) | (uncond == BANNED)
     return jnp.where(untouched, cond, scale * (cond - uncond) + uncond)
 
 
-def sequence_bias(
+def log_softmax(scores: jax.Array) -> jax.Array:
+    """Return log-probabilities. Banned tokens stay -inf, even where all of a row are banned."""
+    return jnp.where(scores == BANNED, BANNED, jax.nn.log_softmax(scores, axis=-1))
+
+
+def generated_counts(history: History, vocab_size: int) -> jax.Array:
+    """Return float32[rows, V]: how often each token was generated in a row; the prompt's tokens do not count."""
+    rows, width = history.ids.shape
+    column = jnp.arange(width, dtype=jnp.int32)[None, :]
+    generated = (column >= history.prompt_length[:, None]) & (column < history.length[:, None])
+    tokens = jnp.where(generated, history.ids, vocab_size)
+    return jnp.zeros((rows, vocab_size), jnp.float32).at[jnp.arange(rows)[:, None], tokens].add(1.0, mode="drop")
+
+
+def add_biases(
     scores: jax.Array, ids: jax.Array, length: jax.Array, sequences: jax.Array, bias: jax.Array
 ) -> jax.Array:
-    """Add `bias` to the last token of each sequence whose other tokens are the row's last ones.
+    """Add `bias` to the last token of each sequence whose other tokens are the last ones of the row.
 
-    `SequenceBiasLogitsProcessor`, with the fix of later releases: a sequence of n tokens needs a row of n - 1. The
-    biases of one token add up; −inf bans it, whatever the others are.
+    The biases of one token add up; -inf bans it, whatever the others are.
 
     Args:
         scores: float32[rows, V].
+        ids: int32[rows, W], the tokens of a row from column 0 on.
+        length: int32[rows], the number of tokens.
         sequences: int32[S, N], or [rows, S, N] with a table per row; each filled up at its end.
         bias: float32[S] or [rows, S].
     """
@@ -63,58 +225,25 @@ def sequence_bias(
     target = jnp.where(applies, last, vocab)
     added = jnp.zeros_like(scores).at[jnp.arange(rows)[:, None], target].add(bias, mode="drop")
     biased = scores + added
-    # Of −inf and inf the ban is what remains.
+    # −inf and inf add up to NaN: the ban wins.
     return jnp.where(jnp.isnan(biased) & ~jnp.isnan(scores), BANNED, biased)
 
 
-def encoder_repetition_penalty(scores: jax.Array, prompt_seen: jax.Array, penalty: jax.Array) -> jax.Array:
-    """Multiply the positive scores of the prompt's tokens by `penalty`, divide the negative ones.
-
-    `EncoderRepetitionPenaltyLogitsProcessor`, which takes the prompt for the encoder's input.
+def ban_continuations(scores: jax.Array, ids: jax.Array, length: jax.Array, end: jax.Array, n: int) -> jax.Array:
+    """Ban each token that follows the row's last n - 1 tokens among its first `end` tokens.
 
     Args:
         scores: float32[rows, V].
-        prompt_seen: bool[rows, V], the tokens of the row's prompt, padding left out.
-        penalty: above 1 encourages.
+        ids: int32[rows, W], the tokens of a row from column 0 on.
+        length: int32[rows], the number of tokens.
+        end: int32[rows], at most `length`.
+        n: the size of an n-gram.
     """
-    return jnp.where(prompt_seen, jnp.where(scores < 0, scores / penalty, scores * penalty), scores)
-
-
-def repetition_penalty(scores: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
-    """Divide the positive scores of tokens seen before by `penalty`, multiply the negative ones.
-
-    `RepetitionPenaltyLogitsProcessor` (CTRL, arXiv 1909.05858).
-
-    Args:
-        scores: float32[rows, V].
-        seen: bool[rows, V], the tokens of the row's prompt, padding left out, and of what it generated.
-        penalty: above 1 discourages.
-    """
-    return jnp.where(seen, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
-
-
-def no_repeat_ngram(scores: jax.Array, ids: jax.Array, length: jax.Array, n: int) -> jax.Array:
-    """Ban each token that would complete an n-gram of the row once more: `NoRepeatNGramLogitsProcessor`."""
-    return _ban_continuations(scores, ids, length, length, n)
-
-
-def encoder_no_repeat_ngram(
-    scores: jax.Array, ids: jax.Array, length: jax.Array, prompt_length: jax.Array, n: int
-) -> jax.Array:
-    """Ban each token that would complete an n-gram of the row's first `prompt_length int32[rows]` tokens.
-
-    `EncoderNoRepeatNGramLogitsProcessor`, which takes the prompt for the encoder's input.
-    """
-    return _ban_continuations(scores, ids, length, prompt_length, n)
-
-
-def _ban_continuations(scores: jax.Array, ids: jax.Array, length: jax.Array, end: jax.Array, n: int) -> jax.Array:
-    """Ban what follows the row's last n - 1 tokens among its first `end int32[rows]`, at most `length`, tokens."""
     rows, vocab = scores.shape
     starts = ids.shape[1] - n + 1
     if starts <= 0:
         return scores
-    # A row shorter than n - 1 has no n-gram, so it does not matter what is read in front of it.
+    # A row shorter than n - 1 has no n-gram, so it does not matter what is read before it.
     column = length[:, None] - (n - 1) + jnp.arange(n - 1, dtype=jnp.int32)[None, :]
     last = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
 
@@ -125,76 +254,24 @@ def _ban_continuations(scores: jax.Array, ids: jax.Array, length: jax.Array, end
     return scores.at[jnp.arange(rows)[:, None], banned].set(BANNED, mode="drop")
 
 
-def bad_words(
-    scores: jax.Array, ids: jax.Array, length: jax.Array, sequences: jax.Array, eos: jax.Array | None
-) -> jax.Array:
-    """Ban the last token of each sequence whose other tokens are the row's last ones: `NoBadWordsLogitsProcessor`.
-
-    Args:
-        scores: float32[rows, V].
-        sequences: int32[S, N], or [rows, S, N] with a table per row; each filled up at its end.
-        eos: int32[E], [rows, E] or None; a sequence of one of them alone does not count.
-    """
-    if eos is not None:
-        rows = scores.shape[0]
-        sequences = jnp.broadcast_to(sequences, (rows, *sequences.shape[-2:]))
-        eos = jnp.broadcast_to(eos, (rows, eos.shape[-1]))
-        single = jnp.sum(sequences >= 0, axis=-1) == 1
-        ends = jnp.any(sequences[:, :, :1] == eos[:, None, :], axis=-1)
-        sequences = jnp.where((single & ends)[..., None], -1, sequences)
-    return sequence_bias(scores, ids, length, sequences, jnp.full(sequences.shape[:-1], BANNED, jnp.float32))
-
-
 def ban(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Ban `tokens` in `rows`.
-
-    With the eos tokens while a row is shorter than wanted: `MinLengthLogitsProcessor`,
-    `MinNewTokensLengthLogitsProcessor`. With others: `SuppressTokensLogitsProcessor`, and at a row's first step
-    `SuppressTokensAtBeginLogitsProcessor`.
-    """
-    return jnp.where(_per_row(tokens) & rows[:, None], BANNED, scores)
+    """Ban `tokens bool[V]` or bool[rows, V] in `rows bool[rows]`."""
+    return jnp.where(_by_row(tokens) & rows[:, None], BANNED, scores)
 
 
 def allow_only(scores: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Ban all but `allowed bool[rows, V]`: `PrefixConstrainedLogitsProcessor`."""
+    """Ban all tokens but `allowed bool[rows, V]`: `PrefixConstrainedLogitsProcessor`."""
     return jnp.where(allowed, scores, BANNED)
 
 
 def force(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Give `tokens` the score 0 in `rows` and ban all others there. A row whose set is empty stays as it is.
+    """Give `tokens bool[V]` or bool[rows, V] the score 0 in `rows bool[rows]` and ban all others there.
 
-    `ForcedBOSTokenLogitsProcessor`, `ForcedEOSTokenLogitsProcessor`, `ForceTokensLogitsProcessor`.
+    A row with an empty set is left unchanged.
     """
-    tokens = _per_row(tokens)
+    tokens = _by_row(tokens)
     forced = rows[:, None] & jnp.any(tokens, axis=-1, keepdims=True)
     return jnp.where(forced, jnp.where(tokens, 0.0, BANNED), scores)
-
-
-def remove_invalid_values(scores: jax.Array) -> jax.Array:
-    """Put 0 for NaN and the largest and smallest finite numbers for inf and −inf: `InfNanRemoveLogitsProcessor`."""
-    return jnp.nan_to_num(scores)
-
-
-def exponential_decay(scores: jax.Array, eos: jax.Array, over: jax.Array, factor: jax.Array) -> jax.Array:
-    """Add `|score| * (factor ** over - 1)` to the scores of the eos tokens where `over` is above 0.
-
-    `ExponentialDecayLengthPenalty`, with the fix of later releases: what is not finite is not added, so that a banned
-    token stays banned.
-
-    Args:
-        scores: float32[rows, V].
-        eos: bool[V] or bool[rows, V].
-        over: int32[rows], by how many tokens the row is longer than the length at which this begins.
-        factor: above 1 the end becomes likelier.
-    """
-    over = over[:, None]
-    added = jnp.abs(scores) * (factor ** over.astype(jnp.float32) - 1)
-    return jnp.where(_per_row(eos) & (over > 0) & jnp.isfinite(added), scores + added, scores)
-
-
-def renormalize(scores: jax.Array) -> jax.Array:
-    """Return log-probabilities: `LogitNormalization`. Banned tokens stay −inf, even where all of a row's are."""
-    return jnp.where(scores == BANNED, BANNED, jax.nn.log_softmax(scores, axis=-1))
 
 
 def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
@@ -205,5 +282,5 @@ def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.zeros(vocab_size, bool).at[ids].set(True, mode="drop")
 
 
-def _per_row(tokens: jax.Array) -> jax.Array:
+def _by_row(tokens: jax.Array) -> jax.Array:
     return tokens if tokens.ndim == 2 else tokens[None, :]

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import TRACED, Decay, Knob
-from jaxgen.config.tables import Biases, IdSet, Sequences
+from jaxgen.config.options import TRACED
 from jaxgen.logits import processors
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows
@@ -22,22 +21,10 @@ def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
     """Return what the options that are on give each of `rows` rows, a multiple of the prompts."""
     values: OptionValues = {}
     for name, option in TRACED.items():
-        ranks = _ranks(option)
-        if ranks is not None and cfg.on(name):
-            leaf = option.leaf(getattr(cfg, name))
-            values[name] = jax.tree.map(lambda x, rank: _per_row(x, rows, rank), leaf, ranks)
+        if option.kind.per_prompt and cfg.on(name) and not option.host:
+            leaf = option.kind.leaf(getattr(cfg, name))
+            values[name] = jax.tree.map(lambda x, rank: _per_row(x, rows, rank), leaf, option.kind.ranks)
     return values
-
-
-def _ranks(option) -> Any:
-    """Return how many axes the arrays of one prompt have; None for an option that is the same for all prompts."""
-    if isinstance(option, Knob):
-        return 0 if option.per_prompt else None
-    if isinstance(option, Decay):
-        return 0, 0
-    if isinstance(option, Biases):
-        return 2, 1
-    return {IdSet: 1, Sequences: 2}.get(type(option))
 
 
 def _per_row(value, rows: int, rank: int) -> jax.Array:

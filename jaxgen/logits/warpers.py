@@ -1,5 +1,5 @@
 """Logits warpers: they shape the distribution that sampling draws from. Pure functions, scores float32[rows, V] in and
-out, −inf for a token that cannot be drawn. A knob is a scalar or float32[rows, 1], one value per row.
+out, −inf for a token that cannot be drawn. A value is a scalar or float32[rows, 1], one value per row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
     return jnp.where(_with_first(kept, scores, min_tokens_to_keep), scores, BANNED)
 
 
-def typical(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
     """Keep the tokens whose surprise is nearest to the expected one, until their mass is reached.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most probable token can be among those that go. Of tokens equally
@@ -82,7 +82,7 @@ def typical(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -> 
     return jnp.where(_with_first(kept, -distance, min_tokens_to_keep), scores, BANNED)
 
 
-def epsilon(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
     """Keep the tokens at least as probable as the cutoff: `EpsilonLogitsWarper` (arXiv 2210.15191).
 
     The `min_tokens_to_keep` most probable ones, and all that equal the last of them, are kept anyway. A cutoff of 0
@@ -92,13 +92,15 @@ def epsilon(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -
     return jnp.where(kept | _reaches_kth(scores, min_tokens_to_keep), scores, BANNED)
 
 
-def eta(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
-    """Cut like `epsilon`, but lower where the entropy H is high: at `min(cutoff, sqrt(cutoff) * exp(-H))`.
+def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+    """Cut like `epsilon_cutoff`, but lower where the entropy H is high: at `min(cutoff, sqrt(cutoff) * exp(-H))`.
 
     `EtaLogitsWarper` (arXiv 2210.15191).
     """
     log_probs = jax.nn.log_softmax(scores, axis=-1)
-    return epsilon(scores, jnp.minimum(cutoff, jnp.sqrt(cutoff) * jnp.exp(-_entropy(log_probs))), min_tokens_to_keep)
+    return epsilon_cutoff(
+        scores, jnp.minimum(cutoff, jnp.sqrt(cutoff) * jnp.exp(-_entropy(log_probs))), min_tokens_to_keep
+    )
 
 
 def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:

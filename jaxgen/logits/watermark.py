@@ -12,7 +12,6 @@ reader of much marked text from imitating them.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,114 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from jaxgen.errors import ConfigError, InputError
-
-_SCHEMES = ("lefthash", "selfhash")
-_DTYPES = {"greenlist_ratio": np.float32, "bias": np.float32, "hashing_key": np.uint32}
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True, eq=False)
-class WatermarkingConfig:
-    """How to mark text: `WatermarkingConfig` of transformers. The numbers are traced, changing them compiles nothing.
-
-    >>> WatermarkingConfig(bias=3).to_hf()["bias"]
-    3.0
-
-    Attributes:
-        greenlist_ratio: the share of the vocabulary that is green, more than 0 and less than 1.
-        bias: what is added to the scores of green tokens.
-        hashing_key: the secret, from 0 to 2**32 - 1.
-        seeding_scheme: "lefthash", where the last token says which tokens are green, or "selfhash", where the last
-            `context_width` tokens do, the token itself included.
-        context_width: as said; rows with fewer tokens than this are not marked.
-
-    Raises:
-        ConfigError: a value that is not allowed.
-        TypeError: a value of the wrong type.
-    """
-
-    greenlist_ratio: float | np.ndarray | jax.Array = 0.25
-    bias: float | np.ndarray | jax.Array = 2.0
-    hashing_key: int | np.ndarray | jax.Array = 15485863
-    seeding_scheme: str = "lefthash"
-    context_width: int = 1
-
-    def __post_init__(self):
-        for name, dtype in _DTYPES.items():
-            object.__setattr__(self, name, _number(name, getattr(self, name), dtype))
-        if self.seeding_scheme not in _SCHEMES:
-            raise ConfigError(f"seeding_scheme must be one of {', '.join(_SCHEMES)}, got {self.seeding_scheme!r}")
-        if isinstance(self.context_width, bool) or not isinstance(self.context_width, int | np.integer):
-            raise TypeError(f"context_width must be a whole number, got {self.context_width!r}")
-        if self.context_width < 1:
-            raise ConfigError(f"context_width must be >= 1, got {self.context_width}")
-        object.__setattr__(self, "context_width", int(self.context_width))
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> WatermarkingConfig:
-        """Read a dict with the fields of transformers' class.
-
-        Raises:
-            ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in config:
-            if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-                raise ConfigError(f"watermarking_config has the unknown field {name!r}: {hint}")
-        return cls(**config)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return all fields as a dict of Python numbers and strings."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: np.asarray(value).item() if name in _DTYPES else value for name, value in fields.items()}
-
-    def tree_flatten(self):
-        """Split into the traced numbers and the static rest."""
-        leaves = (getattr(self, name) for name in _DTYPES)
-        typed = (
-            dtype(leaf) if isinstance(leaf, int | float) else leaf
-            for leaf, dtype in zip(leaves, _DTYPES.values(), strict=True)
-        )
-        return tuple(typed), (self.seeding_scheme, self.context_width)
-
-    @classmethod
-    def tree_unflatten(cls, static, leaves):
-        """Build from what `tree_flatten` gave; values may be anything that jax puts there and are not checked."""
-        config = object.__new__(cls)
-        fields = zip(("seeding_scheme", "context_width", *_DTYPES), (*static, *leaves), strict=True)
-        for name, value in fields:
-            object.__setattr__(config, name, value)
-        return config
-
-    def __eq__(self, other: object) -> bool:
-        return self.to_hf() == other.to_hf() if isinstance(other, WatermarkingConfig) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _number(name: str, value: Any, dtype: type) -> Any:
-    """Return a Python number, or a traced one with its dtype."""
-    array = value if isinstance(value, Tracer) else np.asarray(value)
-    whole = (isinstance(value, int) and not isinstance(value, bool)) or jnp.issubdtype(array.dtype, jnp.integer)
-    if not whole and (dtype is np.uint32 or not jnp.issubdtype(array.dtype, jnp.floating)):
-        raise TypeError(f"{name} must be {'a whole number' if dtype is np.uint32 else 'a number'}, got {value!r}")
-    if array.ndim:
-        raise ConfigError(f"{name} must be one number, got shape {list(array.shape)}")
-    if isinstance(array, Tracer):
-        return jnp.asarray(array, dtype)
-    number = int(value) if dtype is np.uint32 else float(value)
-    if dtype is np.uint32 and not 0 <= number < 2**32:
-        raise ConfigError(f"{name} must be from 0 to 2**32 - 1, got {number}")
-    if not math.isfinite(number):
-        raise ConfigError(f"{name} must be finite, got {number}")
-    if name == "greenlist_ratio" and not 0 < number < 1:
-        raise ConfigError(f"{name} must be between 0 and 1, at either of which nothing is marked, got {number}")
-    return number
+from jaxgen.config.watermarking import WatermarkingConfig
+from jaxgen.errors import InputError
 
 
 def watermark(scores: jax.Array, ids: jax.Array, length: jax.Array, config: WatermarkingConfig) -> jax.Array:

@@ -1,16 +1,24 @@
 """Activation functions of the feed-forward layer, by their names in config.json (`hidden_act`)."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
+from typing import Any
 
-import jax
-
-_gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
+# The function of jax.nn and its options. Reading a config imports no jax.
+ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "silu": ("silu", {}),
+    "relu": ("relu", {}),
+    "gelu": ("gelu", {"approximate": False}),
+    "gelu_new": ("gelu", {"approximate": True}),
+    "gelu_pytorch_tanh": ("gelu", {"approximate": True}),
 }
+
+
+def activation(name: str) -> Callable:
+    """Return an elementwise function of `jax.Array`."""
+    import jax
+
+    function, options = ACTIVATIONS[name]
+    return functools.partial(getattr(jax.nn, function), **options)

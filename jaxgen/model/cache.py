@@ -173,6 +173,10 @@ class KVCache:
         """Return this cache, of one part, with empty rows behind its own."""
         return jax.tree.map(lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), self)
 
+    def drop_last(self, count: jax.Array) -> KVCache:
+        """Forget the last `count int32[B]` tokens of each row, all of them in this part. Later tokens replace them."""
+        return dataclasses.replace(self, length=self.length - count)
+
     def token_order(self) -> jax.Array:
         """int32[B, S]: which of its row's tokens, counted from 0, a slot of this part holds; `EMPTY` for none."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]

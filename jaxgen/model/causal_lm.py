@@ -23,22 +23,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.model.activations import ACTIVATIONS
+from jaxgen.model.activations import activation
 from jaxgen.model.attention import attention
 from jaxgen.model.cache import KVCache, write
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.linear import embed as look_up
-from jaxgen.model.linear import linear
+from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import first_of_segment, hidden_by, key_order, row_order, visible
 from jaxgen.model.placement import place
 from jaxgen.model.rope import rope_angles, rotate
+from jaxgen.model.weights import Weight, parameter
 from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
 class ModelOutput:
-    """What one forward pass gives.
+    """Result of one forward pass.
 
     Attributes:
         logits: float32[B, T, V], or `[B, n, V]` with `logits_to_keep`.
@@ -53,6 +53,27 @@ class ModelOutput:
     cache: KVCache | None = None
     hidden_states: tuple[jax.Array, ...] | None = None
     attentions: tuple[jax.Array, ...] | None = None
+
+
+@flax.struct.dataclass
+class Hidden:
+    """Output of the model up to its head.
+
+    Attributes:
+        states: L + 1 arrays `[B, T, D]`: the embeddings, then the output of each layer; the last one is normed, and NaN
+            in a row whose tokens did not fit into the cache.
+        cache: the cache with the new tokens in it; None without a cache.
+        attentions: L arrays float32[B, N, T, S], the attention weights; None unless asked for.
+    """
+
+    states: tuple[jax.Array, ...]
+    cache: KVCache | None = None
+    attentions: tuple[jax.Array, ...] | None = None
+
+    @property
+    def last(self) -> jax.Array:
+        """`[B, T, D]`, what the head maps to logits."""
+        return self.states[-1]
 
 
 @flax.struct.dataclass
@@ -81,7 +102,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm `x [..., D]`."""
-        weight = self.param("weight", nn.initializers.ones, x.shape[-1:], self.dtype)
+        weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
         return jnp.broadcast_to(weight, x.shape) * wide.astype(x.dtype)
@@ -97,10 +118,13 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `[..., in]` to `[..., out]`."""
-        init = nn.initializers.normal(self.cfg.initializer_range)
-        weight = self.param("weight", init, (self.features, x.shape[-1]), self.cfg.dtype)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,), self.cfg.dtype) if self.use_bias else None
-        return linear(x, weight, bias)
+        cfg = self.cfg
+        init = nn.initializers.normal(cfg.initializer_range)
+        weight = parameter(self, "weight", (self.features, x.shape[-1]), init, cfg.dtype)
+        bias = None
+        if self.use_bias:
+            bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
+        return linear(x, weight, bias, tiles=cfg.cpu_tiles)
 
 
 class Embedding(nn.Module):
@@ -109,9 +133,9 @@ class Embedding(nn.Module):
     cfg: ModelConfig
 
     def setup(self):
-        """Declare the table [V, D]."""
-        init = nn.initializers.normal(self.cfg.initializer_range)
-        self.weight = self.param("weight", init, (self.cfg.vocab_size, self.cfg.hidden_size), self.cfg.dtype)
+        """Get the table [V, D]."""
+        init, shape = nn.initializers.normal(self.cfg.initializer_range), (self.cfg.vocab_size, self.cfg.hidden_size)
+        self.weight: jax.Array | Weight = parameter(self, "weight", shape, init, self.cfg.dtype)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Look up `ids int32[B, T]`: `[B, T, D]`."""
@@ -119,7 +143,7 @@ class Embedding(nn.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Map `x [..., D]` to logits `[..., V]`."""
-        return linear(x, self.weight)
+        return linear(x, self.weight, tiles=self.cfg.cpu_tiles)
 
 
 class Attention(nn.Module):
@@ -169,7 +193,7 @@ class MLP(nn.Module):
         cfg = self.cfg
         gate = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="gate_proj")(x)
         up = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="up_proj")(x)
-        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(ACTIVATIONS[cfg.hidden_act](gate) * up)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(activation(cfg.hidden_act)(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -241,7 +265,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         cfg: the model's shape.
-        remat: whether gradients compute each layer's inside anew rather than keep it (`jax.checkpoint`).
+        remat: whether gradients recompute the inside of each layer instead of storing it (`jax.checkpoint`).
     """
 
     cfg: ModelConfig
@@ -294,29 +318,65 @@ class CausalLM(nn.Module):
             InputError: shapes that do not fit, or a write past the cache's end. Where the position is traced and
                 the end passed, the row's logits are NaN: nothing is overwritten.
         """
-        x = self._embed(ids, inputs_embeds)
-        batch, steps, _ = x.shape
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and not keeps_all:
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
+        out = self.hidden(
+            ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            segment_ids=segment_ids,
+            cache=cache,
+            cache_position=cache_position,
+            key_mask=key_mask,
+            output_attentions=output_attentions,
+        )
+        logits = self.head(_keep(out.last, logits_to_keep))
+        return ModelOutput(
+            logits=logits,
+            loss=None if labels is None else mean_loss(logits, labels),
+            cache=out.cache,
+            hidden_states=out.states if output_hidden_states else None,
+            attentions=out.attentions,
+        )
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in the vocabulary."""
+        ids = jnp.asarray(ids)
+        if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
+        return self.model.embed_tokens(ids)
+
+    def hidden(
+        self,
+        ids: jax.Array | None = None,
+        *,
+        inputs_embeds: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        cache: KVCache | None = None,
+        cache_position: jax.Array | int | None = None,
+        key_mask: jax.Array | None = None,
+        output_attentions: bool = False,
+    ) -> Hidden:
+        """Run the model up to its head; the arguments are those of `__call__`."""
+        x = self._inputs(ids, inputs_embeds)
+        batch, steps, _ = x.shape
         mask = _mask(attention_mask, batch, steps)
         placed = {"position_ids": position_ids, "segment_ids": segment_ids, "key_mask": key_mask}
         tokens, cache, overflow = self._place(mask, x.dtype, cache, cache_position, **placed)
         states, attentions, cache = self.model(x, tokens, cache)
-
-        kept = _keep(states[-1], logits_to_keep)
-        with jax.named_scope("lm_head"):
-            logits = self.model.embed_tokens.attend(kept) if self.cfg.tie_word_embeddings else self.lm_head(kept)
-        logits = logits.astype(jnp.float32)
         if overflow is not None:
-            logits = jnp.where(overflow[:, None, None], jnp.nan, logits)
-        return ModelOutput(
-            logits=logits,
-            loss=None if labels is None else mean_loss(logits, labels),
-            cache=cache,
-            hidden_states=tuple(states) if output_hidden_states else None,
-            attentions=tuple(attentions) if output_attentions else None,
-        )
+            states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
+        return Hidden(tuple(states), cache, tuple(attentions) if output_attentions else None)
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
+        with jax.named_scope("lm_head"):
+            logits = self.model.embed_tokens.attend(x) if self.cfg.tie_word_embeddings else self.lm_head(x)
+        return logits.astype(jnp.float32)
 
     def _place(
         self, mask: jax.Array, dtype, cache: KVCache | None, cache_position, *, position_ids, segment_ids, key_mask
@@ -355,14 +415,11 @@ class CausalLM(nn.Module):
         masks = {window or 0: tuple(visible(order, keys, window, first) for keys in orders) for window in windows}
         return _Tokens(cos, sin, slots, masks), cache, overflow
 
-    def _embed(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
+    def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
         if (ids is None) == (inputs_embeds is None):
             raise InputError("give exactly one of ids and inputs_embeds")
         if ids is not None:
-            ids = jnp.asarray(ids)
-            if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
-                raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
-            return self.model.embed_tokens(ids)
+            return self.embed(ids)
         assert inputs_embeds is not None
         if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.cfg.hidden_size:
             raise InputError(
@@ -404,15 +461,27 @@ def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
 def forward(
     cfg: ModelConfig, params, ids: jax.Array | None, *, remat: bool = False, rngs=None, **inputs
 ) -> ModelOutput:
-    """Run `CausalLM(cfg)`: the model as one function, which is all that decoding and training know of it."""
-    out = CausalLM(cfg, remat).apply({"params": params}, ids, rngs=rngs, **inputs)
-    assert isinstance(out, ModelOutput)
-    return out
+    """Run `CausalLM(cfg)` as a function of its parameters."""
+    return _apply(CausalLM(cfg, remat), params, ids, rngs=rngs, **inputs)
 
 
 def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
-    """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`."""
-    return look_up(ids, params["model"]["embed_tokens"]["weight"])
+    """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in the vocabulary."""
+    return _apply(CausalLM(cfg), params, ids, method="embed")
+
+
+def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> Hidden:
+    """Run the model up to its head: `CausalLM.hidden`."""
+    return _apply(CausalLM(cfg), params, ids, method="hidden", **inputs)
+
+
+def head(cfg: ModelConfig, params, x: jax.Array) -> jax.Array:
+    """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
+    return _apply(CausalLM(cfg), params, x, method="head")
+
+
+def _apply(module: CausalLM, params, x: jax.Array | None, **inputs) -> Any:
+    return module.apply({"params": params}, x, **inputs)
 
 
 @functools.lru_cache

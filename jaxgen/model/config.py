@@ -156,7 +156,8 @@ class ModelConfig:
     Fields have the names of config.json where it has them. `attention_bias` means the biases of the query, key and
     value projections, `output_bias` that of the attention's output projection. `qk_norm`: queries and keys are normed.
     `windows` has for each layer the number of tokens that a token attends to, itself included, or None for all of
-    them. `dtype` is that of the checkpoint's weights.
+    them. `dtype` is that of the checkpoint's weights. `cpu_tiles` is not part of a checkpoint: whether a CPU's program
+    uses its tile units (AMX), which the platform's name does not tell; see `for_this_machine` in model/linear.py.
     """
 
     model_type: str
@@ -180,6 +181,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     dtype: str = "float32"
+    cpu_tiles: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def context_length(self) -> int:

@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig, warn
+from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.weights import mismatch
 
-# Options that depend on the tokens of a row.
-_OF_TOKENS = (
-    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "sequence_bias watermarking_config stop_strings forced_bos_token_id forced_decoder_ids"
-).split()
+# Options that depend on the tokens of the prompt.
+_OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_tokens)
 
 
 def check_call(params, cfg: GenerationConfig) -> None:
@@ -38,16 +37,8 @@ def check_call(params, cfg: GenerationConfig) -> None:
     wanted = param_shapes(cfg.model)
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in wanted]
-    problems += [
-        f"{name} has shape {list(np.shape(given[name]))}, wanted {list(shape)}"
-        for name, shape in wanted.items()
-        if name in given and np.shape(given[name]) != shape
-    ]
-    problems += [
-        f"{name} is {getattr(given[name], 'dtype', type(given[name]).__name__)}, wanted an array of floats"
-        for name in wanted
-        if name in given and not jnp.issubdtype(getattr(given[name], "dtype", int), jnp.floating)
-    ]
+    reasons = {name: mismatch(given[name], shape) for name, shape in wanted.items() if name in given}
+    problems += [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
     dtype = None if problems else given["model.embed_tokens.weight"].dtype
     if dtype is not None and dtype != cfg.model.dtype:
         problems.append(

@@ -21,7 +21,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
-from jaxgen.shapes import capacity_for, prompt_bucket
+from jaxgen.buckets import capacity_for, prompt_bucket
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -153,9 +153,7 @@ class _Request:
 
 
 def _weights(checkpoint: Checkpoint, wanted: np.dtype | None) -> int:
-    return sum(
-        math.prod(tensor.shape) * checkpoint.dtype(name, wanted).itemsize for name, tensor in checkpoint.tensors.items()
-    )
+    return sum(checkpoint.sizes(wanted).values())
 
 
 def _available() -> Iterator[int]:

@@ -19,9 +19,11 @@ from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
+from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_unfeasible
 from jaxgen.request.prompts import Array, is_traced, mask_of, negative_prompts, prompts_of
-from jaxgen.shapes import capacity_for, prompt_bucket, repeat_rows
+from jaxgen.buckets import capacity_for, prompt_bucket
+from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
@@ -99,6 +101,7 @@ def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Exten
         capacity = capacity_for(new_tokens, recorded=_records(cfg))
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
+        model = for_this_machine(model)
     # What is concrete in the config, as if it had been an argument of the program.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     return Prepared(

@@ -137,8 +137,8 @@ def negative_prompts(
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: give them too")
     if negative is None or not cfg.on("guidance_scale"):
-        if negative is not None and cfg.guidance_scale is None:
-            raise InputError("negative_prompt_ids need guidance_scale: set it with cfg.replace, above 1 for an effect")
+        if negative is not None:
+            warn("negative_prompt_ids has no effect: guidance_scale is off, set it to another number than 1")
         if cfg.on("guidance_scale") and not has_ids:
             raise InputError("guidance_scale takes a prompt's last id as negative prompt: give negative_prompt_ids")
         return None, None

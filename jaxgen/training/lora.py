@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.errors import ConfigError
-from jaxgen.model.linear import LowRank
+from jaxgen.model.lowrank import LowRank
 
 # The projections of every layer; embeddings and head stay as they are.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -17,7 +17,10 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
     """Return updates for the named projections of all layers: A random, B zero, so that nothing changes yet.
 
-    They have the tree of `params`, with `{"a": float32[r, in], "b": float32[out, r]}` in place of the weights.
+    Their tree is that of `params`, with `{"a": float32[r, in], "b": float32[out, r]}` in place of each projection.
+
+    Raises:
+        ConfigError: a rank below 1, or a target that is not in `TARGETS`.
     """
     if rank < 1:
         raise ConfigError(f"the rank must be at least 1, got {rank}")
@@ -42,7 +45,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
 
 
 def attach(params, updates, scale: float):
-    """Return `params` with the updates beside their weights, for the forward pass, which then adds no matrices."""
+    """Return `params` with each updated weight as a `LowRank`, so that the forward pass adds no matrices."""
     if set(updates) == {"a", "b"}:
         return {**params, "weight": LowRank(params["weight"], updates["a"], updates["b"] * scale)}
     return {name: attach(child, updates[name], scale) if name in updates else child for name, child in params.items()}

@@ -11,7 +11,9 @@ import pytest
 
 from convert import load_hf
 from jaxgen import generate
-from jaxgen.cli import main as cli
+from jaxgen.cli import answer as cli
+from jaxgen.cli import options
+from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.tokenizers import CHATML, byte_level_backend, save
 
@@ -59,6 +61,11 @@ class TestText:
         assert run(*arguments, "--num-return-sequences", 3) == (0, "\n\n".join(texts) + "\n", "")
         assert run(*arguments) == (0, texts[0] + "\n", "")
 
+    def test_penalties_of_generated_tokens(self, run, checkpoint):
+        arguments = ("--model", checkpoint, "A", "--max-new-tokens", 4)
+        assert run(*arguments, "--presence-penalty", -30) == (0, "BBBB\n", "")
+        assert run(*arguments, "--frequency-penalty", "-30.0") == (0, "BBBB\n", "")
+
     def test_dtype(self, run, checkpoint, monkeypatch):
         dtypes = set()
 
@@ -79,9 +86,9 @@ class TestText:
         assert err.startswith("jaxgen: warning: top_p=0.5 ")
         assert err.count("\n") == 1
 
-    @pytest.mark.parametrize(("options", "tokens"), [((), 5), ((*DRAWN, "--num-return-sequences", 3), 15)])
-    def test_stats(self, run, checkpoint, options, tokens):
-        status, _, err = run("--model", checkpoint, "A", "--stats", *options, "--max-new-tokens", 5)
+    @pytest.mark.parametrize(("drawn", "tokens"), [((), 5), ((*DRAWN, "--num-return-sequences", 3), 15)])
+    def test_stats(self, run, checkpoint, drawn, tokens):
+        status, _, err = run("--model", checkpoint, "A", "--stats", *drawn, "--max-new-tokens", 5)
         lines = err.splitlines()
         assert status == 0
         assert all(line.startswith("jaxgen: stats: ") for line in lines)
@@ -154,7 +161,7 @@ class TestMistakes:
             (["A", "--temperature", "0"], "temperature must be > 0"),
             (["A", "--temperature", "nan"], "temperature must be > 0"),
             (["A", "--top-k", "-1"], "top_k must be >= 0"),
-            (["A", "--top-k", "2.5"], "'2.5' is no whole number"),
+            (["A", "--top-k", "2.5"], "'2.5' is not a whole number"),
             (["A", "--top-k", "99999999999"], "below 2**31"),
             (["A", "--top-p", "1.5"], "top_p must be between 0 and 1"),
             (["A", "--min-p", "-0.1"], "min_p must be between 0 and 1"),
@@ -241,9 +248,32 @@ class TestMistakes:
         monkeypatch.setattr(cli, "load_hf", fail)
         assert run("--model", checkpoint, "A") == (status, "", line)
 
+    def test_every_offered_option_is_a_flag(self):
+        flags = {flag for action in options.parser()._actions for flag in action.option_strings}
+        assert {"--" + option.name.replace("_", "-") for option in options.OFFERED} <= flags
+        assert {"--no-do-sample", "--frequency-penalty", "--watermarking-config"} <= flags
+        assert f"or {cli.DEFAULT_NEW_TOKENS})" in options.parser().format_help()
+
+    @pytest.mark.parametrize(
+        ("words", "fields"),
+        [
+            ("--temperature 0.5 --top-k 3", {"temperature": 0.5, "top_k": 3}),
+            ("--no-do-sample", {"do_sample": False}),
+            ("--max-new-tokens 5", {"max_new_tokens": 5, "max_length": 20}),
+            ("--max-length 5", {"max_new_tokens": None, "max_length": 5}),
+            ("--min-length 5", {"min_new_tokens": None, "min_length": 5}),
+            ("--min-new-tokens 5", {"min_new_tokens": 5, "min_length": 0}),
+            ("--stop-strings a --stop-strings b", {"stop_strings": ["a", "b"]}),
+            ("--eos-token-id [1,2]", {"eos_token_id": [1, 2]}),
+            ("--frequency-penalty -1.5", {"frequency_penalty": -1.5}),
+        ],
+    )
+    def test_fields_of_the_config(self, words, fields):
+        assert options.generation_fields(options.parse([*words.split(), "A"])) == fields
+
     def test_help(self, capsys):
         with pytest.raises(SystemExit) as exit_:
-            cli.main(["--help"])
+            main(["--help"])
         assert exit_.value.code == 0
         out = capsys.readouterr().out
         for option in ("--max-new-tokens", "--no-do-sample", "--repetition-penalty", "--raw", "--seed"):
@@ -263,6 +293,16 @@ class TestProcess:
         with process("--model", checkpoint, "A", JAX_LOG_COMPILES="1") as command:
             for line in command.stderr:
                 if "Compiling" in line and "_start" in line:
+                    break
+            command.send_signal(signal.SIGINT)
+            out, err = command.communicate(timeout=60)
+        assert (command.returncode, out) == (130, "")
+        assert "Traceback" not in err
+
+    def test_interrupted_while_importing(self, checkpoint):
+        with process("--model", checkpoint, "A", PYTHONPROFILEIMPORTTIME="1") as command:
+            for line in command.stderr:
+                if "numpy" in line:
                     break
             command.send_signal(signal.SIGINT)
             out, err = command.communicate(timeout=60)

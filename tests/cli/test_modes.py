@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxgen.cli import main as cli
+from jaxgen.cli import answer as cli
 from jaxgen.cli.chat import Chat
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.tokenizers import CHATML

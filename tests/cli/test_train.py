@@ -22,8 +22,7 @@ import pytest
 from convert import load_hf, save_hf
 from convert.hf import TOKENIZER_FILES
 from jaxgen import GenerationConfig, InputError, Tokenizer, generate
-from jaxgen.cli import main as cli
-from jaxgen.cli import train as finetune
+from jaxgen.cli import main as cli, train as finetune
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.training import lora
 from jaxgen.training.checkpoints import alone_in, write_state

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig
+from jaxgen.config.availability import normal_form
+from jaxgen.config.options import OPTIONS, Option
 from tests.support.models import model_config
 
 # Every field of transformers 4.41.1 with its default.
@@ -182,10 +184,29 @@ def test_what_is_not_allowed_is_refused(fields, error, message):
         ({"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group_beam_search"),
         ({"force_words_ids": [[1]]}, "constrained_beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"dola_layers": "low"}, "dola_generation"),
     ],
 )
 def test_mode(fields, mode):
     assert GenerationConfig(**fields).mode == mode
+
+
+def test_a_lookup_with_beams_is_refused():
+    with pytest.raises(ConfigError, match="prompt_lookup_num_tokens works with greedy search and sampling"):
+        _ = GenerationConfig(prompt_lookup_num_tokens=3, num_beams=2).mode
+
+
+def test_the_normal_form_resets_what_the_mode_does_not_read():
+    sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.5}
+    others = {"length_penalty": 2.0, "early_stopping": True, "num_assistant_tokens": 7, "penalty_alpha": 0.5}
+    called = {"max_new_tokens": 5, "max_time": 1.0, "stop_strings": "x"}
+    plain = GenerationConfig(pad_token_id=0, repetition_penalty=1.1)
+    greedy = plain.replace(**sampling | others | called | {"top_k": 1})
+    assert normal_form(greedy) == normal_form(plain)
+    drawn = normal_form(greedy.replace(do_sample=True))
+    assert drawn == normal_form(plain.replace(do_sample=True, **sampling | {"top_k": 1}))
+    assert drawn.temperature == 0.5
+    assert normal_form(plain.replace(pad_token_id=None, eos_token_id=[7, 8])).pad_token_id == 7
 
 
 def test_from_and_to_hf():
@@ -260,6 +281,32 @@ def test_biases():
     assert GenerationConfig.from_hf(json.loads(json.dumps(cfg.to_hf()))) == cfg
     several = GenerationConfig(sequence_bias=[{(1,): 0.5}, {(2, 3): 1.0, (4,): 2.0}], top_k=0)
     assert [leaf.shape for leaf in jax.tree.leaves(several)] == [(2, 4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)
+def test_every_record_is_consistent(option):
+    assert option.kind.optional or option.kind.parse(option.name, option.default) == option.default
+    assert option.parse(option.default) == option.default
+    assert not option.is_given(option.default)
+    assert option.doc or option.refused
+    for value in option.examples:
+        parsed = option.parse(value)
+        assert option.is_on(parsed)
+        assert option.parse(parsed) == parsed
+        assert (option.kind.leaf(parsed) is None) == (not option.kind.traced and parsed is None)
+    if option.instead_of:
+        assert OPTIONS[option.instead_of].instead_of == option.name
+
+
+def test_a_copy_costs_only_the_fields_that_change(monkeypatch):
+    parsed = []
+    parse = Option.parse
+    monkeypatch.setattr(Option, "parse", lambda self, value: parsed.append(self.name) or parse(self, value))
+    cfg = GenerationConfig(temperature=0.5, eos_token_id=[1, 2])
+    assert sorted(parsed) == ["eos_token_id", "temperature"]
+    parsed.clear()
+    assert cfg.replace(top_p=0.9).top_p == 0.9
+    assert parsed == ["top_p"]
 
 
 def test_is_frozen_and_not_shared():

@@ -1,6 +1,5 @@
-"""Every option of the config in one table: it works, or it is refused by its name."""
+"""Every option works, is refused by its name, or draws a warning where the mode does not read it."""
 
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -9,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, NotBuiltYetError, StopReason, WatermarkingConfig, generate
-from jaxgen.config import reference
-from jaxgen.config.availability import NEVER, UNBUILT
+from jaxgen.config.options import OPTIONS
+from jaxgen.config.reference import reference
 from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
 
 CFG = counting_config(max_new_tokens=4, pad_token_id=0)
@@ -56,6 +55,9 @@ WORKS = {
     "top_h": (SAMPLED | {"top_h": 0.5}, kept(1)),
     "repetition_penalty": ({"prompt": [4, 3], "repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
     "encoder_repetition_penalty": ({"prompt": [5, 3], "encoder_repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
+    # Negative values make the first generated token likelier; tokens of the prompt, as 9 is, are not counted.
+    "frequency_penalty": ({"prompt": [9, 3], "frequency_penalty": -30.0}, tokens(4, 4, 4, 4)),
+    "presence_penalty": ({"prompt": [9, 3], "presence_penalty": -30.0}, tokens(4, 4, 4, 4)),
     "no_repeat_ngram_size": ({"prompt": [3, 4, 3], "no_repeat_ngram_size": 2}, tokens(5, 6, 7, 8)),
     "encoder_no_repeat_ngram_size": ({"prompt": [3, 4, 3], "encoder_no_repeat_ngram_size": 2}, tokens(5, 6, 7, 8)),
     "bad_words_ids": ({"bad_words_ids": [[4, 5], [8]]}, tokens(4, 6, 7, 9)),
@@ -109,16 +111,12 @@ WORKS = {
     "prefill_chunk_size": ({"prompt": [1, 2, 3], "prefill_chunk_size": 2}, tokens(4, 5, 6, 7)),
     "cache_implementation": ({"cache_implementation": "static"}, tokens(4, 5, 6, 7)),
     "use_cache": ({"use_cache": True}, tokens(4, 5, 6, 7)),
-    # What other modes look at changes nothing; where it could be meant for this one, it is warned of.
     "num_beams": ({"num_beams": 1}, tokens(4, 5, 6, 7)),
-    "num_assistant_tokens": ({"num_assistant_tokens": 3}, tokens(4, 5, 6, 7)),
-    "num_assistant_tokens_schedule": ({"num_assistant_tokens_schedule": "constant"}, tokens(4, 5, 6, 7)),
-    "max_matching_ngram_size": ({"max_matching_ngram_size": 3}, tokens(4, 5, 6, 7)),
-    "penalty_alpha": ({"penalty_alpha": 0.0}, tokens(4, 5, 6, 7)),
 }
 REFUSED = {
     "num_beams": ({"num_beams": 2}, NotBuiltYetError),
     "num_beam_groups": ({"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0}, NotBuiltYetError),
+    "diversity_penalty": ({"diversity_penalty": 1.0}, ConfigError),
     "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, NotBuiltYetError),
     "constraints": ({"num_beams": 2, "constraints": ["x"]}, NotBuiltYetError),
     "force_words_ids": ({"num_beams": 2, "force_words_ids": [[1]]}, NotBuiltYetError),
@@ -141,12 +139,14 @@ REFUSED = {
     "max_cache_len": ({"max_cache_len": 9}, ConfigError),
     "return_legacy_cache": ({"return_legacy_cache": True}, ConfigError),
 }
-# Of modes that are refused as a whole; each is warned of where such a mode is not chosen.
+# Read by modes other than greedy search.
 WARNED = {
     "early_stopping": True,
     "length_penalty": 2.0,
-    "diversity_penalty": 1.0,
     "num_beam_groups": 2,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "constant",
+    "max_matching_ngram_size": 3,
     "temperature": 0.5,
     "top_k": 3,
     "top_p": 0.5,
@@ -158,16 +158,19 @@ WARNED = {
 }
 
 
-def test_the_table_has_every_option():
-    fields = {field.name for field in dataclasses.fields(GenerationConfig)}
-    assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | {"stop_strings", "model"} == fields
+def test_the_tables_have_every_option():
+    assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | {"stop_strings"} == OPTIONS.keys()
+
+
+def test_every_refused_option_is_refused():
+    assert {option.name for option in OPTIONS.values() if option.refused} <= REFUSED.keys()
 
 
 def test_the_reference_is_that_of_the_code():
-    fields = {field.name for field in dataclasses.fields(GenerationConfig)} - {"model"}
-    assert reference.OPTIONS.keys() | set(UNBUILT) | NEVER.keys() == fields
-    path = Path(__file__).resolve().parents[2] / "OPTIONS.md"
-    assert path.read_text() == reference.reference(), "make it anew: python -m jaxgen.config.reference > OPTIONS.md"
+    page = reference()
+    assert all(page.count(f"\n| `{name}` |") == 1 for name in OPTIONS)
+    path = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+    assert path.read_text() == page, "write it again: python -m jaxgen.config.reference > docs/options.md"
 
 
 @pytest.mark.slow
@@ -192,12 +195,30 @@ def test_is_refused_by_name(name, case):
 
 
 @pytest.mark.parametrize(("name", "value"), WARNED.items(), ids=WARNED)
-def test_what_greedy_search_does_not_look_at_is_warned_of(name, value):
-    fields = {name: value}
-    if name in ("diversity_penalty", "num_beam_groups"):
-        fields = {"diversity_penalty": 1.0, "num_beam_groups": 2}
-    with pytest.warns(UserWarning, match=f"{name}={value}"):
-        assert tokens(4, 5, 6, 7)(run(**fields))
+def test_what_greedy_search_does_not_read_draws_a_warning(name, value):
+    with pytest.warns(UserWarning, match=f"{name}={value} given, which greedy_search does not read"):
+        assert tokens(4, 5, 6, 7)(run(**{name: value}))
+
+
+def test_penalty_alpha_is_read_by_contrastive_search_alone():
+    with pytest.warns(UserWarning, match=r"penalty_alpha=0\.6 given, which sample does not read"):
+        run(penalty_alpha=0.6, do_sample=True)
+
+
+def test_what_sampling_reads_draws_no_warning():
+    assert tokens(4, 5, 6, 7)(run(do_sample=True, top_k=3, temperature=0.01))
+
+
+def test_a_mode_that_is_not_built_is_named():
+    with pytest.raises(NotBuiltYetError, match=r"num_beams=2, length_penalty=0.5 \(beam_search\)"):
+        run(num_beams=2, length_penalty=0.5)
+    with pytest.raises(NotBuiltYetError, match=r"dola_layers='low' \(dola_generation\)"):
+        run(dola_layers="low")
+
+
+@pytest.mark.parametrize("fields", [{"low_memory": False}, {"generation_kwargs": {}}, {"is_assistant": False}])
+def test_values_that_ask_for_nothing_are_accepted(fields):
+    assert tokens(4, 5, 6, 7)(run(**fields))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +260,8 @@ PER_PROMPT = {
     "penalties": {
         "repetition_penalty": [1.4, 1.0, 0.7],
         "encoder_repetition_penalty": [1.4, 1.0, 0.7],
+        "frequency_penalty": [0.7, 0.0, -0.5],
+        "presence_penalty": [0.7, 0.0, -0.5],
         "guidance_scale": [1.4, 1.0, 0.5],
         "max_new_tokens": [6, 8, 1],
         "suppress_tokens": [list(range(40, 90)), [], [94]],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convert.atomic_directory import new_directory, replaced
-from convert.safetensors import CheckpointError
+from convert.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,11 +98,11 @@ def test_what_is_never_replaced(tmp_path, target):
     target.unlink()
     target.mkdir()
     (target / "letter.txt").write_text("")
-    assert "is no checkpoint (no config.json)" in refusal()
+    assert "is not a checkpoint (no config.json)" in refusal()
     fill(target, "old")
     assert "overwrite=True (--overwrite)" in refusal(overwrite=False)
     (target / ".git").mkdir()
-    assert "has folders that replacing would delete (.git)" in refusal()
+    assert "contains folders that would be deleted (.git)" in refusal()
     target = tmp_path / "absent" / "out"
     assert "absent is not a directory" in refusal()
     assert names(tmp_path) == ["out"]
@@ -146,9 +146,6 @@ def test_an_interrupted_replacement_is_undone_first(target):
 
 
 def test_a_killed_writer_leaves_nothing_partial(tmp_path):
-    script = ROOT / "tests" / "support" / "killed_writer.py"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120, env=environment
-    )
+    command = [sys.executable, "-m", "tests.support.killed_writer", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "intact\n"), done.stderr

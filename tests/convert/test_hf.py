@@ -169,7 +169,7 @@ def test_config_json(qwen2):
     (qwen2 / "config.json").write_text("[")
     assert "config.json: not valid JSON" in problems(qwen2)[0]
     (qwen2 / "config.json").write_text("[]")
-    assert "config.json: must hold a JSON object, holds list" in problems(qwen2)[0]
+    assert "config.json: must contain a JSON object, contains list" in problems(qwen2)[0]
     (qwen2 / "config.json").unlink()
     assert "config.json is missing" in problems(qwen2)[0]
     (qwen2 / SINGLE).unlink()
@@ -191,7 +191,14 @@ def test_no_weights(qwen2):
     assert "save_pretrained" in problem
 
 
-def test_paths_that_are_no_directory(qwen2, tmp_path, monkeypatch):
+def test_a_link_to_a_file_that_is_gone(qwen2):
+    (qwen2 / SINGLE).unlink()
+    (qwen2 / SINGLE).symlink_to("absent")
+    (problem,) = problems(qwen2)
+    assert problem.startswith(f"{qwen2 / SINGLE}: No such file")
+
+
+def test_paths_that_are_not_directories(qwen2, tmp_path, monkeypatch):
     assert "give the directory that it is in" in problems(qwen2 / SINGLE)[0]
     assert "give a local checkpoint directory" in problems(tmp_path / "absent")[0]
     assert "Hub" in problems(Path("Qwen/Qwen2.5-0.5B-Instruct"))[0]
@@ -230,11 +237,11 @@ def test_the_index(sharded):
     assert first.exists()
 
 
-@pytest.mark.parametrize("weight_map", [None, [], {EMBEDDING: 1}, {EMBEDDING: "../x.safetensors"}, {EMBEDDING: ""}])
+@pytest.mark.parametrize("weight_map", [None, [], {}, {EMBEDDING: 1}, {EMBEDDING: "../x.safetensors"}, {EMBEDDING: ""}])
 def test_an_index_that_names_no_files(sharded, weight_map):
     edit(sharded / INDEX, weight_map=weight_map)
     (problem,) = problems(sharded)
-    assert problem.startswith(f"{sharded / INDEX}: weight_map must give each tensor the name of a file")
+    assert problem.startswith(f"{sharded / INDEX}: weight_map must map each tensor to the name of a file")
 
 
 def test_an_index_beside_a_single_file(sharded):
@@ -412,10 +419,28 @@ def test_importing_takes_no_torch_and_no_device():
     assert run(code) == "set() False\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [None, "float32"])
-def test_the_peak_of_loading_is_the_parameters(tmp_path, dtype):
-    """The shapes of Qwen2.5-0.5B in bfloat16, in three files: at most 1.15 times the parameters' size."""
+PEAK = """
+import re, sys, convert, convert.__main__
+
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+before = peak()
+"""
+LOAD_AND_SAVE = """
+params, cfg = convert.load_hf(sys.argv[1], dtype=sys.argv[3] or None)
+print(peak() - before)
+convert.save_hf(params, cfg, sys.argv[2])
+print(peak() - before)
+"""
+CONVERT = """
+assert convert.__main__.main([*sys.argv[1:3], *(["--dtype", sys.argv[3]] if sys.argv[3] else [])]) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def half_billion(tmp_path_factory):
+    """The shapes of Qwen2.5-0.5B in bfloat16, in three files, and the bytes of the parameters."""
     config = QWEN2 | {
         "vocab_size": 151936,
         "hidden_size": 896,
@@ -425,18 +450,30 @@ def test_the_peak_of_loading_is_the_parameters(tmp_path, dtype):
     }
     block = np.random.default_rng(0).normal(size=1 << 20).astype(jnp.bfloat16)
     tensors = {name: np.resize(block, shape) for name, shape in shapes(config).items()}
-    path = write(tmp_path / "x", config, tensors, shards=3)
-    size = sum(tensor.nbytes for tensor in tensors.values()) * (1 if dtype is None else 2)
-    del tensors
-    code = (
-        "import re, sys, convert\n"
-        "def peak():\n"
-        "    return int(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1]) * 1024\n"
-        "before = peak()\n"
-        "params, cfg = convert.load_hf(sys.argv[1], dtype=eval(sys.argv[2]))\n"
-        "print(peak() - before)"
-    )
-    peak = int(run(code, path, repr(dtype)))
+    path = write(tmp_path_factory.mktemp("half_billion") / "x", config, tensors, shards=3)
+    yield path, sum(tensor.nbytes for tensor in tensors.values())
     shutil.rmtree(path)  # pytest would keep the last three
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["", "float32"])
+def test_the_peak_of_loading_and_saving_is_the_parameters(half_billion, tmp_path, dtype):
+    path, size = half_billion
+    size *= 2 if dtype else 1
+    loading, saving = map(int, run(PEAK + LOAD_AND_SAVE, path, tmp_path / "out", dtype).split())
+    shutil.rmtree(tmp_path / "out")
     assert size > 900e6
-    assert 0.95 * size < peak <= 1.15 * size
+    assert 0.95 * size < loading <= 1.1 * size
+    assert saving <= 1.1 * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["", "float32"])
+def test_the_peak_of_converting_is_one_shard(half_billion, tmp_path, dtype):
+    path, size = half_billion
+    limit = f"convert.shards.MAX_SHARD = {size // 3}\n"
+    *_, peak = run(PEAK + limit + CONVERT + "print(peak() - before)", path, tmp_path / "out", dtype).split()
+    largest = max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    shutil.rmtree(tmp_path / "out")
+    assert largest > 300e6
+    assert 0.95 * largest < int(peak) <= 1.6 * largest

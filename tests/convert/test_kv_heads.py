@@ -91,7 +91,7 @@ def test_heads_are_averaged_and_nothing_else_changes(call, tmp_path, config, kv_
 
 @pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_the_mean_is_taken_in_float32_and_rounded_once(call, tmp_path, qwen2, monkeypatch, stored, wanted):
-    monkeypatch.setattr("convert.safetensors._CHUNK", 50)  # fewer elements than a pooled projection has
+    monkeypatch.setattr("convert.tensors._CHUNK", 50)  # fewer elements than a pooled projection has
     tensors = weights(QWEN2 | FOUR_HEADS, stored)
     source = write(tmp_path / "x", QWEN2 | FOUR_HEADS, tensors)
     cast = ["--dtype", wanted] if wanted else []
@@ -172,7 +172,7 @@ def test_a_pooled_value_that_does_not_fit(call, tmp_path):
         write(tmp_path / "x", config, tensors), tmp_path / "out", "--kv-heads", 2, "--dtype", "float16"
     )
     assert status == 2
-    assert f"{KEYS}: 1 or more values are too large for float16" in err.splitlines()[-1]
+    assert f"{KEYS}: 1 value is too large for float16" in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 

@@ -36,7 +36,7 @@ NEW = 12
 KNOBS = {
     "temperature": [2.0, 1.0, 3.0, 1.5, 2.5],
     "repetition_penalty": [1.3, 1.0, 0.9, 1.1, 1.0],
-    "max_new_tokens": [NEW, 7, 9, NEW, 3],
+    "max_new_tokens": [NEW, 7, 9, NEW, 5],
     "eos_token_id": [[97], [98, 99], [100], [101], []],
 }
 

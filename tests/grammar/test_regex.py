@@ -5,8 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.regex import compile_regex

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models
 
 from jaxgen.errors import InputError

@@ -1,17 +1,19 @@
-"""Processors against plain loops over rows, tokens and sequences, written from transformers' formulas."""
+"""Processors against plain loops over rows, tokens and sequences, from the formulas of transformers and OpenAI."""
 
-import inspect
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
+from jaxgen import GenerationConfig, generate
 from jaxgen.logits import processors
+from tests.support.compilations import compilations
+from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+from tests.support.rows import history_of, process
 
 ROWS, VOCAB, WIDTH = 3, 11, 9
 BANNED = -np.inf
@@ -32,9 +34,9 @@ BIAS = st.sampled_from([0.0, 0.5, -2.0, 7.25, BANNED, np.inf])
 BIASES = st.dictionaries(SEQUENCE, BIAS, max_size=4)
 
 check = partial(settings, deadline=None, max_examples=60)
-jitted = {name: jax.jit(function) for name, function in vars(processors).items() if inspect.isfunction(function)}
-jitted["no_repeat_ngram"] = jax.jit(processors.no_repeat_ngram, static_argnums=3)
-jitted["encoder_no_repeat_ngram"] = jax.jit(processors.encoder_no_repeat_ngram, static_argnums=4)
+OPERATIONS = ("add_biases", "ban", "allow_only", "force", "guidance", "log_softmax")
+jitted = {name: jax.jit(getattr(processors, name)) for name in OPERATIONS}
+jitted["ban_continuations"] = jax.jit(processors.ban_continuations, static_argnums=4)
 
 
 def same(out, expected):
@@ -80,7 +82,7 @@ def biased(row, tokens, biases):
 @check()
 @given(SCORES, IDS, LENGTHS, BIASES)
 def test_sequence_bias(scores, ids, length, biases):
-    out = jitted["sequence_bias"](scores, ids, length, *tables(biases))
+    out = jitted["add_biases"](scores, ids, length, *tables(biases))
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
     same(out, expected)
 
@@ -89,49 +91,56 @@ def test_sequence_bias(scores, ids, length, biases):
 @given(SCORES, IDS, LENGTHS, st.lists(BIASES, min_size=ROWS, max_size=ROWS))
 def test_sequence_biases_of_each_row(scores, ids, length, biases):
     sequences, bias = (np.stack(tables) for tables in zip(*map(tables, biases), strict=True))
-    out = jitted["sequence_bias"](scores, ids, length, sequences, bias)
+    out = jitted["add_biases"](scores, ids, length, sequences, bias)
     expected = [biased(s, i[:n].tolist(), b) for s, i, n, b in zip(scores, ids, length, biases, strict=True)]
     same(out, expected)
 
 
 @check()
-@given(SCORES, IDS, LENGTHS, st.lists(SEQUENCE, max_size=4), st.lists(st.integers(0, VOCAB - 1), max_size=3))
-def test_bad_words(scores, ids, length, words, eos):
-    ends = np.asarray([*eos, *[-1] * (3 - len(eos))], np.int32)
-    out = jitted["bad_words"](scores, ids, length, table(words), ends)
-    biases = {word: BANNED for word in words if not (len(word) == 1 and word[0] in eos)}
+@given(SCORES, IDS, LENGTHS, BIASES.filter(len))
+def test_the_option_sequence_bias(scores, ids, length, biases):
     expected = [biased(s, i[:n].tolist(), biases) for s, i, n in zip(scores, ids, length, strict=True)]
+    same(process(scores, history_of(ids, length, vocab=VOCAB), sequence_bias=biases), expected)
+
+
+def without_words(row, tokens, words, eos):
+    return biased(row, tokens, {word: BANNED for word in words if not (len(word) == 1 and word[0] in eos)})
+
+
+@check()
+@given(
+    SCORES, IDS, LENGTHS, st.lists(SEQUENCE, min_size=1, max_size=4), st.lists(st.integers(0, VOCAB - 1), max_size=3)
+)
+def test_bad_words_ids(scores, ids, length, words, eos):
+    out = process(scores, history_of(ids, length, vocab=VOCAB), bad_words_ids=words, eos_token_id=eos or None)
+    expected = [without_words(s, i[:n].tolist(), words, eos) for s, i, n in zip(scores, ids, length, strict=True)]
     np.testing.assert_array_equal(out, np.asarray(expected, np.float32))
-    if not eos:
-        np.testing.assert_array_equal(out, jitted["bad_words"](scores, ids, length, table(words), None))
 
 
 @check(max_examples=30)
-@given(SCORES, IDS, LENGTHS, st.lists(SEQUENCE, max_size=4))
-def test_bad_words_of_each_row(scores, ids, length, words):
-    eos = np.asarray([[2, -1], [-1, -1], [0, 1]], np.int32)
-    shared = jitted["bad_words"](scores, ids, length, table(words), eos)
-    each = np.stack([table(words), table(words[:1]), table(words[::-1])])
-    own = jitted["bad_words"](scores, ids, length, each, eos)
-    for row, (out, given_words) in enumerate(zip(own, (words, words[:1], words[::-1]), strict=True)):
-        alone = [x[row : row + 1] for x in (scores, ids, length)]
-        np.testing.assert_array_equal(out, jitted["bad_words"](*alone, table(given_words), eos[row])[0])
-        np.testing.assert_array_equal(shared[row], jitted["bad_words"](*alone, table(words), eos[row])[0])
+@given(SCORES, IDS, LENGTHS, st.lists(SEQUENCE, min_size=1, max_size=4))
+def test_bad_words_ids_of_each_row(scores, ids, length, words):
+    history, eos = history_of(ids, length, vocab=VOCAB), [[2], [], [0, 1]]
+    each = [words, words[:1], words[::-1]]
+    shared = process(scores, history, bad_words_ids=words, eos_token_id=eos)
+    own = process(scores, history, bad_words_ids=np.stack([table(row) for row in each]), eos_token_id=eos)
+    for row, (s, i, n) in enumerate(zip(scores, ids, length, strict=True)):
+        np.testing.assert_array_equal(own[row], without_words(s, i[:n].tolist(), each[row], eos[row]))
+        np.testing.assert_array_equal(shared[row], without_words(s, i[:n].tolist(), words, eos[row]))
 
 
 @check(max_examples=30)
 @given(SCORES, IDS, LENGTHS, BIASES)
 def test_a_table_with_more_room_is_the_same_table(scores, ids, length, biases):
     narrow, wide = tables(biases), tables(biases, entries=8, width=7)
-    for function in (jitted["sequence_bias"], lambda s, i, n, t, b: jitted["bad_words"](s, i, n, t, t[0, :1])):
-        np.testing.assert_array_equal(function(scores, ids, length, *narrow), function(scores, ids, length, *wide))
+    np.testing.assert_array_equal(*(jitted["add_biases"](scores, ids, length, *each) for each in (narrow, wide)))
 
 
 def test_a_sequence_as_long_as_the_row_and_one_more():
     scores, ids = np.zeros((1, VOCAB), np.float32), np.asarray([[5, 3, 5, 3]], np.int32)
     biases = {(5, 3, 1): 4.0}
     for length, applies in ((1, False), (2, True), (3, False), (4, True)):
-        out = jitted["sequence_bias"](scores, ids, np.asarray([length], np.int32), *tables(biases))
+        out = jitted["add_biases"](scores, ids, np.asarray([length], np.int32), *tables(biases))
         assert out[0].tolist() == [0.0, 4.0 * applies, *[0.0] * (VOCAB - 2)]
 
 
@@ -148,11 +157,11 @@ def without_ngrams(row, tokens, source, n):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, WIDTH, WIDTH + 1])
-def test_no_repeat_ngram(n):
+def test_no_repeat_ngram_size(n):
     @check()
     @given(SCORES, IDS, LENGTHS)
     def run(scores, ids, length):
-        out = jitted["no_repeat_ngram"](scores, ids, length, n)
+        out = process(scores, history_of(ids, length, vocab=VOCAB), no_repeat_ngram_size=n)
         rows = [(s, i[:end].tolist()) for s, i, end in zip(scores, ids, length, strict=True)]
         np.testing.assert_array_equal(out, [without_ngrams(s, tokens, tokens, n) for s, tokens in rows])
 
@@ -160,12 +169,13 @@ def test_no_repeat_ngram(n):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_encoder_no_repeat_ngram(n):
+def test_encoder_no_repeat_ngram_size(n):
     @check()
     @given(SCORES, IDS, LENGTHS, LENGTHS)
     def run(scores, ids, length, prompt_length):
         prompt_length = np.minimum(prompt_length, length)
-        out = jitted["encoder_no_repeat_ngram"](scores, ids, length, prompt_length, n)
+        history = history_of(ids, length, prompt_length, vocab=VOCAB)
+        out = process(scores, history, encoder_no_repeat_ngram_size=n)
         rows = [
             (s, i[:end].tolist(), i[:prompt].tolist())
             for s, i, end, prompt in zip(scores, ids, length, prompt_length, strict=True)
@@ -175,37 +185,93 @@ def test_encoder_no_repeat_ngram(n):
     run()
 
 
-@check()
-@given(SCORES, IDS, LENGTHS, GARBAGE, BIASES)
-def test_what_is_behind_the_end_changes_nothing(scores, ids, length, garbage, biases):
+@check(max_examples=30)
+@given(SCORES, IDS, LENGTHS, GARBAGE, BIASES.filter(len))
+def test_what_follows_the_end_changes_nothing(scores, ids, length, garbage, biases):
     other = np.where(np.arange(WIDTH) < length[:, None], ids, garbage)
-    sequences, bias = tables(biases)
-    for function in (
-        lambda ids: jitted["sequence_bias"](scores, ids, length, sequences, bias),
-        lambda ids: jitted["bad_words"](scores, ids, length, sequences, None),
-        lambda ids: jitted["no_repeat_ngram"](scores, ids, length, 1),
-        lambda ids: jitted["no_repeat_ngram"](scores, ids, length, 3),
-        lambda ids: jitted["encoder_no_repeat_ngram"](scores, ids, length, length // 2, 2),
+    half = length // 2
+    for fields in (
+        {"sequence_bias": biases},
+        {"bad_words_ids": list(biases)},
+        {"no_repeat_ngram_size": 1},
+        {"no_repeat_ngram_size": 3},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.25},
     ):
-        np.testing.assert_array_equal(function(ids), function(other))
+        outs = [process(scores, history_of(row, length, half, vocab=VOCAB), **fields) for row in (ids, other)]
+        np.testing.assert_array_equal(*outs)
 
 
 # --- Penalties and sets -----------------------------------------------------------------------------------------------
 
 
+PENALTIES = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([1.0, 0.25, 1.3, 2.0]))
+SIGNED = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([0.0, 0.5, -1.25, 2.0]))
+
+
 @check()
-@given(SCORES, SETS, NUMBERS)
-def test_penalties(scores, seen, penalty):
+@given(SCORES, IDS, LENGTHS, LENGTHS, PENALTIES)
+def test_repetition_penalties(scores, ids, length, prompt_length, penalty):
+    prompt_length = np.minimum(prompt_length, length)
+    history = history_of(ids, length, prompt_length, vocab=VOCAB)
     expected = {"repetition_penalty": scores.copy(), "encoder_repetition_penalty": scores.copy()}
-    for row, token in np.argwhere(seen):
-        score, by = scores[row, token], penalty[row, 0]
-        expected["repetition_penalty"][row, token] = score * by if score < 0 else score / by
-        expected["encoder_repetition_penalty"][row, token] = score / by if score < 0 else score * by
+    for row, by in enumerate(penalty):
+        for token in set(ids[row, : length[row]]):
+            score = scores[row, token]
+            expected["repetition_penalty"][row, token] = score * by if score < 0 else score / by
+        for token in set(ids[row, : prompt_length[row]]):
+            score = scores[row, token]
+            expected["encoder_repetition_penalty"][row, token] = score / by if score < 0 else score * by
     for name, values in expected.items():
-        out = jitted[name](scores, seen, penalty)
+        out = process(scores, history, **{name: penalty})
         same(out, values)
-        off = penalty[:, 0] == 1
-        np.testing.assert_array_equal(np.asarray(out)[off], scores[off])
+        np.testing.assert_array_equal(out[penalty == 1], scores[penalty == 1])
+
+
+@check()
+@given(SCORES, IDS, LENGTHS, LENGTHS, SIGNED, SIGNED)
+def test_frequency_and_presence_penalty(scores, ids, length, prompt_length, frequency, presence):
+    prompt_length = np.minimum(prompt_length, length)
+    history = history_of(ids, length, prompt_length, vocab=VOCAB)
+    expected = scores.astype(np.float64)
+    for row in range(ROWS):
+        generated_tokens = ids[row, prompt_length[row] : length[row]].tolist()
+        for token in set(generated_tokens):
+            expected[row, token] -= generated_tokens.count(token) * frequency[row] + presence[row]
+    same(process(scores, history, frequency_penalty=frequency, presence_penalty=presence), expected)
+    for penalties in ({"frequency_penalty": frequency}, {"presence_penalty": presence}):
+        (values,) = penalties.values()
+        out = process(scores, history, **penalties)
+        np.testing.assert_array_equal(out[values == 0], scores[values == 0])
+        for row in range(ROWS):
+            alone = history_of(*(x[row : row + 1] for x in (ids, length, prompt_length)), vocab=VOCAB)
+            number = {name: float(value[row]) for name, value in penalties.items()}
+            np.testing.assert_array_equal(process(scores[row : row + 1], alone, **number)[0], out[row])
+
+
+def test_penalties_of_generated_tokens_end_a_repetition():
+    # The likeliest token is the last one again, the next likeliest the one after it.
+    cfg = counting_config(max_new_tokens=6, pad_token_id=0)
+    params = counting_params(cfg)
+    weight = params["lm_head"]["weight"]
+    params["lm_head"]["weight"] = jnp.roll(weight, -1, axis=0) + 0.9 * weight
+    ids, mask = left_pad([[3], [9, 9, 3]])
+    together = cfg.replace(frequency_penalty=[0.75, 0.0], presence_penalty=[0.0, 30.0])
+    out = generate(params, ids, None, together, attention_mask=mask)
+    alone = generate(params, [[3]], None, cfg.replace(frequency_penalty=0.75))
+    assert generated(out, 0) == generated(alone, 0) == [3, 3, 3, 4, 4, 4]
+    assert generated(out, 1) == [3, 4, 5, 6, 7, 8]
+
+
+def test_changing_a_penalty_compiles_nothing():
+    model = model_config(num_hidden_layers=1)
+    params, ids = random_params(model), [[1, 2, 3], [4, 5, 6]]
+    cfg = GenerationConfig(model=model, max_new_tokens=8, pad_token_id=0)
+    first = generate(params, ids, None, cfg.replace(frequency_penalty=0.1, presence_penalty=-2), attention_mask=None)
+    with compilations() as count:
+        second = generate(params, ids, None, cfg.replace(frequency_penalty=2, presence_penalty=1.5))
+    assert count[0] == 0
+    assert first.sequences.tolist() != second.sequences.tolist()
 
 
 @check()
@@ -252,26 +318,26 @@ def test_guidance(cond, uncond, scale):
             expected[row, token] = c[token] if infinite or by == 1 else by * (c[token] - u[token]) + u[token]
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4, equal_nan=False)
     off = scale[:, 0] == 1
-    np.testing.assert_array_equal(np.asarray(out)[off], np.asarray(jitted["renormalize"](cond))[off])
+    np.testing.assert_array_equal(np.asarray(out)[off], np.asarray(jitted["log_softmax"](cond))[off])
 
 
 @check()
 @given(SCORES)
-def test_renormalize(scores):
-    same(jitted["renormalize"](scores), [log_softmax(row) for row in scores])
+def test_log_softmax(scores):
+    same(jitted["log_softmax"](scores), [log_softmax(row) for row in scores])
 
 
 def test_a_row_of_bans_alone_stays_one():
     scores = np.full((ROWS, VOCAB), BANNED, np.float32)
-    ids, length = np.zeros((ROWS, WIDTH), np.int32), np.ones(ROWS, np.int32)
-    everything, number = np.ones((ROWS, VOCAB), bool), np.full((ROWS, 1), 2.0, np.float32)
+    history = history_of(np.zeros((ROWS, WIDTH), np.int32), np.ones(ROWS, np.int32), vocab=VOCAB)
+    number = np.full(ROWS, 2.0, np.float32)
     for out in (
-        jitted["guidance"](scores, scores, number),
-        jitted["sequence_bias"](scores, ids, length, *tables({(1,): np.inf, (0, 2): 3.0})),
-        jitted["encoder_repetition_penalty"](scores, everything, number),
-        jitted["repetition_penalty"](scores, everything, number),
-        jitted["exponential_decay"](scores, everything, length, number),
-        jitted["renormalize"](scores),
+        jitted["guidance"](scores, scores, number[:, None]),
+        process(scores, history, sequence_bias={(1,): np.inf, (0, 2): 3.0}),
+        process(scores, history, encoder_repetition_penalty=number, repetition_penalty=number),
+        process(scores, history, frequency_penalty=number, presence_penalty=number),
+        process(scores, history, exponential_decay_length_penalty=([0] * ROWS, number), eos_token_id=[1, 2]),
+        process(scores, history, renormalize_logits=True),
     ):
         np.testing.assert_array_equal(out, scores)
 
@@ -284,27 +350,33 @@ def test_remove_invalid_values(scores):
         [0.0 if np.isnan(x) else limits.max if x == np.inf else limits.min if x == BANNED else x for x in row]
         for row in scores
     ]
-    np.testing.assert_array_equal(jitted["remove_invalid_values"](scores), np.asarray(expected, np.float32))
+    np.testing.assert_array_equal(process(scores, remove_invalid_values=True), np.asarray(expected, np.float32))
+
+
+STARTS = hnp.arrays(np.int32, ROWS, elements=st.integers(0, WIDTH))
+STEPS = hnp.arrays(np.int32, ROWS, elements=st.integers(0, 60))
+FACTORS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([1.0, 0.25, 1.3, 2.0]))
 
 
 @check()
-@given(SCORES, SETS, hnp.arrays(np.int32, ROWS, elements=st.integers(-3, 60)), NUMBERS)
-def test_exponential_decay(scores, eos, over, factor):
-    out = jitted["exponential_decay"](scores, eos, over, factor)
+@given(SCORES, STEPS, STARTS, FACTORS, st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4, unique=True))
+def test_exponential_decay_length_penalty(scores, step, start, factor, eos):
+    history = history_of(np.zeros((ROWS, WIDTH), np.int32), np.ones(ROWS, np.int32), vocab=VOCAB, step=step)
+    out = process(scores, history, exponential_decay_length_penalty=(start, factor), eos_token_id=eos)
     expected = scores.astype(np.float64)
-    for row, token in np.argwhere(eos):
-        score = expected[row, token]
-        if over[row] > 0 and score != BANNED:
-            expected[row, token] = score + abs(score) * (float(factor[row, 0]) ** int(over[row]) - 1)
+    for row in range(ROWS):
+        over = int(step[row] - start[row])
+        for token in eos:
+            score = expected[row, token]
+            if over > 0 and score != BANNED:
+                expected[row, token] = score + abs(score) * (float(factor[row]) ** over - 1)
     same(out, expected)
-    one_for_all = jitted["exponential_decay"](scores, eos[0], over, factor[0, 0])
-    repeated = jitted["exponential_decay"](scores, np.stack([eos[0]] * ROWS), over, np.stack([factor[0]] * ROWS))
-    np.testing.assert_array_equal(one_for_all, repeated)
 
 
 def test_a_decay_beyond_float32_is_not_added():
-    scores, eos = jnp.asarray([[1.0, -1.0, BANNED, 0.0]]), jnp.ones(4, bool)
-    out = processors.exponential_decay(scores, eos, jnp.asarray([1000]), jnp.float32(2.0))
+    scores = np.asarray([[1.0, -1.0, BANNED, 0.0]], np.float32)
+    history = history_of([[0]], [1], vocab=4, step=np.asarray([1000], np.int32))
+    out = process(scores, history, exponential_decay_length_penalty=(0, 2.0), eos_token_id=[0, 1, 2, 3])
     assert out.tolist() == scores.tolist()
 
 
@@ -314,16 +386,11 @@ def test_a_row_is_alone(scores, others, ids, length, tokens, number):
     rows = np.asarray([True, False, True])
     calls = {
         "guidance": (scores, others, number),
-        "encoder_repetition_penalty": (scores, tokens, number),
-        "repetition_penalty": (scores, tokens, number),
-        "no_repeat_ngram": (scores, ids, length, 2),
-        "encoder_no_repeat_ngram": (scores, ids, length, length // 2, 2),
+        "ban_continuations": (scores, ids, length, length // 2, 2),
         "ban": (scores, tokens, rows),
         "allow_only": (scores, tokens),
         "force": (scores, tokens, rows),
-        "remove_invalid_values": (scores,),
-        "exponential_decay": (scores, tokens, length, number),
-        "renormalize": (scores,),
+        "log_softmax": (scores,),
     }
     for name, arguments in calls.items():
         together = jitted[name](*arguments)

@@ -1,6 +1,5 @@
 """Warpers against what transformers' formulas say, by sorting; and against its own numbers where they are at hand."""
 
-import inspect
 import json
 import re
 
@@ -8,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxgen.logits import processors, warpers
+from tests.support.rows import history_of, process
 
 ROWS, VOCAB = 2, 29
 SCORES = hnp.arrays(
@@ -25,14 +24,11 @@ SCORES = hnp.arrays(
 KEEP = st.sampled_from([1, 2, 5])
 
 
-top_k, top_p, min_p, typical, epsilon, eta = (
-    jax.jit(warp, static_argnums=2)
-    for warp in (warpers.top_k, warpers.top_p, warpers.min_p, warpers.typical, warpers.epsilon, warpers.eta)
+top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff = (
+    jax.jit(getattr(warpers, name), static_argnums=2)
+    for name in ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 )
 temperature, top_h = jax.jit(warpers.temperature), jax.jit(warpers.top_h)
-jitted = {name: jax.jit(function) for name, function in vars(processors).items() if inspect.isfunction(function)}
-jitted["no_repeat_ngram"] = jax.jit(processors.no_repeat_ngram, static_argnums=3)
-jitted["encoder_no_repeat_ngram"] = jax.jit(processors.encoder_no_repeat_ngram, static_argnums=4)
 
 
 def kept(scores):
@@ -56,7 +52,7 @@ def test_top_p_keeps_what_a_stable_sort_keeps(scores, p, keep):
         order = np.argsort(row, kind="stable")
         probs = np.exp(row.astype(np.float64) - row.max())
         probs /= probs.sum()
-        above = np.cumsum(probs[order][::-1])[::-1] - probs[order]  # the mass of all that are sorted behind
+        above = np.cumsum(probs[order][::-1])[::-1] - probs[order]  # the mass of all that are sorted after
         if np.any(np.abs(above - p) < 1e-5):
             continue  # float32 may fall on either side
         wanted = np.zeros(VOCAB, bool)
@@ -109,7 +105,7 @@ def typical_row(row, mass, keep):
 @settings(max_examples=100, deadline=None)
 @given(SCORES, st.floats(0.015625, 0.984375, width=32), KEEP)
 def test_typical_keeps_what_a_stable_sort_keeps(scores, mass, keep):
-    out = kept(typical(scores, np.float32(mass), keep))
+    out = kept(typical_p(scores, np.float32(mass), keep))
     for row, got in zip(scores, out, strict=True):
         wanted = typical_row(row, mass, keep)
         if wanted is not None:
@@ -118,14 +114,17 @@ def test_typical_keeps_what_a_stable_sort_keeps(scores, mass, keep):
 
 def test_typical_takes_the_lowest_index_of_equally_near_tokens():
     scores = jnp.asarray([[0.0, 3.0, 3.0, -4.0, 3.0, 0.0]])
-    assert kept(typical(scores, jnp.float32(0.01)))[0].tolist() == [False, True, True, False, True, False]
-    assert kept(typical(scores, jnp.float32(0.01), 4))[0].tolist() == [True, True, True, False, True, False]
+    assert kept(typical_p(scores, jnp.float32(0.01)))[0].tolist() == [False, True, True, False, True, False]
+    assert kept(typical_p(scores, jnp.float32(0.01), 4))[0].tolist() == [True, True, True, False, True, False]
 
 
 @settings(max_examples=100, deadline=None)
 @given(SCORES, st.floats(0, 0.984375, width=32), KEEP)
 def test_epsilon_and_eta_keep_what_is_likely_enough(scores, cutoff, keep):
-    out, adapted = kept(epsilon(scores, np.float32(cutoff), keep)), kept(eta(scores, np.float32(cutoff), keep))
+    out, adapted = (
+        kept(epsilon_cutoff(scores, np.float32(cutoff), keep)),
+        kept(eta_cutoff(scores, np.float32(cutoff), keep)),
+    )
     for row, got, got_adapted in zip(scores, out, adapted, strict=True):
         logs = log_softmax(row)
         least = min(cutoff, np.sqrt(cutoff) * np.exp(-np.sum(entropy_terms(logs))))
@@ -160,39 +159,39 @@ def test_top_h_looks_at_100_tokens():
     assert np.flatnonzero(kept(top_h(scores, jnp.float32(0.305)))).tolist() == list(range(30))
 
 
-def test_a_knob_per_row():
+def test_a_value_per_row():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, VOCAB)), jnp.float32)
     scores = scores.at[3, 7].set(30.0)  # the others' probabilities add nothing to its 1 in float32
     column = jnp.asarray([[0.2], [0.5], [0.9], [1.0]])
     cutoff = jnp.asarray([[0.2], [0.05], [0.9], [0.0]])
-    for warp, knob in (
+    for warp, values in (
         (temperature, column),
         (top_k, jnp.asarray([[1], [3], [VOCAB], [0]])),
         (top_p, column),
         (min_p, cutoff),
-        (typical, column),
-        (epsilon, cutoff),
-        (eta, cutoff),
+        (typical_p, column),
+        (epsilon_cutoff, cutoff),
+        (eta_cutoff, cutoff),
         (top_h, column),  # 1 keeps 100, more than there are
     ):
-        together = warp(scores, knob)
+        together = warp(scores, values)
         for row in range(4):
-            np.testing.assert_array_equal(together[row], warp(scores[row : row + 1], knob[row, 0])[0])
-        np.testing.assert_array_equal(together[3], scores[3], err_msg="a knob that is off")
+            np.testing.assert_array_equal(together[row], warp(scores[row : row + 1], values[row, 0])[0])
+        np.testing.assert_array_equal(together[3], scores[3], err_msg="a value that is off")
         assert np.any(together[0] != scores[0])
 
 
 def test_tokens_to_keep_may_be_more_than_there_are():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, VOCAB)), jnp.float32)
-    for warp in (top_k, top_p, min_p, typical, epsilon, eta):
+    for warp in (top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff):
         np.testing.assert_array_equal(warp(scores, jnp.asarray(1) if warp is top_k else 0.5, VOCAB), scores)
-    for warp in (top_k, min_p, typical, epsilon, eta):
+    for warp in (top_k, min_p, typical_p, epsilon_cutoff, eta_cutoff):
         np.testing.assert_array_equal(warp(scores, jnp.asarray(1) if warp is top_k else 0.5, VOCAB + 2), scores)
 
 
 def test_a_row_of_bans_alone_stays_one():
     scores = jnp.full((1, VOCAB), -jnp.inf)
-    for warp in (temperature, top_p, min_p, typical, epsilon, eta, top_h):
+    for warp in (temperature, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, top_h):
         np.testing.assert_array_equal(warp(scores, jnp.float32(0.5)), scores)
     np.testing.assert_array_equal(top_k(scores, jnp.int32(3)), scores)
 
@@ -227,7 +226,7 @@ def test_a_large_vocabulary_with_ties_is_exact():
 def test_typical_is_exact_in_a_large_vocabulary_with_ties():
     scores = np.round(np.random.default_rng(2).normal(size=(2, 151_936)), 1).astype(np.float32) * 3
     for mass in (0.2, 0.9):
-        out = kept(typical(scores, np.float32(mass)))
+        out = kept(typical_p(scores, np.float32(mass)))
         for row, got in zip(scores, out, strict=True):
             logs = log_softmax(row)
             distance = np.abs(-logs - np.sum(entropy_terms(logs)))
@@ -256,32 +255,19 @@ CORRECTED = {
 }
 
 
-def members(*rows):
-    return np.asarray([[token in row for token in range(8)] for row in rows])
-
-
-def table(*sequences):
-    return np.asarray([[*sequence, *[-1] * (4 - len(sequence))] for sequence in sequences], np.int32)
-
-
-def by_knob(name, scores, ids, length):
+def by_value(name, scores, ids, length):
     """Run what a name like `top_p=0.3,min_keep=3` says; None where it is of another form."""
     match = re.fullmatch(r"(\w+)=([\d.]+)(?:,min_keep=(\d))?", name)
     if match is None:
         return None
-    value, keep = np.float32(match[2]), int(match[3] or 1)
-    seen = members(*ids.tolist())
-    return {
-        "temperature": lambda: temperature(scores, value),
-        "top_k": lambda: top_k(scores, np.int32(value), keep),
-        "top_p": lambda: top_p(scores, value, keep),
-        "min_p": lambda: min_p(scores, value, keep),
-        "typical_p": lambda: typical(scores, value, keep),
-        "epsilon_cutoff": lambda: epsilon(scores, value, keep),
-        "eta_cutoff": lambda: eta(scores, value, keep),
-        "repetition_penalty": lambda: jitted["repetition_penalty"](scores, seen, value),
-        "no_repeat_ngram": lambda: jitted["no_repeat_ngram"](scores, ids, length, int(value)),
-    }[match[1]]()
+    name, value, keep = match[1], float(match[2]), int(match[3] or 1)
+    if name == "temperature":
+        return temperature(scores, np.float32(value))
+    if name == "repetition_penalty":
+        return process(scores, history_of(ids, length, vocab=8), repetition_penalty=value)
+    if name == "no_repeat_ngram":
+        return process(scores, history_of(ids, length, vocab=8), no_repeat_ngram_size=int(value))
+    return globals()[name](scores, np.int32(value) if name == "top_k" else np.float32(value), keep)
 
 
 def by_name(name, scores, ids, length):
@@ -289,58 +275,51 @@ def by_name(name, scores, ids, length):
     biases = {(1,): -2.0, (3, 4): 5.0, (5, 3, 6): 7.0, (5, 3, 4): 1.5}
     prompt = np.asarray([[3, 1, 3, 2], [7, 0, 7, 5]], np.int32)
 
-    def ban(tokens, rows):
-        return jitted["ban"](scores, members(tokens)[0], rows)
+    def run(prompt_length=None, budget=None, ids=ids, **fields):
+        length = np.full(len(ids), np.shape(ids)[1], np.int32)
+        prompt_length = None if prompt_length is None else np.full(len(ids), prompt_length, np.int32)
+        return process(scores, history_of(ids, length, prompt_length, budget=budget, vocab=8), **fields)
 
-    def force(tokens, rows):
-        return jitted["force"](scores, members(tokens)[0], rows)
-
-    def bias(table_of):
-        return jitted["sequence_bias"](
-            scores, ids, length, table(*table_of), np.asarray([*table_of.values()], np.float32)
-        )
-
-    def of_prompt():
-        # The recorded ids are apart from the prompt's; here they follow it.
-        together, longer = np.concatenate([prompt, ids], axis=1), length + 4
-        return jitted["encoder_no_repeat_ngram"](scores, together, longer, np.asarray([4, 4], np.int32), 2)
+    def encoder_penalty(prompt):
+        return run(ids=np.asarray(prompt, np.int32), encoder_repetition_penalty=1.3)
 
     def decay(start, eos):
-        return jitted["exponential_decay"](scores, members(eos)[0], length - 3 - start, np.float32(1.1))
+        return run(prompt_length=3, exponential_decay_length_penalty=(start, 1.1), eos_token_id=eos)
 
     return {
-        "min_length=6,eos=[3,5] (cur_len 5 < 6)": lambda: ban([3, 5], length < 6),
-        "min_length=5,eos=3 (cur_len 5, not <)": lambda: ban([3], length < 5),
-        "min_new_tokens=2,prompt=4,eos=3": lambda: ban([3], length - 4 < 2),
-        "encoder_repetition_penalty=1.3 enc=[[1,5],[2,4]]": lambda: jitted["encoder_repetition_penalty"](
-            scores, members([1, 5], [2, 4]), np.float32(1.3)
+        "min_length=6,eos=[3,5] (cur_len 5 < 6)": lambda: run(min_length=6, eos_token_id=[3, 5]),
+        "min_length=5,eos=3 (cur_len 5, not <)": lambda: run(min_length=5, eos_token_id=3),
+        "min_new_tokens=2,prompt=4,eos=3": lambda: run(prompt_length=4, min_new_tokens=2, eos_token_id=3),
+        "encoder_repetition_penalty=1.3 enc=[[1,5],[2,4]]": lambda: encoder_penalty([[1, 5], [2, 4]]),
+        "encoder_repetition_penalty=1.3 with ONE encoder row for two score rows": lambda: encoder_penalty([[1, 5]] * 2),
+        # The recorded ids are apart from the prompt's; here they follow it.
+        "encoder_no_repeat_ngram=2 enc=[[3,1,3,2],[7,0,7,5]]": lambda: run(
+            prompt_length=4, ids=np.concatenate([prompt, ids], axis=1), encoder_no_repeat_ngram_size=2
         ),
-        "encoder_repetition_penalty=1.3 with ONE encoder row for two score rows": lambda: jitted[
-            "encoder_repetition_penalty"
-        ](scores, members([1, 5], [1, 5]), np.float32(1.3)),
-        "encoder_no_repeat_ngram=2 enc=[[3,1,3,2],[7,0,7,5]]": of_prompt,
-        "sequence_bias {(1,):-2,(3,4):5,(5,3,6):7,(5,3,4):1.5}": lambda: bias(biases),
-        "sequence_bias len == cur_len (matches, applied)": lambda: bias({(5, 3, 1): 4.0}),
-        "sequence_bias len == cur_len+1 (4.41.1 skips although the prefix is there)": lambda: bias({(5, 3, 1): 4.0}),
-        "bad_words [[1],[3,4],[5]] eos=5 (eos-only entry filtered)": lambda: jitted["bad_words"](
-            scores, ids, length, table([1], [3, 4], [5]), np.asarray([5, -1], np.int32)
+        "sequence_bias {(1,):-2,(3,4):5,(5,3,6):7,(5,3,4):1.5}": lambda: run(sequence_bias=biases),
+        "sequence_bias len == cur_len (matches, applied)": lambda: run(sequence_bias={(5, 3, 1): 4.0}),
+        "sequence_bias len == cur_len+1 (4.41.1 skips although the prefix is there)": lambda: run(
+            sequence_bias={(5, 3, 1): 4.0}
         ),
-        "bad_words all filtered": lambda: jitted["bad_words"](
-            scores, ids, length, table([5]), np.asarray([5], np.int32)
+        "bad_words [[1],[3,4],[5]] eos=5 (eos-only entry filtered)": lambda: run(
+            bad_words_ids=[[1], [3, 4], [5]], eos_token_id=5
         ),
-        "prefix_allowed fn -> [1,2] / [7]": lambda: jitted["allow_only"](scores, members([1, 2], [7])),
-        "forced_bos=4 cur_len=5 (no effect)": lambda: force([4], length == 1),
-        "forced_bos=4 cur_len=1": lambda: force([4], length == 1),
-        "forced_eos=[3,5] max_length=6 cur_len=5": lambda: force([3, 5], length == 6 - 1),
-        "forced_eos=3 max_length=7 cur_len=5": lambda: force([3], length == 7 - 1),
-        "remove_invalid_values": lambda: jitted["remove_invalid_values"](scores),
+        "bad_words all filtered": lambda: run(bad_words_ids=[[5]], eos_token_id=5),
+        "prefix_allowed fn -> [1,2] / [7]": lambda: processors.allow_only(
+            scores, np.asarray([[token in row for token in range(8)] for row in ([1, 2], [7])])
+        ),
+        "forced_bos=4 cur_len=5 (no effect)": lambda: run(forced_bos_token_id=4),
+        "forced_bos=4 cur_len=1": lambda: run(forced_bos_token_id=4),
+        "forced_eos=[3,5] max_length=6 cur_len=5": lambda: run(0, length + 1, forced_eos_token_id=[3, 5]),
+        "forced_eos=3 max_length=7 cur_len=5": lambda: run(0, length + 2, forced_eos_token_id=3),
+        "remove_invalid_values": lambda: run(remove_invalid_values=True),
         "exp_decay (1,1.1) eos=[3,6] prompt=3 (cur_len 5 > 4)": lambda: decay(1, [3, 6]),
         "exp_decay (2,1.1) eos=3 prompt=3 (cur_len 5 == 5: no effect)": lambda: decay(2, [3]),
-        "suppress [0,7]": lambda: ban([0, 7], length > 0),
-        "begin_suppress [0,7] begin=5": lambda: ban([0, 7], length == 5),
-        "begin_suppress [0,7] begin=4": lambda: ban([0, 7], length == 4),
-        "renormalize": lambda: jitted["renormalize"](scores),
-        "cfg guidance=1.5 uncond=roll(S,1)": lambda: jitted["guidance"](
+        "suppress [0,7]": lambda: run(suppress_tokens=[0, 7]),
+        "begin_suppress [0,7] begin=5": lambda: run(prompt_length=5, begin_suppress_tokens=[0, 7]),
+        "begin_suppress [0,7] begin=4": lambda: run(prompt_length=4, begin_suppress_tokens=[0, 7]),
+        "renormalize": lambda: run(renormalize_logits=True),
+        "cfg guidance=1.5 uncond=roll(S,1)": lambda: processors.guidance(
             scores, np.roll(scores, 1, axis=1), np.float32(1.5)
         ),
     }[name]()
@@ -361,7 +340,7 @@ def test_recorded_outputs_of_the_real_classes(data):
         scores, ids = case.get("scores", recorded["scores"]), case.get("input_ids", recorded["input_ids"])
         scores, ids = np.asarray(scores, np.float32), np.asarray(ids, np.int32)
         length = np.full(ids.shape[0], ids.shape[1], np.int32)
-        out = by_knob(name, scores, ids, length)
+        out = by_value(name, scores, ids, length)
         out = by_name(name, scores, ids, length) if out is None else out
         expected = np.asarray(case["out"], float)
         for row, token, score in CORRECTED.get(name, ()):

@@ -1,33 +1,75 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxgen.model import linear as module
-from jaxgen.model.linear import embed, linear
+from jaxgen.model.linear import for_this_machine, linear, look_up
+from tests.support.compilations import compilations
+from tests.support.models import model_config
+
+DTYPES = ["float32", "bfloat16", "float16"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows first", "weight first"])
 @pytest.mark.parametrize("shape", [(1, 1, 24), (3, 24), (2, 9, 24)])
-def test_product(shape, tiles, dtype, monkeypatch):
-    monkeypatch.setattr(module, "_cpu_multiplies_tiles", lambda: tiles)
+def test_product(shape, tiles, dtype):
     rng = np.random.default_rng(0)
     x, weight, bias = (jnp.asarray(rng.normal(size=s), dtype) for s in (shape, (40, 24), (40,)))
     wide = [np.asarray(value, np.float64) for value in (x, weight, bias)]
     expected = wide[0] @ wide[1].T + wide[2]
-    out = jax.jit(lambda x, weight, bias: linear(x, weight, bias))(x, weight, bias)  # a jit of its own
+    out = jax.jit(lambda x, weight, bias: linear(x, weight, bias, tiles=tiles))(x, weight, bias)
     assert out.dtype == x.dtype
     assert out.shape == expected.shape
     rounding = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2 * rounding, atol=4 * rounding)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_embed(dtype):
+@pytest.mark.parametrize("tiles", [False, True], ids=["rows first", "weight first"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_of_few_rows(rows, tiles):
+    rng = np.random.default_rng(1)
+    x, weight, change = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((rows, 24), (40, 24), (rows, 40)))
+    _, pull = jax.vjp(lambda x, weight: linear(x, weight, tiles=tiles), x, weight)
+    to_x, to_weight = jax.jit(pull)(change)
+    wide = [np.asarray(value, np.float64) for value in (x, weight, change)]
+    np.testing.assert_allclose(np.asarray(to_x, np.float64), wide[2] @ wide[1], rtol=0.02, atol=0.05)
+    np.testing.assert_allclose(np.asarray(to_weight, np.float64), wide[2].T @ wide[0], rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_look_up(dtype):
     table = jnp.asarray(np.random.default_rng(0).normal(size=(11, 6)), dtype)
-    ids = jnp.asarray([[0, 10], [3, 11]])
-    out = jax.jit(embed)(ids, table)
+    ids = jnp.asarray([[0, 10], [3, 11], [-1, 1]])
+    out = jax.jit(look_up)(ids, table)
     assert out.dtype == table.dtype
-    np.testing.assert_array_equal(out[:, 0], table[jnp.asarray([0, 3])])
+    np.testing.assert_array_equal(out[:2, 0], table[jnp.asarray([0, 3])])
+    np.testing.assert_array_equal(out[0, 1], table[10])
     assert bool(jnp.all(jnp.isnan(out[1, 1])))
+    assert bool(jnp.all(jnp.isnan(out[2, 0])))
+
+
+@pytest.mark.parametrize("tiles", [False, True], ids=["rows first", "weight first"])
+def test_a_second_eager_call_compiles_nothing(tiles):
+    x, weight = jnp.ones((1, 24), jnp.bfloat16), jnp.ones((40, 24), jnp.bfloat16)
+    ids = jnp.zeros((1, 1), jnp.int32)
+
+    def both():
+        return linear(x, weight, tiles=tiles), look_up(ids, weight)
+
+    both()
+    with compilations() as count:
+        both()
+    assert count == [0]
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_only_the_eager_driver_depends_on_the_machine(tiles, monkeypatch):
+    monkeypatch.setattr(module, "_has_tiles", lambda: tiles)
+    model = model_config()
+    assert not model.cpu_tiles
+    assert for_this_machine(model) == dataclasses.replace(model, cpu_tiles=tiles)
+    assert for_this_machine(model).to_hf() == model.to_hf()

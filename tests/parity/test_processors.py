@@ -1,111 +1,64 @@
-"""Each processor and warper against its class in transformers 4.41.1, on random rows: see goldens/README.md."""
+"""Each processor and warper against its class in transformers 4.41.1, on random rows: see goldens/README.md.
+
+The recorded options become those of a config, which the pipeline applies.
+"""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgen.config.options import OPTIONS, WARP
 from jaxgen.logits import processors, warpers
-from jaxgen.logits.processors import token_set
+from jaxgen.logits.pipeline import build_transform
 from tests.support.goldens import GOLDENS
+from tests.support.rows import config_of, history_of
 
 OF_THE_ROW = ("ids", "length", "prompt_length", "uncond", "allowed")  # the other fields are options
 STATIC = ("n", "min_tokens_to_keep")
+# The recorded fields that are an option's value, or parts of it in their order.
+VALUES = "sequences bias start factor penalty n min_length min_new_tokens token tokens forced value".split()
+PREFIX, GUIDANCE = "PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"
+CLASSES = {option.hf: option for option in OPTIONS.values() if option.stage and option.since == ""}
+# Recorded, but drawn with torch's generator, which jaxgen's own hash replaces.
+CLASSES.pop("WatermarkLogitsProcessor")
 
 
-def seen(length, ids, vocab):
-    """The tokens among the first `length` ones of each row, bool[rows, V]."""
-    return token_set(jnp.where(jnp.arange(ids.shape[1])[None, :] < length[:, None], ids, -1), vocab)
+def fields_of(option, recorded: dict) -> dict:
+    """The fields of a config for what is recorded of a class."""
+    fields = {}
+    if "eos" in recorded:
+        fields["forced_eos_token_id" if option.name == "forced_eos_token_id" else "eos_token_id"] = recorded["eos"]
+    values = tuple(recorded[name] for name in VALUES if name in recorded)
+    if values:
+        fields[option.name] = values[0] if len(values) == 1 else values
+    return fields or {option.name: True}
 
 
-def column(length):
-    """Lengths as int32[rows, 1], for a comparison with an option."""
-    return length[:, None]
-
-
-def min_length(scores, r, o):
-    return processors.ban(scores, token_set(o["eos"], scores.shape[1]), (column(r["length"]) < o["min_length"])[:, 0])
-
-
-def min_new_tokens(scores, r, o):
-    short = column(r["length"] - r["prompt_length"]) < o["min_new_tokens"]
-    return processors.ban(scores, token_set(o["eos"], scores.shape[1]), short[:, 0])
-
-
-def forced_bos(scores, r, o):
-    token = token_set(o["token"].reshape(-1, 1), scores.shape[1])
-    return processors.force(scores, token, r["length"] == 1)
-
-
-def forced_eos(scores, r, o):
-    at_the_end = (column(r["length"]) == o["max_length"] - 1)[:, 0]
-    return processors.force(scores, token_set(o["eos"], scores.shape[1]), at_the_end)
-
-
-def exponential_decay(scores, r, o):
-    over = (column(r["length"] - r["prompt_length"]) - o["start"])[:, 0]
-    return processors.exponential_decay(scores, token_set(o["eos"], scores.shape[1]), over, o["factor"])
-
-
-def suppress(scores, r, o):
-    return processors.ban(scores, token_set(o["tokens"], scores.shape[1]), jnp.ones(scores.shape[0], bool))
-
-
-def suppress_at_begin(scores, r, o):
-    return processors.ban(scores, token_set(o["tokens"], scores.shape[1]), (column(r["length"]) == o["begin"])[:, 0])
-
-
-def force_tokens(scores, r, o):
-    forced = o["forced"].reshape(-1, *o["forced"].shape[-2:])  # [rows or 1, 4, 2], of (length, token)
-    here = forced[..., 0] == column(r["length"])
-    tokens = token_set(jnp.where(here, forced[..., 1], -1), scores.shape[1])
-    return processors.force(scores, tokens, jnp.any(here, axis=-1))
-
-
-def warp(function):
-    return lambda scores, r, o: function(scores, o["value"], o["min_tokens_to_keep"])
-
-
-# Of scores float32[rows, V], what is known of the rows and the options to scores.
-CALLS = {
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": lambda s, r, o: processors.guidance(s, r["uncond"], o["scale"]),
-    "SequenceBiasLogitsProcessor": lambda s, r, o: processors.sequence_bias(
-        s, r["ids"], r["length"], o["sequences"], o["bias"]
-    ),
-    "EncoderRepetitionPenaltyLogitsProcessor": lambda s, r, o: processors.encoder_repetition_penalty(
-        s, seen(r["prompt_length"], r["ids"], s.shape[1]), o["penalty"]
-    ),
-    "RepetitionPenaltyLogitsProcessor": lambda s, r, o: processors.repetition_penalty(
-        s, seen(r["length"], r["ids"], s.shape[1]), o["penalty"]
-    ),
-    "NoRepeatNGramLogitsProcessor": lambda s, r, o: processors.no_repeat_ngram(s, r["ids"], r["length"], o["n"]),
-    "EncoderNoRepeatNGramLogitsProcessor": lambda s, r, o: processors.encoder_no_repeat_ngram(
-        s, r["ids"], r["length"], r["prompt_length"], o["n"]
-    ),
-    "NoBadWordsLogitsProcessor": lambda s, r, o: processors.bad_words(
-        s, r["ids"], r["length"], o["sequences"], o["eos"]
-    ),
-    "MinLengthLogitsProcessor": min_length,
-    "MinNewTokensLengthLogitsProcessor": min_new_tokens,
-    "PrefixConstrainedLogitsProcessor": lambda s, r, o: processors.allow_only(s, r["allowed"][:, : s.shape[1]]),
-    "ForcedBOSTokenLogitsProcessor": forced_bos,
-    "ForcedEOSTokenLogitsProcessor": forced_eos,
-    "InfNanRemoveLogitsProcessor": lambda s, r, o: processors.remove_invalid_values(s),
-    "ExponentialDecayLengthPenalty": exponential_decay,
-    "SuppressTokensLogitsProcessor": suppress,
-    "SuppressTokensAtBeginLogitsProcessor": suppress_at_begin,
-    "ForceTokensLogitsProcessor": force_tokens,
-    "LogitNormalization": lambda s, r, o: processors.renormalize(s),
-    "TemperatureLogitsWarper": lambda s, r, o: warpers.temperature(s, o["value"]),
-    "TopKLogitsWarper": warp(warpers.top_k),
-    "TopPLogitsWarper": warp(warpers.top_p),
-    "MinPLogitsWarper": warp(warpers.min_p),
-    "TypicalLogitsWarper": warp(warpers.typical),
-    "EpsilonLogitsWarper": warp(warpers.epsilon),
-    "EtaLogitsWarper": warp(warpers.eta),
-}
+def apply(name, scores, row, recorded):
+    """Give a class's option to the pipeline. Rows keep their axis; options may have one or none."""
+    rows, vocab = scores.shape
+    ids, length = row.get("ids", np.zeros((rows, 1), np.int32)), row.get("length", np.ones(rows, np.int32))
+    prompt_length = recorded.get("begin", row.get("prompt_length"))  # `begin` is the length without generated tokens
+    if prompt_length is not None:
+        prompt_length = prompt_length.reshape(-1)
+    budget = None
+    if "max_length" in recorded:
+        prompt_length, budget = 0 * length, recorded["max_length"].reshape(-1)
+    history = history_of(ids, length, prompt_length, budget=budget, vocab=vocab)
+    if name == PREFIX:
+        return build_transform(config_of(vocab), rows, allowed=lambda history: row["allowed"][:, :vocab])(
+            history, scores
+        )
+    if name == GUIDANCE:
+        return processors.guidance(scores, row["uncond"], recorded["scale"].reshape(-1, 1))
+    option = CLASSES[name]
+    if option.stage == WARP and recorded.get("min_tokens_to_keep", 1) > 1:  # the pipeline's is 1 but for beams
+        value = recorded["value"].reshape(-1, 1)
+        return getattr(warpers, option.name)(scores, value, recorded["min_tokens_to_keep"])
+    cfg = config_of(vocab, do_sample=option.stage == WARP, **fields_of(option, recorded))
+    return build_transform(cfg, rows)(history, scores)
 
 
 @functools.cache
@@ -145,28 +98,27 @@ def compare(ours, expected, chance):
     np.testing.assert_allclose(ours[finite], expected[finite], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CLASSES, PREFIX])
 def test_rows_with_options_of_their_own(name):
     for scores, row, options, static, expected, chance in batches(name):
-        run = jax.jit(lambda scores, row, options, static=static: CALLS[name](scores, row, options | static))
-        options = {key: value[:, None] if value.ndim == 1 else value for key, value in options.items()}
+        run = jax.jit(lambda scores, row, options, static=static: apply(name, scores, row, options | static))
         compare(run(scores, row, options), expected, chance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CLASSES, PREFIX])
 def test_a_row_with_options_for_all(name):
     """Each row alone, options without an axis for rows."""
     for scores, row, options, static, expected, chance in batches(name):
 
         def alone(scores, row, options, static=static):
             row = {key: value[None] for key, value in row.items()}
-            return CALLS[name](scores[None], row, options | static)[0]
+            return apply(name, scores[None], row, options | static)[0]
 
         compare(jax.jit(jax.vmap(alone))(scores, row, options), expected, chance)
 
 
 def test_every_class_has_cases():
-    assert goldens().keys() == CALLS.keys()
+    assert goldens().keys() == CLASSES.keys() | {PREFIX}
     for name, fields in goldens().items():
         assert not np.all(np.isnan(fields["result"])), f"{name} changes no score of any case"

@@ -103,6 +103,13 @@ def test_guidance(scale):
     assert rows(same) == [guided(prompt, [9], scale) for prompt in PROMPTS]
 
 
+def test_a_negative_prompt_is_unused_where_guidance_is_off():
+    plain = rows(run(CFG))
+    for scale in (None, 1.0):
+        with pytest.warns(UserWarning, match="negative_prompt_ids has no effect: guidance_scale is off"):
+            assert rows(run(CFG.replace(guidance_scale=scale), negative_prompt_ids=[[9]])) == plain
+
+
 @pytest.mark.slow
 def test_guidance_goes_on_from_its_cache():
     cfg = CFG.replace(guidance_scale=1.5)

@@ -1,4 +1,4 @@
-"""Kill writers of a checkpoint and look at what they leave; test_directory.py runs it as a process."""
+"""Kill writers of a checkpoint and check what they leave; test_atomic_directory.py runs it as a process."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-import convert.shards
 from convert.atomic_directory import new_directory, replaced
 from convert.hf import write_checkpoint
 from convert.shards import find_tensors
 
 FLOAT = np.dtype(np.float32)
-LAYOUT = {f"layer.{number}": (FLOAT, (50, 50)) for number in range(4)}
+SIZES = {f"layer.{number}": 10_000 for number in range(4)}
 STEPS = {
     "open",
+    "os.chmod",
     "os.rename",
     "os.mkdir",
     "os.remove",
@@ -30,29 +30,30 @@ STEPS = {
     "os.scandir",
 }
 
-convert.shards.MAX_SHARD = 25_000
-
 
 def save(target: Path, version: int) -> None:
+    def read(name: str) -> np.ndarray:
+        return np.full((50, 50), version, FLOAT)
+
     with new_directory(target, overwrite=True) as directory:
-        write_checkpoint(directory, {"version": version}, None, LAYOUT, lambda name: np.full((50, 50), version, FLOAT))
+        write_checkpoint(directory, {"version": version}, None, SIZES, read, max_shard=25_000)
 
 
 def version(target: Path) -> int | None:
-    """The version of the checkpoint under this name, None if there is nothing; fails for anything partial."""
+    """Return the version of a checkpoint, None if there is none; fail if it is partial."""
     if not target.exists():
         return None
     found = json.loads((target / "config.json").read_text())["version"]
     tensors, _, problems = find_tensors(target)
     assert not problems, problems
-    assert tensors.keys() == LAYOUT.keys()
+    assert tensors.keys() == SIZES.keys()
     assert len({tensor.file for tensor in tensors.values()}) == 2
-    assert all((tensor.read(FLOAT) == found).all() for tensor in tensors.values())
+    assert all((tensor.read() == found).all() for tensor in tensors.values())
     return found
 
 
 def killed(work: Callable[[], None], after: float | None = None) -> bool:
-    """Do `work` in a child, killing it after so many seconds; return whether it was killed."""
+    """Do `work` in a child process, killed after so many seconds; return whether it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -70,7 +71,7 @@ def killed(work: Callable[[], None], after: float | None = None) -> bool:
 
 
 def save_until(target: Path, number: int, last: int) -> None:
-    """Save, and die at the step of this number that touches the file system."""
+    """Save, and die at step number `last` of those that touch the file system."""
     steps = 0
 
     def count(event: str, _) -> None:

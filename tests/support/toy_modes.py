@@ -123,5 +123,3 @@ class Refill(Sample):
 
     def progress(self, run, state):
         return super().progress(run, state.pool)
-
-

@@ -6,8 +6,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.errors import InputError

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxgen import InputError, Tokenizer
 from jaxgen.training.dataset import IGNORED, Example, chat_example, pack, read_examples, shuffled, text_example

@@ -1,0 +1,170 @@
+"""Tensors of a safetensors file: their headers, checked, and their values, read one at a time or written together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from convert.errors import CheckpointError
+
+# The dtypes of weights, by their names in the format.
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
+
+_MAX_HEADER = 100_000_000  # bytes, as in the library
+_CHUNK = 1 << 20  # elements cast at once: they stay in the processor's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor on the disk: `nbytes` at `offset` of `file`. `dtype` is the format's name, such as BF16."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+        """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `DTYPES`.
+
+        Raises:
+            CheckpointError: the file was cut, or a finite value is out of range of `dtype`.
+        """
+        try:
+            with _open(self.file) as opened:
+                stored = opened.get_tensor(self.name)
+        except SafetensorError as error:
+            raise CheckpointError([f"{self.file}: {self.name}: {error}"]) from error
+        return self.cast(stored, dtype)
+
+    def cast(self, array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
+        """Return values of this tensor as in `read`, cast without temporary arrays of their size."""
+        if dtype is None or dtype == array.dtype:
+            return array
+        result = np.empty(array.shape, dtype)
+        source, target = array.reshape(-1), result.reshape(-1)
+        lost = 0
+        for start in range(0, source.size, _CHUNK):
+            chunk, cast = source[start : start + _CHUNK], target[start : start + _CHUNK]
+            with np.errstate(over="ignore", invalid="ignore"):  # NaNs are cast as they are
+                cast[:] = chunk
+                lost += np.count_nonzero(np.isinf(cast) & ~np.isinf(chunk))
+        if lost:
+            plural = "1 value is" if lost == 1 else f"{lost} values are"
+            raise CheckpointError([f"{self.file}: {self.name}: {plural} too large for {dtype}: choose a wider dtype"])
+        return result
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file in the order of their bytes, after checking that it consists of exactly these.
+
+    The library checks dtypes, shapes and offsets. It accepts a name that occurs twice and unknown fields, and does
+    not say which tensors a cut file has lost, so these are checked first.
+
+    Raises:
+        CheckpointError: everything that is wrong with the file.
+    """
+    try:
+        header, start, size = _parse(file)
+        if problems := _faults(file, header, start, size):
+            raise CheckpointError(problems)
+        with _open(file):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError([f"{file}: damaged: {error}"]) from error
+    except OSError as error:
+        raise CheckpointError([f"{file}: {error.strerror or error}"]) from error
+    spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+    return {
+        name: Tensor(file, name, header[name]["dtype"], tuple(header[name]["shape"]), start + begin, end - begin)
+        for begin, end, name in spans
+    }
+
+
+def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to a new file that transformers loads; memory for C-contiguous arrays is not copied.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file.touch(exist_ok=False)
+    mode = file.stat().st_mode
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # the library ignores strides
+    try:
+        save_file(ordered, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from error
+    file.chmod(mode)  # the library makes files that only their owner can read
+
+
+def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+    """Return whether two arrays have the same dtype, shape and bits, so that NaNs and zeros compare too."""
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    bits = f"u{left.itemsize}"
+    return np.array_equal(left.view(bits), right.view(bits))
+
+
+def _open(file: Path) -> safe_open:
+    # Read, not mapped into memory: mapped pages count as the process's own, and a file that is cut would end it.
+    return safe_open(file, framework="numpy", backend="pread")
+
+
+def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
+    """Return the header's entries, the place of the first tensor and the size of the file."""
+    with open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        start = 8 + length
+        if size < 8 or length > _MAX_HEADER or start > size:
+            raise CheckpointError([f"{file}: truncated or damaged: {size} bytes cannot contain a header of {length}"])
+        text = stream.read(length)
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("it is not an object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError([f"{file}: damaged: its header cannot be read: {error}"]) from error
+    header.pop("__metadata__", None)
+    return header, start, size
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate names: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
+    return result
+
+
+def _faults(file: Path, header: dict[str, Any], start: int, size: int) -> list[str]:
+    """List malformed entries, or else the tensors that the end of the file cuts off."""
+    problems = [
+        f"{file}: {name}: damaged header: {entry!r} must be dtype, shape and data_offsets, in whole numbers"
+        for name, entry in header.items()
+        if not _well_formed(entry)
+    ]
+    if problems:
+        return problems
+    lost = [name for name, entry in header.items() if start + entry["data_offsets"][1] > size]
+    if lost:
+        end = start + max(entry["data_offsets"][1] for entry in header.values())
+        return [f"{file}: truncated: {size} bytes of {end}; cut off: {', '.join(lost)}"]
+    return []
+
+
+def _well_formed(entry: Any) -> bool:
+    match entry:
+        case {"dtype": str(), "shape": [*shape], "data_offsets": [begin, end]} if len(entry) == 3:
+            return all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    return False

@@ -1,0 +1,17 @@
+"""Sizes, rounded up so that few programs serve all requests. Imports no jax."""
+
+
+def power_of_two(size: int, least: int) -> int:
+    """Round a size up to a power of two, at least `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def prompt_bucket(width: int) -> int:
+    """Round a prompt's width up: to a power of two, from 256 on to the half between two of them as well."""
+    power = power_of_two(width, 32)
+    return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
+
+
+def capacity_for(new_tokens: int, recorded: bool) -> int:
+    """Round the number of new tokens up; less where scores of the whole vocabulary are kept for each."""
+    return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))

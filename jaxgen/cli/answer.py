@@ -1,0 +1,154 @@
+"""Run the command: load a checkpoint and answer a prompt, a conversation or a file of prompts."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from convert import load_hf
+from convert.hf import open_checkpoint
+from convert.hub import local_directory
+from jaxgen import demo
+from jaxgen.cli.batch import read_lines, write_answers
+from jaxgen.cli.chat import Chat, converse
+from jaxgen.cli.options import generation_fields
+from jaxgen.cli.timing import Stats
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.errors import InputError
+from jaxgen.generation import generate
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.memory import check_memory
+from jaxgen.text.streaming import TextStreamer
+from jaxgen.text.tokenizer import Batch, Tokenizer
+
+DEFAULT_NEW_TOKENS = 256
+
+
+def answer(options: argparse.Namespace) -> Stats:
+    """Print the answers to stdout, or to --output; return how long everything took.
+
+    Everything is checked before the weights are read, which can take long.
+
+    Raises:
+        JaxgenError: bad input, or a checkpoint that cannot be read.
+        OSError: a file that cannot be read or written.
+    """
+    stats = Stats()
+    directory = local_directory(options.model) if options.model is not None else demo.PATH
+    cfg = open_checkpoint(directory).cfg.replace(**generation_fields(options))
+    assert cfg.model is not None
+    tokenizer = Tokenizer.from_pretrained(directory)
+    room = functools.partial(budget, cfg, options)
+    lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
+    batch = _encode(tokenizer, options) if lines is None and not options.chat else None
+    chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
+    rows, width = (1, 1) if batch is None else batch.ids.shape
+    if lines is None:
+        cfg = cfg.replace(max_new_tokens=room(0 if batch is None else width))
+    else:
+        rows, width = min(options.batch_size, len(lines)), max(len(line.ids) for line in lines)
+        cfg = cfg.replace(max_new_tokens=max(line.budget for line in lines))
+    more = _further_arguments(cfg, options, tokenizer)
+    streams = 2 if cfg.on("guidance_scale") else 1
+    check_memory(directory, cfg, rows * streams, width, dtype=options.dtype)
+    with stats.loading():
+        params, loaded = load_hf(directory, dtype=options.dtype)
+    cfg = cfg.replace(model=loaded.model)
+
+    key = jax.random.key(options.seed) if cfg.do_sample else None
+    if chat is not None:
+        converse(chat, params, cfg, key, stats, more)
+    elif lines is not None:
+        write_answers(lines, params, cfg, key, tokenizer, options.batch_size, options.output, stats, more)
+    elif batch is not None:
+        _answer(batch, params, cfg, key, tokenizer, stats, more)
+    return stats
+
+
+def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the arguments of generate() beside prompts and config."""
+    assert cfg.model is not None
+    more: dict[str, Any] = {"tokenizer": tokenizer}
+    if options.negative_prompt is not None:
+        if not cfg.on("guidance_scale"):
+            raise InputError("--negative-prompt is for --guidance-scale: give that too")
+        more["negative_prompt_ids"] = _encode_text(tokenizer, options, options.negative_prompt).ids
+    if options.regex is not None:
+        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(
+            options.regex, tokenizer, vocab_size=cfg.model.vocab_size
+        )
+    if options.json_schema is not None:
+        schema = Path(options.json_schema).read_text("utf-8")
+        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_json_schema(
+            schema, tokenizer, vocab_size=cfg.model.vocab_size
+        )
+    return more
+
+
+def _answer(
+    batch: Batch, params, cfg: GenerationConfig, key, tokenizer: Tokenizer, stats: Stats, more: dict[str, Any]
+) -> None:
+    if cfg.num_return_sequences == 1:
+        streamer = stats.watch(TextStreamer(tokenizer, skip_prompt=True))
+        generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, streamer=streamer, **more)
+        return
+    with stats.generating() as generated:
+        out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, **more)
+        generated(out.lengths)
+    print("\n\n".join(tokenizer.decode_batch(out)))
+
+
+def _encode(tokenizer: Tokenizer, options: argparse.Namespace) -> Batch:
+    if tokenizer.chat_template is None or options.raw:
+        if options.system is not None:
+            raise InputError("--system needs a chat template, which this tokenizer lacks: put the text into the prompt")
+        if not options.prompt and not tokenizer.encode(""):
+            raise InputError("the prompt is empty and this tokenizer adds no BOS token: write a prompt")
+    return _encode_text(tokenizer, options, options.prompt)
+
+
+def _encode_text(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Batch:
+    if tokenizer.chat_template is None or options.raw:
+        return tokenizer.batch([text])
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return tokenizer.chat([[*system, {"role": "user", "content": text}]])
+
+
+def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> int:
+    """Return how many tokens may follow a prompt of `prompt` tokens."""
+    assert cfg.model is not None
+    context = cfg.model.context_length
+    if prompt >= context:
+        raise InputError(
+            f"the prompt has {prompt} tokens and the model's context is {context}, answer included: shorten it"
+        )
+    if options.max_length is not None:
+        if options.max_length <= prompt:
+            raise InputError(
+                f"--max-length {options.max_length} counts the prompt, which has {prompt} tokens: raise it, "
+                "or give --max-new-tokens"
+            )
+        new_tokens = int(options.max_length) - prompt
+    elif options.max_new_tokens is not None:
+        new_tokens = int(options.max_new_tokens)
+    else:
+        return min(_default_new_tokens(cfg, prompt), context - prompt)
+    if prompt + new_tokens > context:
+        raise InputError(
+            f"the model holds {context} tokens, of which the prompt takes {prompt}: "
+            f"--max-new-tokens can be {context - prompt} at most"
+        )
+    return new_tokens
+
+
+def _default_new_tokens(cfg: GenerationConfig, prompt: int) -> int:
+    if cfg.on("max_new_tokens"):
+        return int(np.max(np.asarray(cfg.max_new_tokens)))
+    if cfg.max_length > prompt and cfg.max_length != GenerationConfig.max_length:
+        return cfg.max_length - prompt
+    return DEFAULT_NEW_TOKENS

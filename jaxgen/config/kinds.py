@@ -1,0 +1,417 @@
+"""Kinds of option values: how each is parsed, when it is off, and its form in a compiled program.
+
+Imports no jax, so that the command can parse its arguments quickly; jax arrays and tracers are recognised once jax is
+loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from jaxgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
+
+    Number = int | float | np.ndarray | jax.Array
+else:
+    Number = Any
+
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is traced by jax, so that only its dtype and shape are known."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy or jax."""
+    jax = sys.modules.get("jax")
+    return isinstance(value, np.ndarray) or (jax is not None and isinstance(value, jax.Array))
+
+
+class Kind:
+    """A kind of option value.
+
+    Attributes:
+        traced: the value is an argument of the compiled program. Otherwise it is a part of the program.
+        type_name: the type as the option reference shows it.
+        off: the value that leaves everything as it is.
+        per_prompt: one value per prompt is allowed.
+        ranks: the number of axes that each array of a leaf has where it is one value for all prompts.
+        optional: None is allowed and means the default.
+    """
+
+    traced: bool = False
+    type_name: str = ""
+    off: Any = None
+    per_prompt: bool = False
+    ranks: Any = 0
+    optional: bool = False
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return the normal form of a value: equal values have equal forms, of Python numbers where possible.
+
+        Raises:
+            ConfigError: a value that is not allowed.
+            TypeError: a value of the wrong type.
+        """
+        raise NotImplementedError
+
+    def is_off(self, value: Any) -> bool:
+        """Whether a value in normal form leaves everything as it is."""
+        return value is None
+
+    def leaf(self, value: Any) -> Any:
+        """Return the arrays of a traced value in normal form, or None where the option is off."""
+        return value
+
+    def prompts(self, value: Any) -> int | None:
+        """Return the number of prompts that have a value each; None where one value serves all."""
+        return None
+
+    def tokens(self, value: Any) -> list[int]:
+        """Return every token id of a value; none of a traced value, whose ids are unknown."""
+        return []
+
+    def together(self, values: Iterable[Any]) -> Any:
+        """Return the value that gives each prompt its own of `values`."""
+        return list(values)
+
+
+# --- Static values ----------------------------------------------------------------------------------------------------
+
+
+class Static(Kind):
+    """A value that is part of the program, or that the call itself uses."""
+
+    def is_off(self, value: Any) -> bool:
+        """Whether a value in normal form leaves everything as it is."""
+        return not value
+
+
+class Anything(Static):
+    """A value that is not checked."""
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return a hashable form of the value."""
+        return frozen(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag(Static):
+    """True or False."""
+
+    optional: bool = False
+    type_name = "bool"
+
+    def parse(self, name: str, value: Any) -> bool:
+        """Return the value as a Python bool."""
+        value = frozen(value)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Static):
+    """A whole number of at least `least`."""
+
+    least: int
+    optional: bool = False
+    type_name = "int"
+
+    def parse(self, name: str, value: Any) -> int:
+        """Return the value as a Python int."""
+        value = frozen(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if not self.least <= value <= INT32_MAX:
+            raise ConfigError(f"{name} must be >= {self.least} and fit into 32 bits, got {value}")
+        return value
+
+
+class Seconds(Static):
+    """A number of seconds."""
+
+    optional = True
+    type_name = "float"
+
+    def is_off(self, value: Any) -> bool:
+        """Whether there is no limit; 0 seconds are one."""
+        return value is None
+
+    def parse(self, name: str, value: Any) -> float:
+        """Return the value as a Python number."""
+        value = frozen(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} must be a number of seconds, got {value!r}")
+        if not value >= 0:
+            raise ConfigError(f"{name} must be >= 0 seconds, got {value}")
+        return value
+
+
+class Choice(Static):
+    """One of some values."""
+
+    def __init__(self, *values: Any):
+        self.values = values
+        self.type_name = " or ".join(dict.fromkeys(type(value).__name__ for value in values if value is not None))
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return the value."""
+        value = frozen(value)
+        if not any(type(value) is type(known) and value == known for known in self.values):
+            *most, last = map(repr, self.values)
+            raise ConfigError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+        return value
+
+
+class Text(Static):
+    """A string or several."""
+
+    optional = True
+    type_name = "str or list"
+
+    def parse(self, name: str, value: Any) -> str | tuple[str, ...]:
+        """Return a string or a tuple of strings."""
+        value = frozen(value)
+        strings = (value,) if isinstance(value, str) else value
+        if not isinstance(strings, tuple) or not all(isinstance(string, str) for string in strings):
+            raise TypeError(f"{name} must be a string or a list of them, got {value!r}")
+        if not strings or "" in strings:
+            raise ConfigError(f"{name} must not be empty, got {value!r}: leave it out to stop at none")
+        return value
+
+
+# --- Traced values ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Number(Kind):
+    """A finite number, or one per prompt. Leaf: a scalar or `[B]`.
+
+    Attributes:
+        off: the value that leaves everything as it is.
+        also_off: another spelling of it.
+        above, least, most, below: bounds; `above` and `below` are excluded.
+        hint: what to do about a value outside of the bounds.
+        per_prompt: one value per prompt is allowed.
+    """
+
+    off: Any = None
+    also_off: Any = None
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    below: float | None = None
+    hint: str = ""
+    per_prompt: bool = True
+    traced = True
+    type_name = "float"
+    array_dtype: ClassVar[type] = np.float32
+
+    def is_off(self, value: Any) -> bool:
+        """Whether the value leaves everything as it is."""
+        return value is None or (isinstance(value, int | float) and value in (self.off, self.also_off))
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return a Python number, an array `[B]` of the right dtype, or the value that means off."""
+        if isinstance(value, bool | str | bytes | complex | Mapping):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if self.is_off(value):
+            return self.off
+        try:
+            array: Any = value if is_tracer(value) else np.asarray(value)
+        except ValueError as error:
+            raise TypeError(f"{name} must be a number, or one per prompt, got {value!r}") from error
+        must_be_whole = self.array_dtype is not np.float32
+        whole = isinstance(value, int) or np.issubdtype(array.dtype, np.integer)
+        if not whole and (must_be_whole or not _is_real(array.dtype)):
+            kind = "a whole number" if must_be_whole else "a number"
+            raise TypeError(f"{name} must be {kind}, got {value!r}")
+        if array.ndim > self.per_prompt:
+            shape = "one number" + (" or one per prompt, [B]" if self.per_prompt else "")
+            raise ConfigError(f"{name} must be {shape}, got shape {list(array.shape)}")
+        if is_tracer(value):
+            return array.astype(self.array_dtype)
+        if must_be_whole and np.any((array > (limits := np.iinfo(self.array_dtype)).max) | (array < limits.min)):
+            raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            array = array.astype(self.array_dtype)
+        if not np.all(self._within(array)):
+            raise ConfigError(f"{name} must be {self.allowed}{self.hint and f' ({self.hint})'}, got {value!r}")
+        if array.ndim:
+            return array
+        number = (int if must_be_whole else float)(value)
+        return self.off if self.is_off(number) else number
+
+    def leaf(self, value: Any) -> Any:
+        """Return None where the option is off, else a number or array of its dtype."""
+        if self.is_off(value):
+            return None
+        return self.array_dtype(value) if isinstance(value, int | float) else value
+
+    def prompts(self, value: Any) -> int | None:
+        """Return the number of prompts that have a value each; None where one value serves all."""
+        return value.shape[0] if is_array(value) and value.ndim else None
+
+    @property
+    def allowed(self) -> str:
+        """The bounds, in words."""
+        if (self.least, self.most) == (0, 1):
+            return "between 0 and 1"
+        bounds = {">": self.above, ">=": self.least, "<=": self.most, "<": self.below}
+        return " and ".join(f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None) or "finite"
+
+    def _within(self, array: np.ndarray) -> np.ndarray:
+        within = np.isfinite(array)
+        if self.above is not None:
+            within &= array > self.above
+        if self.least is not None:
+            within &= array >= self.least
+        if self.most is not None:
+            within &= array <= self.most
+        if self.below is not None:
+            within &= array < self.below
+        return within
+
+
+class Real(_Number):
+    """A real number, or one per prompt."""
+
+
+class Integer(_Number):
+    """A whole number, or one per prompt."""
+
+    type_name = "int"
+    array_dtype = np.int32
+
+
+class Unsigned(Integer):
+    """A whole number from 0 to 2**32 - 1, or one per prompt."""
+
+    array_dtype = np.uint32
+
+
+class TokenId(Integer):
+    """A token id, or one per prompt; None is off."""
+
+    def __init__(self, **fields: Any):
+        super().__init__(least=0, **fields)
+
+    def tokens(self, value: Any) -> list[int]:
+        """Return every token id of a value; none of a traced value, whose ids are unknown."""
+        return [] if value is None or is_tracer(value) else np.ravel(value).tolist()
+
+
+class DecayPair(Kind):
+    """`(start, factor)`, each a number or one per prompt. Leaf: `(int32, float32)`."""
+
+    traced = per_prompt = True
+    ranks = (0, 0)
+    type_name = "(int, float)"
+    _start, _factor = Integer(least=0), Real(above=0)
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return None or the pair."""
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or len(value) != 2 or any(part is None for part in value):
+            raise ConfigError(f"{name} must be a pair, (start, factor), got {value!r}")
+        pair = self._start.parse(f"{name}'s start", value[0]), self._factor.parse(f"{name}'s factor", value[1])
+        if all(np.ndim(part) for part in pair) and len(pair[0]) != len(pair[1]):
+            raise ConfigError(f"{name} must have as many starts as factors, got {len(pair[0])} and {len(pair[1])}")
+        return pair
+
+    def leaf(self, value: Any) -> Any:
+        """Return the pair with its dtypes, or None."""
+        return None if value is None else (self._start.leaf(value[0]), self._factor.leaf(value[1]))
+
+    def prompts(self, value: Any) -> int | None:
+        """Return the number of prompts that have a value each; None where one value serves all."""
+        return None if value is None else self._start.prompts(value[0]) or self._factor.prompts(value[1])
+
+    def together(self, values: Iterable[Any]) -> Any:
+        """Return the value that gives each prompt its own of `values`."""
+        return tuple(map(list, zip(*values, strict=True)))
+
+
+class Watermark(Kind):
+    """A `WatermarkingConfig` or a dict of its fields. Leaf: the config, itself a pytree."""
+
+    traced = True
+    type_name = "WatermarkingConfig or dict"
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return None or a WatermarkingConfig."""
+        if value is None:
+            return None
+        from jaxgen.config.watermarking import WatermarkingConfig  # a pytree, for which jax is imported
+
+        if isinstance(value, Mapping):
+            return WatermarkingConfig.from_hf(value)
+        if not isinstance(value, WatermarkingConfig):
+            raise TypeError(f"{name} must be a WatermarkingConfig or a dict, got {type(value).__name__}")
+        return value
+
+
+def _is_real(dtype: np.dtype) -> bool:
+    """Whether a dtype is a float; numpy itself does not count bfloat16 as one."""
+    return dtype.kind == "f" or "float" in dtype.name
+
+
+# --- Hashable and JSON forms ------------------------------------------------------------------------------------------
+
+
+class FrozenDict(Mapping):
+    """A dict that cannot be changed and can be hashed."""
+
+    def __init__(self, items: Any):
+        self._items = dict(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def frozen(value: Any) -> Any:
+    """Return a hashable value: tuples for lists, a FrozenDict for a dict, Python numbers for numpy's."""
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(frozen(item) for item in value)
+    if isinstance(value, Mapping):
+        return FrozenDict((key, frozen(item)) for key, item in value.items())
+    return value
+
+
+def thawed(value: Any) -> Any:
+    """Return lists and dicts, as JSON has them; a dict with tuples as keys becomes the list `[[key, value], ...]`."""
+    if isinstance(value, tuple):
+        return [thawed(item) for item in value]
+    if hasattr(value, "to_hf"):
+        return value.to_hf()
+    if isinstance(value, Mapping) and any(isinstance(key, tuple) for key in value):
+        return [[thawed(key), thawed(item)] for key, item in value.items()]
+    if isinstance(value, Mapping):
+        return {key: thawed(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,96 @@
+"""WatermarkingConfig: how text is marked. `jaxgen.logits.watermark` marks it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgen.config.kinds import Choice, Number, Real, Unsigned, Whole
+from jaxgen.errors import ConfigError
+
+_KINDS = {
+    "greenlist_ratio": Real(above=0, below=1, per_prompt=False),
+    "bias": Real(per_prompt=False),
+    "hashing_key": Unsigned(per_prompt=False),
+    "seeding_scheme": Choice("lefthash", "selfhash"),
+    "context_width": Whole(1),
+}
+_TRACED = tuple(name for name, kind in _KINDS.items() if kind.traced)
+_STATIC = tuple(name for name, kind in _KINDS.items() if not kind.traced)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class WatermarkingConfig:
+    """How to mark text: `WatermarkingConfig` of transformers. Its numbers are traced: changing them compiles nothing.
+
+    >>> WatermarkingConfig(bias=3).to_hf()["bias"]
+    3.0
+
+    Attributes:
+        greenlist_ratio: the share of the vocabulary that is green, more than 0 and less than 1.
+        bias: added to the scores of green tokens.
+        hashing_key: the secret, from 0 to 2**32 - 1.
+        seeding_scheme: "lefthash": which tokens are green depends on the last token. "selfhash": it depends on the
+            last `context_width` tokens, the green token itself included.
+        context_width: rows with fewer tokens than this are not marked.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+        TypeError: a value of the wrong type.
+    """
+
+    greenlist_ratio: Number = 0.25
+    bias: Number = 2.0
+    hashing_key: Number = 15485863
+    seeding_scheme: str = "lefthash"
+    context_width: int = 1
+
+    def __post_init__(self):
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if value is None:
+                raise TypeError(f"{name} must not be None: leave it out")
+            object.__setattr__(self, name, kind.parse(name, value))
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> WatermarkingConfig:
+        """Read a dict with the fields of transformers' class.
+
+        Raises:
+            ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
+        """
+        for name in config:
+            if name not in _KINDS:
+                near = difflib.get_close_matches(str(name), _KINDS, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_KINDS)}"
+                raise ConfigError(f"watermarking_config has the unknown field {name!r}: {hint}")
+        return cls(**config)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return all fields as a dict of Python numbers and strings."""
+        fields = {name: getattr(self, name) for name in _KINDS}
+        return {name: np.asarray(value).item() if name in _TRACED else value for name, value in fields.items()}
+
+    def tree_flatten(self):
+        """Split into the traced numbers and the static rest."""
+        leaves = tuple(_KINDS[name].leaf(getattr(self, name)) for name in _TRACED)
+        return leaves, tuple(getattr(self, name) for name in _STATIC)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        """Build from what `tree_flatten` returned; values may be anything that jax puts there and are not checked."""
+        config = object.__new__(cls)
+        for name, value in zip((*_STATIC, *_TRACED), (*static, *leaves), strict=True):
+            object.__setattr__(config, name, value)
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_hf() == other.to_hf() if isinstance(other, WatermarkingConfig) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]

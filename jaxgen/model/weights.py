@@ -1,0 +1,67 @@
+"""Weights as a layer sees them: plain arrays, or kinds such as `LowRank` that store the matrix in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.errors import InputError
+
+
+@runtime_checkable
+class Weight(Protocol):
+    """A matrix `[F, D]` that is not stored as a plain array; a pytree, so that it can be a leaf of the parameters.
+
+    A new kind is one class with these members. `jaxgen.model.linear` is their only caller.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[F, D], whatever the shapes of the stored arrays."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The floating-point dtype of the matrix that is represented, and of its rows."""
+        ...
+
+    def product(self, rows: jax.Array, tiles: bool) -> jax.Array:
+        """Multiply `rows [R, D]` by the transposed matrix: float32[R, F]; `tiles` as in `linear`."""
+        ...
+
+    def look_up(self, ids: jax.Array) -> jax.Array:
+        """Return the rows `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in [0, F)."""
+        ...
+
+
+def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
+    """Return a layer's own parameter: an array, or a `Weight` if `shape` is that of a matrix.
+
+    Every layer gets its parameters here. Under `init` they are created as arrays of `dtype`.
+
+    Raises:
+        InputError: the parameter is missing or does not fit.
+    """
+    if module.is_initializing():
+        return module.param(name, init, shape, dtype)
+    value = module.get_variable("params", name)
+    reason = "is missing" if value is None else mismatch(value, shape)
+    if reason is not None:
+        raise InputError(f"params do not fit the model: {'.'.join((*module.path, name))} {reason}")
+    return value
+
+
+def mismatch(value: Any, shape: tuple[int, ...]) -> str | None:
+    """Return why `value` cannot be a parameter of this shape, or None if it can."""
+    if not isinstance(value, np.ndarray | jax.Array | Weight):
+        return f"is of type {type(value).__name__}, wanted an array of floats"
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return f"is {value.dtype}, wanted an array of floats"
+    if tuple(value.shape) != shape:
+        return f"has shape {list(value.shape)}, wanted {list(shape)}"
+    return None

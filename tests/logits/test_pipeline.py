@@ -1,0 +1,90 @@
+"""The order of processors and warpers, and the functions that their records name."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.config.options import AFTER_GRAMMAR, BEFORE_GRAMMAR, GUIDANCE, OPTIONS, RENORMALIZE, WARP, of_stage
+from jaxgen.logits import processors, warpers
+from jaxgen.logits.pipeline import build_transform
+from tests.support.rows import config_of, history_of
+
+# The classes of transformers 4.41.1 in the order of its two lists. HammingDiversity belongs to groups of beams; between
+# the second and the third group comes PrefixConstrained, before LogitNormalization the caller's own.
+ORDER_441 = {
+    GUIDANCE: ["UnbatchedClassifierFreeGuidanceLogitsProcessor"],
+    BEFORE_GRAMMAR: [
+        "SequenceBiasLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+    ],
+    AFTER_GRAMMAR: [
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "SuppressTokensLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "ForceTokensLogitsProcessor",
+        "WatermarkLogitsProcessor",
+    ],
+    RENORMALIZE: ["LogitNormalization"],
+    WARP: [
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+    ],
+}
+
+
+def test_the_order_is_that_of_transformers():
+    for stage, classes in ORDER_441.items():
+        assert [option.hf for option in of_stage(stage) if option.since == ""] == classes
+    assert {option.stage for option in OPTIONS.values()} == {"", *ORDER_441}
+
+
+def test_later_and_own_processors_have_their_place():
+    before = [option.name for option in of_stage(BEFORE_GRAMMAR)]
+    place = before.index("repetition_penalty")
+    assert before[place + 1 : place + 3] == ["frequency_penalty", "presence_penalty"]
+    assert [option.name for option in of_stage(WARP)][:3] == ["temperature", "top_h", "top_k"]
+
+
+def test_every_processor_is_a_function_of_its_name():
+    for stage in (BEFORE_GRAMMAR, AFTER_GRAMMAR, RENORMALIZE):
+        for option in of_stage(stage):
+            function = getattr(processors, option.name)
+            assert list(inspect.signature(function).parameters) == ["scores", "history", "options"]
+    for option in of_stage(WARP):
+        assert callable(getattr(warpers, option.name))
+
+
+def test_stages_run_in_their_order():
+    """A bias lifts a token, the grammar bans it, a forced token is lifted again, the caller's processor comes last."""
+    scores = jnp.zeros((1, 4))
+    history = history_of(np.zeros((1, 1), np.int32), np.ones(1, np.int32), vocab=4)
+    cfg = config_of(4, sequence_bias={(1,): 5.0}, forced_bos_token_id=2, renormalize_logits=True)
+    cfg = jax.tree.map(jnp.asarray, cfg)
+    given = []
+
+    def custom(history, scores):
+        given.append(scores)
+        return scores + jnp.asarray([[0.0, 1.0, 0.0, 1.0]])
+
+    transform = build_transform(cfg, 1, [custom], lambda history: jnp.asarray([[True, False, True, True]]))
+    assert transform(history, scores).tolist() == [[-np.inf, -np.inf, 0.0, -np.inf]]
+    assert given[0].tolist() == [[-np.inf, -np.inf, 0.0, -np.inf]]
+    free = build_transform(cfg.replace(forced_bos_token_id=None), 1, [custom])
+    free(history, scores)
+    assert given[1].tolist() == [[0.0, 5.0, 0.0, 0.0]]

@@ -1,0 +1,52 @@
+"""Options applied to rows of scores as the pipeline applies them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen import GenerationConfig, History
+from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.processors import token_set
+from jaxgen.logits.row_options import option_values
+from tests.support.models import model_config
+
+
+@functools.partial(jax.jit, static_argnames="vocab")
+def history_of(ids, length, prompt_length=None, *, vocab, budget=None) -> History:
+    """Rows of `length` tokens, of which `prompt_length` (all, unless given) are the prompt's."""
+    ids, length = jnp.asarray(ids), jnp.asarray(length)
+    prompt_length = length if prompt_length is None else jnp.asarray(prompt_length)
+
+    def tokens_before(end):
+        return token_set(jnp.where(jnp.arange(ids.shape[1])[None, :] < end[:, None], ids, -1), vocab)
+
+    return History(
+        ids=ids,
+        length=length,
+        prompt_length=prompt_length,
+        budget=length - prompt_length + 100 if budget is None else budget,
+        done=jnp.zeros(length.shape, bool),
+        unknown=jnp.zeros_like(length),
+        seen=tokens_before(length),
+        prompt_seen=tokens_before(prompt_length),
+    )
+
+
+@jax.jit
+def _transform(cfg, history, scores):
+    return build_transform(cfg, option_values(cfg, scores.shape[0]))(history, scores)
+
+
+def config_of(vocab: int, **fields) -> GenerationConfig:
+    """A config with these options on and no others."""
+    return GenerationConfig(model=model_config(vocab_size=vocab), top_k=0).replace(**fields)
+
+
+def process(scores, history: History | None = None, **fields) -> np.ndarray:
+    """Return what a config with these fields makes of `scores float32[rows, V]`."""
+    rows, vocab = scores.shape
+    if history is None:
+        history = history_of(np.zeros((rows, 1), np.int32), np.ones(rows, np.int32), vocab=vocab)
+    return np.asarray(_transform(config_of(vocab, **fields), history, scores))

@@ -1,0 +1,88 @@
+"""Programs do not know where they were traced: one trace is lowered for each platform, and exported for all of them."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from jaxgen import GenerationConfig, generate
+from tests.support.models import model_config, random_params
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+WIDTH = 48
+MODEL = model_config(torch_dtype="bfloat16", hidden_size=WIDTH)
+PARAMS = random_params(MODEL)
+IDS = jnp.asarray([[3, 4, 5]], jnp.int32)
+MODES = {"greedy": {}, "sample": {"do_sample": True, "top_k": 5, "top_p": 0.9}, "guided": {"guidance_scale": 1.5}}
+
+# A product of two rows of the model's width with a weight, and a branch that begins with rows of NaN.
+TWO_ROWS = re.compile(rf"dot_general .*\(tensor<2x{WIDTH}xbf16>, tensor<\d+x{WIDTH}xbf16>\)")
+ONE_ROW = re.compile(rf"dot_general .*\(tensor<1x{WIDTH}xbf16>, tensor<\d+x{WIDTH}xbf16>\)")
+WEIGHT_FIRST = re.compile(rf"dot_general .*\(tensor<\d+x{WIDTH}xbf16>, tensor<2x{WIDTH}xbf16>\)")
+EMPTY_LOOK_UP = re.compile(
+    r"\"stablehlo\.case\"\(%\w+\) \(\{\s*%\w+ = stablehlo\.constant dense<0x7FC0> : tensor<bf16>\s*"
+    rf"%\w+ = stablehlo\.broadcast_in_dim .* -> tensor<\dx\dx{WIDTH}xbf16>"
+)
+
+
+def run_of(mode: str, tiles: bool = False):
+    """A run of `generate` as a function of parameters, ids and the data of a key."""
+    model = dataclasses.replace(MODEL, cpu_tiles=tiles)
+    cfg = GenerationConfig(model=model, max_new_tokens=4, eos_token_id=1, **MODES[mode])
+
+    def run(params, ids, key_data):
+        key = jax.random.wrap_key_data(key_data) if cfg.do_sample else None
+        return generate(params, ids, key, cfg).sequences
+
+    return jax.jit(run)
+
+
+def arguments():
+    return PARAMS, IDS, jax.random.key_data(jax.random.key(7))
+
+
+def lowered(mode: str, tiles: bool = False) -> dict[str, str]:
+    """The program by platform, from one trace."""
+    traced = run_of(mode, tiles).trace(*arguments())
+    return {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in PLATFORMS}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_the_cpu_gets_its_forms(mode):
+    programs = lowered(mode)
+    assert len(EMPTY_LOOK_UP.findall(programs["cpu"])) == 2  # one in prefill, one in the loop
+    assert TWO_ROWS.search(programs["cpu"])
+    assert not ONE_ROW.search(programs["cpu"])
+    for platform in ("cuda", "tpu"):
+        assert not EMPTY_LOOK_UP.search(programs[platform])
+        if mode != "guided":  # which has two rows per prompt itself
+            assert ONE_ROW.search(programs[platform])
+            assert not TWO_ROWS.search(programs[platform])
+
+
+def test_only_the_cpu_multiplies_tiles_and_only_if_told_to():
+    assert not WEIGHT_FIRST.search(lowered("greedy")["cpu"])
+    programs = lowered("greedy", tiles=True)
+    assert WEIGHT_FIRST.search(programs["cpu"])
+    assert not TWO_ROWS.search(programs["cpu"])
+    for platform in ("cuda", "tpu"):
+        assert not WEIGHT_FIRST.search(programs[platform])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_export_serves_all_platforms(mode):
+    run = run_of(mode)
+    exported = export.export(run, platforms=PLATFORMS)(*arguments())
+    assert exported.platforms == PLATFORMS
+    np.testing.assert_array_equal(exported.call(*arguments()), run(*arguments()))
+
+
+def test_an_export_can_be_stored():
+    pytest.importorskip("flatbuffers", reason="jax.export stores programs with flatbuffers, which is not installed")
+    exported = export.export(run_of("greedy"), platforms=PLATFORMS)(*arguments())
+    restored = export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(restored.call(*arguments()), run_of("greedy")(*arguments()))
