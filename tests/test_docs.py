@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 CHAPTERS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *CHAPTERS]
-OTHER_PAGES = [ROOT / "benchmarks" / "README.md", ROOT / "tests" / "goldens" / "README.md"]
+OTHER_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "benchmarks/README.md", "tests/goldens/README.md")]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 STORY = 'jaxgen "Tell me a story about a brave fox who lost a key"'
 
