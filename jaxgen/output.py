@@ -99,7 +99,8 @@ class GenerateOutput:
         def columns(x: jax.Array) -> np.ndarray:
             return np.where(held, np.take_along_axis(np.asarray(x), order, axis=2), 0)
 
-        return tuple((columns(k), columns(v)) for k, v in zip(cache.keys, cache.values, strict=True))
+        layers = (cache.layer(index) for index in range(len(cache.keys)))
+        return tuple((columns(k), columns(v)) for k, v in layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.buckets import prompt_bucket
 from jaxgen.config.availability import check_options, normal_form, refuse_unbuilt
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
@@ -21,7 +22,6 @@ from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.prepare import under_jit
 from jaxgen.request.prompts import is_traced, mask_of, token_ids
-from jaxgen.buckets import prompt_bucket
 
 # Logits that are held at a time unless `chunk` says otherwise: 128 MiB of float32.
 _HELD = 2**25

@@ -1,4 +1,5 @@
-"""What the compiled loop must not do, read from XLA's program: copy the cache, or make another copy of the weights."""
+"""Arrays that the compiled program must not have, read from XLA's text: copies of the cache or of the weights, and
+scores of all pairs of tokens."""
 
 import math
 import re
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import CausalLM, GenerationConfig
+from jaxgen import CausalLM, GenerationConfig, KVCache
 from jaxgen.config.availability import normal_form
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
@@ -16,11 +17,11 @@ from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.request.driver import run_whole
 from tests.support.models import model_config, slow
 
-# Sizes that tell the arrays apart: prompt slots, generated slots and the weights' sides are all different.
-PROMPT, NEW, ROWS = 160, 224, 2
+# Sizes that tell the arrays apart: prompt slots, generated slots, blocks of keys and the weights' sides all differ.
+PROMPT, NEW, ROWS = 608, 736, 2
 MODEL = {
     "vocab_size": 4000, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "intermediate_size": 352, "max_position_embeddings": 1024,
+    "intermediate_size": 352, "max_position_embeddings": 2048,
 }  # fmt: skip
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<dtype>\w+)\[(?P<dims>[\d,]*)\]\S* (?P<op>[\w\-]+)\(")
@@ -65,17 +66,37 @@ def reachable(computations, name, found, into_branches):
     return found
 
 
-def decode_loop(computations, into_branches: bool) -> list[str]:
-    """The lines of the loop over tokens, of what it calls too: it is the one whose state holds the generated cache."""
-    loops = [
-        (line, re.search(r"body=%?([\w.\-]+)", line)[1])
+def loop_bodies(computations, carries: str) -> list[str]:
+    """The bodies of loops that carry an array of such a shape, without those inside of another one."""
+    bodies = {
+        re.search(r"body=%?([\w.\-]+)", line)[1]
         for lines in computations.values()
         for line in lines
-        if re.search(r"\bwhile\(", line) and re.search(rf"\[\d+,2,{NEW},32\]", line)
-    ]
-    assert len({body for _, body in loops}) == 1
-    names = reachable(computations, loops[0][1], set(), into_branches)
+        if re.search(r"\bwhile\(", line) and re.search(carries, line)
+    }
+    inside = {body: reachable(computations, body, set(), into_branches=True) - {body} for body in bodies}
+    return [body for body in bodies if not any(body in others for others in inside.values())]
+
+
+def decode_loop(computations, into_branches: bool) -> list[str]:
+    """The lines of the loop over tokens and of what it calls: the loop that carries the generated cache."""
+    (body,) = loop_bodies(computations, rf"\[\d+,2,{NEW},32\]")
+    names = reachable(computations, body, set(), into_branches)
     return [line for name in names for line in computations.get(name, [])]
+
+
+def results_of_size(lines, sizes) -> list[str]:
+    """Instructions that make an array of one of the sizes, but for updates in place."""
+    in_place = {"dynamic-update-slice", "scatter", "fusion", "call", "while", "conditional"}  # calls are read inside
+    nothing = {"parameter", "get-tuple-element", "tuple", "bitcast"}
+    found = []
+    for line in lines:
+        match = INSTRUCTION.match(line)
+        if not match or match["op"] in in_place | nothing:
+            continue
+        if math.prod(int(d) for d in match["dims"].split(",") if d) in sizes:
+            found.append(line.strip()[:160])
+    return found
 
 
 def big_operations(lines, sizes) -> list[str]:
@@ -96,7 +117,7 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
     compiled, params = compile_loop(copies, dtype, do_sample)
     computations = parse(compiled.as_text())
     caches = {ROWS * 2 * PROMPT * 32, ROWS * copies * 2 * NEW * 32}
-    assert big_operations(decode_loop(computations, into_branches=True), caches) == []
+    assert results_of_size(decode_loop(computations, into_branches=True), caches) == []
 
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     assert big_operations(decode_loop(computations, into_branches=False), weights) == []
@@ -115,16 +136,56 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
             assert tuple(int(d) for d in match["dims"].split(",") if d) not in wanted, line
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_memory_beside_the_weights_is_the_cache_and_little_more(dtype):
     compiled, params = compile_loop(1, dtype, do_sample=False)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-    cache = 2 * 2 * ROWS * 2 * (PROMPT + NEW) * 32 * 4
+    cache = 2 * 2 * ROWS * 2 * (PROMPT + NEW) * 32 * jnp.dtype(dtype).itemsize
     memory = compiled.memory_analysis()
     assert memory.argument_size_in_bytes < weights + 100_000
-    prefill = 4 * ROWS * PROMPT * (6 * PROMPT + 4 * 352)  # scores and activations in float32
+    prefill = 4 * ROWS * PROMPT * (2 * 352 + 2 * 192)  # activations in float32
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * cache + 1.5 * prefill
     assert 2 * cache + 1.5 * prefill < weights + 2 * cache + prefill  # a copy of the weights would be seen
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+def test_scores_of_all_pairs_of_a_long_prompt_are_never_made(dtype):
+    compiled, _ = compile_loop(1, dtype, do_sample=False)
+    shapes = re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())
+    largest = max(math.prod(int(d) for d in dims.split(",")) for dims in shapes if f"{PROMPT}" in dims.split(","))
+    assert largest < ROWS * PROMPT * PROMPT  # for one of the six heads
+
+
+def steps_of(step, cache: KVCache, *arguments) -> list[str]:
+    """The lines of a loop that replaces the cache by `step(cache, *arguments)`, and of what it calls."""
+
+    def run(cache, *arguments):
+        return jax.lax.fori_loop(0, 10, lambda _, cache: step(cache, *arguments), cache)
+
+    computations = parse(jax.jit(run).lower(cache, *arguments).compile().as_text())
+    (body,) = loop_bodies(computations, rf"\[\d+,2,{NEW},32\]")
+    names = reachable(computations, body, set(), into_branches=True)
+    return [line for name in names for line in computations[name]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_selecting_rows_copies_nothing_of_the_prefix(dtype):
+    model = model_config(**MODEL)
+    cache = jax.eval_shape(lambda: KVCache.create(model, ROWS, PROMPT, dtype).fork(3, NEW))
+    rows = jax.ShapeDtypeStruct((3 * ROWS,), jnp.int32)
+    lines = steps_of(KVCache.select, cache, rows)
+    assert results_of_size(lines, {ROWS * 2 * PROMPT * 32}) == []
+    moved = results_of_size(lines, {3 * ROWS * 2 * NEW * 32})
+    arrays = 2 * model.num_hidden_layers
+    assert arrays <= len(moved) <= 2 * arrays, moved  # the rows' own part is gathered, and put into the loop's state
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_inserting_rows_moves_only_those_rows(dtype):
+    model = model_config(**MODEL)
+    cache, source = (jax.eval_shape(lambda n=n: KVCache.create(model, n, PROMPT, dtype).fork(1, NEW)) for n in (5, 2))
+    lines = steps_of(KVCache.insert, cache, source, jax.ShapeDtypeStruct((2,), jnp.int32))
+    assert results_of_size(lines, {5 * 2 * PROMPT * 32, 5 * 2 * NEW * 32}) == []
 
 
 @pytest.mark.slow

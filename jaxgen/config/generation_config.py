@@ -163,17 +163,22 @@ class GenerationConfig(GenerationOptions):
     @functools.cached_property
     def _flat(self) -> tuple[tuple, tuple]:
         values = vars(self)
-        given = [(option.kind, values[name]) for name, option in TRACED.items()]
+        # Without max_length, max_new_tokens is what sizes the arrays of a program that is traced with this config.
+        sized = isinstance(self.max_new_tokens, int) and self.max_length == OPTIONS["max_length"].default
+        static = {"max_new_tokens": self.max_new_tokens} if sized else {}
+        given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
         leaves = [None if value is kind.off else kind.leaf(value) for kind, value in given]
-        return tuple(leaves), tuple([values[name] for name in _STATIC])
+        return tuple(leaves), (tuple([values[name] for name in _STATIC]), tuple(static.items()))
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
         """Build from what `tree_flatten` returned; values may be anything that jax puts there and are not checked."""
         config = object.__new__(cls)
-        vars(config).update(zip(_STATIC, static, strict=True))
+        values, sized = static
+        vars(config).update(zip(_STATIC, values, strict=True))
         for (name, option), leaf in zip(TRACED.items(), leaves, strict=True):
             vars(config)[name] = option.kind.off if leaf is None else leaf
+        vars(config).update(sized)
         return config
 
     def __eq__(self, other: object) -> bool:

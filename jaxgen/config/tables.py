@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxgen.buckets import power_of_two
 from jaxgen.config.kinds import INT32_MAX, FrozenDict, Kind, is_array, is_tracer
 from jaxgen.errors import ConfigError
-from jaxgen.buckets import power_of_two
 
 _LEAST = 4  # entries of a table
 

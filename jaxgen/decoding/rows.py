@@ -108,8 +108,10 @@ class Rows:
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
 
-        A row number of `count` or more inserts nothing. `source` has the same structure and sizes.
+        A row number of `count` or more inserts nothing; the others differ. `source` has the same structure and sizes.
         """
+        # Each dropped row gets a number of its own, as a scatter's indices are promised to be unique.
+        rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
             return x if x.shape[0] < self.count else x.at[rows].set(y, mode="drop", unique_indices=True)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.errors import InputError
 from jaxgen.buckets import power_of_two
+from jaxgen.errors import InputError
 from jaxgen.text.tokenizer import Tokenizer
 
 SMALLEST = 64  # states

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
 from jaxgen.grammar.json_schema import regex_of
 from jaxgen.grammar.regex import compile_regex, distinct, restricted, useful_states
-from jaxgen.buckets import power_of_two
 from jaxgen.text.tokenizer import Tokenizer
 
 SMALLEST_TABLE = 64

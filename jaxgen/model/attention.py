@@ -1,71 +1,252 @@
-"""Grouped-query attention over a cache of one or several parts."""
+"""Grouped-query attention over a cache of one or several parts.
+
+Short inputs have all their scores at once. Longer ones go block by block over queries and keys, with the softmax of
+the blocks so far, so that no array grows with the square of the length. Which form is used follows from shapes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from jaxgen.model.cache import as_numbers
 from jaxgen.model.linear import precision
+from jaxgen.model.masks import Visibility
+
+# All scores at once up to so many queries and slots.
+_AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
+# So few queries, a step of decoding, read each key block in one product for all rows and heads.
+_FEW_QUERIES = 16
+_QUERY_BLOCK, _KEY_BLOCK = 256, 512
+# A loop of unknown length in each layer has its price on an accelerator: there decoding takes larger blocks.
+_ACCELERATOR_BLOCK = 4096
+
+_LOWEST = jnp.finfo(jnp.float32).min
+
+
+@flax.struct.dataclass
+class Part:
+    """Keys and values of one part of the cache, or of the new tokens alone.
+
+    Attributes:
+        keys, values: each `[P, K, S, H]`, as a `KVCache` of `dtype` stores them. P divides B: row b reads row
+            b // (B/P), so rows that share a part read it in one product.
+        dtype: what they are, static.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    dtype: str = flax.struct.field(pytree_node=False)
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.keys.shape[2]
+
+    def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
+        """Return keys and values of `size` slots as numbers, with `owner` those of one row and kv head alone."""
+        rows, heads, _, width = self.keys.shape
+        row, head = owner or (0, 0)
+        shape = (rows, heads, size, width) if owner is None else (1, 1, size, width)
+        x = (lax.dynamic_slice(x, (row, head, start, 0), shape) for x in (self.keys, self.values))
+        keys, values = (as_numbers(block, self.dtype) for block in x)
+        return keys, values
 
 
 def attention(
     q: jax.Array,
-    parts: Sequence[tuple[jax.Array, jax.Array]],
-    masks: Sequence[jax.Array],
+    parts: Sequence[Part],
+    seen: Visibility,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    with_weights: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
     """Attend from `q [B, N, T, H]` to the keys and values of all parts together.
 
     Args:
         q: rotated queries; head n reads kv head n // (N/K).
-        parts: per part of the cache `(k, v)`, each `[P, K, S, H]`. P divides B: row b reads row b // (B/P), so
-            rows that share a part read it in one product.
-        masks: per part bool[B, T, S], True where the query may see the key.
+        parts: the parts of the cache, in order.
+        seen: which keys each query may see.
         dropout: applied to the weights when training.
+        with_weights: return them too. This and dropout need all scores at once, whatever the length.
 
     Returns:
-        The attended values `[B, N, T, H]` in q's dtype, and the weights float32 `[B, N, T, S]`, S over all parts.
-        A query that may see nothing, which only padding is, gets the mean of everything rather than NaN.
+        The attended values `[B, N, T, H]` in q's dtype, and the weights float32[B, N, T, S], S over all parts, or
+        None. A query that may see nothing, which only padding is, gets a finite result.
     """
+    steps, slots = q.shape[2], sum(part.slots for part in parts)
+    if dropout is not None or with_weights or (steps <= _AT_ONCE_QUERIES and slots <= _AT_ONCE_SLOTS):
+        out, weights = _at_once(q, parts, seen, dropout)
+        return out, weights if with_weights else None
+    return _in_blocks(q, tuple(parts), seen), None
+
+
+def _at_once(
+    q: jax.Array, parts: Sequence[Part], seen: Visibility, dropout: Callable[[jax.Array], jax.Array] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with all scores in one array; also return the weights."""
     batch, heads, steps, size = q.shape
-    lowest = jnp.finfo(jnp.float32).min
-    scores = [
-        jnp.where(mask[:, None, None], _product(q, k, "bkqh,bksh->bkqs"), lowest)
-        for (k, _), mask in zip(parts, masks, strict=True)
-    ]
-    weights = jax.nn.softmax(_join(scores) / math.sqrt(size), axis=-1)
+    blocks = [part.block(0, part.slots) for part in parts]
+    scores = [_scores(q, k, seen.mask(index)) for index, (k, _) in enumerate(blocks)]
+    weights = jax.nn.softmax(scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1), axis=-1)
     if dropout is not None:
         weights = dropout(weights)
 
     out, start = jnp.zeros((), jnp.float32), 0
-    for _, v in parts:
-        share = weights[..., start : start + v.shape[2]].reshape(batch, heads, steps, -1)
-        out = out + _product(share, v, "bkqs,bksh->bkqh")
+    for _, v in blocks:
+        out = out + _product(weights[..., start : start + v.shape[2]], v, "bkqs,bksh->bkqh")
         start += v.shape[2]
     return out.astype(q.dtype).reshape(batch, heads, steps, size), weights.reshape(batch, heads, steps, -1)
 
 
-def _join(scores: list[jax.Array]) -> jax.Array:
-    return scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
+@jax.custom_vjp
+def _in_blocks(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
+    """Attend block by block, in the platform's form."""
+    few = q.shape[2] <= _FEW_QUERIES
+    if few:
+        forms = {
+            "cpu": functools.partial(_over_keys, size=_KEY_BLOCK),
+            "default": functools.partial(_over_keys, size=_ACCELERATOR_BLOCK),
+        }
+    else:
+        forms = {"cpu": _over_rows_and_heads, "default": _over_queries}
+    return lax.platform_dependent(q, parts, seen, **forms)
+
+
+def _keep_inputs(q: jax.Array, parts: tuple[Part, ...], seen: Visibility):
+    return _in_blocks(q, parts, seen), (q, parts, seen)
+
+
+def _gradients(inputs: tuple[jax.Array, tuple[Part, ...], Visibility], change: jax.Array):
+    """Differentiate the form without a loop of unknown length; its scores are computed again, block by block."""
+    return jax.vjp(_over_queries, *inputs)[1](change)
+
+
+_in_blocks.defvjp(_keep_inputs, _gradients)
+
+
+def _over_queries(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
+    """Attend with all scores of one block of queries after the other."""
+
+    @jax.checkpoint
+    def attend(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        q, queries, first = block
+        return _at_once(q, parts, dataclasses.replace(seen, queries=queries, first=first))[0]
+
+    size = min(_QUERY_BLOCK, q.shape[2])
+    return _join_queries(lax.map(attend, (_cut_queries(q, size), *seen.query_blocks(size))), q.shape[2])
+
+
+def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
+    """Attend within one row and kv head after the other, where each product is one of two matrices.
+
+    XLA's CPU compiler does these several times faster than batched ones, and blocks past a row's end are left out.
+    """
+    batch, heads, steps, width = q.shape
+    kv_heads = parts[0].keys.shape[1]
+    size = min(_QUERY_BLOCK, steps)
+
+    def attend(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        index, q = inputs
+        row, head = index // kv_heads, index % kv_heads
+        owners = [(row // (batch // part.keys.shape[0]), head) for part in parts]
+        of_row = seen.of_row(row)
+
+        def of_queries(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+            q, queries, first = block
+            return _over_keys(q, parts, dataclasses.replace(of_row, queries=queries, first=first), _KEY_BLOCK, owners)
+
+        blocks = (_cut_queries(q[None], size), *of_row.query_blocks(size))
+        return _join_queries(lax.map(of_queries, blocks), steps)[0]
+
+    q = q.reshape(batch * kv_heads, heads // kv_heads, steps, width)
+    return lax.map(attend, (jnp.arange(batch * kv_heads), q)).reshape(batch, heads, steps, width)
+
+
+def _over_keys(
+    q: jax.Array,
+    parts: tuple[Part, ...],
+    seen: Visibility,
+    size: int,
+    owners: Sequence[tuple[jax.Array, jax.Array]] | None = None,
+) -> jax.Array:
+    """Attend to one block of `size` slots after the other, of those that some query sees, with a running softmax.
+
+    With `owners`, `q [1, G, T, H]` are the queries of one row and kv head, which each part has at `owners[i]`.
+    """
+    batch, heads, steps, width = q.shape
+    kv_heads = parts[0].keys.shape[1] if owners is None else 1
+    shape = (batch, kv_heads, heads // kv_heads, steps)
+    state = (jnp.full((*shape, 1), _LOWEST), jnp.zeros((*shape, 1)), jnp.zeros((*shape, width)))
+
+    for index, part in enumerate(parts):
+        block = min(size, part.slots)
+
+        def absorb(number: jax.Array | int, state, index=index, part=part, block=block):
+            start = jnp.minimum(number * block, part.slots - block)
+            k, v = part.block(start, block, None if owners is None else owners[index])
+            mask = seen.of_keys(index, start, block).mask(0)
+            if part.slots % block:  # the last block begins within the one before
+                mask &= (start + jnp.arange(block) >= number * block)[None, None, :]
+            return _absorb(state, _scores(q, k, mask), v)
+
+        if block == part.slots:
+            state = absorb(0, state)
+        else:
+            begin, end = seen.span(index)
+            state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
+    _, total, out = state
+    # A query that sees nothing may have had no block at all.
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return out.astype(q.dtype).reshape(batch, heads, steps, width)
+
+
+def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v: jax.Array):
+    """Add a block to a running softmax: the largest score, the sum of exponentials, and the values' weighted sum."""
+    largest, total, out = state
+    new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+    weights, faded = jnp.exp(scores - new), jnp.exp(largest - new)
+    total = total * faded + jnp.sum(weights, axis=-1, keepdims=True)
+    return new, total, out * faded + _product(weights, v, "bkqs,bksh->bkqh")
+
+
+def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+    """float32[B, K, G, T, S]: scores of `q [B, N, T, H]` and `k [P, K, S, H]`, the lowest where the mask is False."""
+    scores = _product(q, k, "bkqh,bksh->bkqs") / math.sqrt(q.shape[-1])
+    return jnp.where(mask[:, None, None], scores, _LOWEST)
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
-    """Multiply `x [B, N, T, ...]` with a part of P rows and K heads; float32 `[B, K, N/K, T, ...]`.
+    """Multiply `x [B, N, T, ...]`, or `[B, K, G, T, ...]`, with a part of P rows and K heads; float32[B, K, G, T, ...].
 
     The queries of all heads and rows that read one kv head of one prefix row are the rows of one product.
     """
-    batch, heads, steps, _ = x.shape
     owners, kv_heads = part.shape[:2]
-    shared, groups = batch // owners, heads // kv_heads
-    x = x.astype(part.dtype).reshape(owners, shared, kv_heads, groups * steps, -1).swapaxes(1, 2)
-    x = x.reshape(owners, kv_heads, shared * groups * steps, -1)
+    batch, steps, last = x.shape[0], *x.shape[-2:]
+    x = x.astype(part.dtype).reshape(owners, batch // owners, kv_heads, -1, last).swapaxes(1, 2)
+    x = x.reshape(owners, kv_heads, -1, last)
     single = x.shape[2] == 1 and part.dtype != jnp.float32  # one 16-bit row: see linear.py
     if single:
         x = jnp.concatenate([x, jnp.zeros_like(x)], axis=2)
     out = jnp.einsum(equation, x, part, precision=precision(part.dtype), preferred_element_type=jnp.float32)
     out = out[:, :, :1] if single else out
-    out = out.reshape(owners, kv_heads, shared, groups * steps, -1).swapaxes(1, 2)
-    return out.reshape(batch, kv_heads, groups, steps, -1)
+    out = out.reshape(owners, kv_heads, batch // owners, -1, out.shape[-1]).swapaxes(1, 2)
+    return out.reshape(batch, kv_heads, -1, steps, out.shape[-1])
+
+
+def _cut_queries(q: jax.Array, size: int) -> jax.Array:
+    """Cut `q [B, N, T, H]` into blocks `[blocks, B, N, size, H]`, the last one filled up with zeros."""
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -q.shape[2] % size), (0, 0)))
+    return jnp.moveaxis(q.reshape(*q.shape[:2], -1, size, q.shape[3]), 2, 0)
+
+
+def _join_queries(blocks: jax.Array, steps: int) -> jax.Array:
+    """Put blocks `[blocks, B, N, size, H]` together again: `[B, N, steps, H]`."""
+    out = jnp.moveaxis(blocks, 0, 2)
+    return out.reshape(*out.shape[:2], -1, out.shape[4])[:, :, :steps]

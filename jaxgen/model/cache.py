@@ -1,12 +1,12 @@
 """The preallocated key-value cache.
 
-A row's tokens lie in its slots in their order and without gaps, whatever the padding was: slot i holds the row's
-i-th token. So a row attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is
-its beginning, and to crop one is to lower `length`.
+A row's tokens are stored in their order and without gaps, whatever the padding was: slot i has the row's i-th token.
+So a row attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is its beginning,
+and cropping only lowers `length`.
 
-A cache may stand on another one, its `prefix`, of fewer rows and read only: rows b*c to b*c + c - 1 share prefix
-row b. Return sequences and beams share their prompt's keys and values in this way, requests their system prompt's;
-only what the rows do not share is copied when rows are reordered. Slots are numbered through, the prefix's first.
+A cache may extend another one, its `prefix`, of fewer rows and read only: rows b*c to b*c + c - 1 share prefix row b.
+Return sequences and beams share their prompt's keys and values in this way, and requests their system prompt's.
+`select` copies only what the rows do not share. Slots are numbered consecutively, the prefix's first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import repeat_rows, resize_axis
 
-# The order of a slot that holds nothing: after every token.
+# The order of an empty slot: after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
@@ -30,47 +31,47 @@ EMPTY = jnp.iinfo(jnp.int32).max
 class KVCache:
     """Keys and values of the tokens so far, one `[B, K, S, H]` pair per layer.
 
+    Keys and values of 16 bits are stored as uint16, their bits, which a compiled loop carries without copies (XLA's
+    CPU compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
+
     Attributes:
-        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE.
+        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, or the bits of 16-bit ones.
         values: likewise.
         length: int32[B], how many slots of this part each row fills, from slot 0 on.
-        prefix: the cache that this one stands on, or None.
+        prefix: the cache that this one extends, or None.
+        dtype: what keys and values are, static.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
     prefix: KVCache | None = None
+    dtype: str = flax.struct.field(pytree_node=False, default="float32")
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
-        """Return an empty cache of `slots` slots for each of `rows` rows.
-
-        `dtype` is by default the model's, on CPU float32: there XLA converts a 16-bit cache to float32 and back,
-        all of it, for each token that is written. The values are the same, rounded to the model's dtype.
-        """
+        """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype."""
         if rows < 1 or slots < 1:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
-        shape = (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
-        dtype = dtype or ("float32" if jax.default_backend() == "cpu" else cfg.dtype)
-        layers = range(cfg.num_hidden_layers)
-        return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in layers),
-            values=tuple(jnp.zeros(shape, dtype) for _ in layers),
-            length=jnp.zeros(rows, jnp.int32),
-        )
+        dtype = jnp.dtype(dtype or cfg.dtype)
+        return cls._empty((rows, cfg.num_key_value_heads, slots, cfg.head_dim), cfg.num_hidden_layers, dtype.name)
+
+    @classmethod
+    def _empty(cls, shape: tuple[int, ...], layers: int, dtype: str, prefix: KVCache | None = None) -> KVCache:
+        buffers = [jnp.zeros(shape, _stored(dtype)) for _ in range(2 * layers)]
+        length = jnp.zeros(shape[0], jnp.int32)
+        return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
 
     def fork(self, copies: int, slots: int) -> KVCache:
-        """Return an empty cache of `slots` slots for `copies` rows per row, that stands on this one."""
+        """Return an empty cache of `slots` slots for `copies` rows per row, whose prefix is this one."""
         if copies < 1 or slots < 1:
             raise InputError(f"a fork needs at least one copy and one slot, got copies={copies}, slots={slots}")
-        shape = (self.rows * copies, *self.keys[0].shape[1:2], slots, self.keys[0].shape[-1])
-        return KVCache(
-            keys=tuple(jnp.zeros(shape, key.dtype) for key in self.keys),
-            values=tuple(jnp.zeros(shape, value.dtype) for value in self.values),
-            length=jnp.zeros(shape[0], jnp.int32),
-            prefix=self,
-        )
+        _, heads, _, size = self.keys[0].shape
+        return self._empty((self.rows * copies, heads, slots, size), len(self.keys), self.dtype, prefix=self)
+
+    def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and values of a layer in this part as numbers, each `dtype[B, K, S, H]`."""
+        return as_numbers(self.keys[index], self.dtype), as_numbers(self.values[index], self.dtype)
 
     @property
     def rows(self) -> int:
@@ -84,12 +85,12 @@ class KVCache:
 
     @property
     def offset(self) -> int:
-        """The number of this part's first slot: how many slots the prefix has."""
+        """The number of this part's first slot, which is how many slots the prefix has."""
         return 0 if self.prefix is None else self.prefix.offset + self.prefix.slots
 
     @property
     def parts(self) -> list[KVCache]:
-        """This cache and those it stands on, in the order of the tokens."""
+        """The prefixes and this cache, in the order of the tokens."""
         return [*(self.prefix.parts if self.prefix is not None else []), self]
 
     @property
@@ -108,9 +109,10 @@ class KVCache:
         """Return a copy in one part of `slots` slots, which must be enough for `total_length`."""
         first, *rest = self.parts
         merged = KVCache(
-            keys=tuple(_resize(repeat_rows(key, self.rows), slots) for key in first.keys),
-            values=tuple(_resize(repeat_rows(value, self.rows), slots) for value in first.values),
+            keys=tuple(resize_axis(repeat_rows(key, self.rows), 2, slots) for key in first.keys),
+            values=tuple(resize_axis(repeat_rows(value, self.rows), 2, slots) for value in first.values),
             length=self.total_length,
+            dtype=self.dtype,
         )
         for part in rest:
             merged = _append(merged, part)
@@ -148,6 +150,46 @@ class KVCache:
             raise InputError(f"rows must be from 0 to {self.rows - 1}, got {rows.tolist()}")
         return _reorder(self, rows)
 
+    def select(self, rows: jax.Array) -> KVCache:
+        """Return this cache with other rows over the same prefix: row i is row `rows[i]`, int32[B].
+
+        Row `rows[i]` must share row i's prefix row, as beams of one prompt do; that is not checked. The prefix is left
+        alone and the structure stays, so that a compiled loop can carry the cache; `reorder` is for any other rows.
+        """
+        own = dataclasses.replace(self, prefix=None)
+        own = jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), own)
+        return dataclasses.replace(own, prefix=self.prefix)
+
+    def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
+        """Return this cache with row `rows[i]`, int32[n], replaced by row i of `source`, a cache of n rows.
+
+        Parts of as many rows as the cache are written; parts that rows share stay. Only the inserted rows move, also
+        in a compiled loop. A row number out of range inserts nothing; the others must differ.
+
+        Raises:
+            InputError: `source` is not made of parts like this cache's.
+        """
+        sizes, given = ([(part.keys[0].shape[1:], part.dtype) for part in cache.parts] for cache in (self, source))
+        owned = [part.rows == self.rows for part in self.parts]
+        if sizes != given or any(own and new.rows != source.rows for own, new in zip(owned, source.parts, strict=True)):
+            raise InputError(
+                f"source must have the same parts, ([K, S, H], dtype) = {sizes}, got {given}, and a row of its own "
+                "wherever this cache's rows have one"
+            )
+        # Indices of a scatter are promised to be unique: each row that is dropped gets a number of its own.
+        dropped = self.rows + jnp.arange(source.rows, dtype=jnp.int32)
+        rows = jnp.where((rows >= 0) & (rows < self.rows), rows, dropped)
+
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            return x.at[rows].set(new, mode="drop", unique_indices=True)
+
+        result = None
+        for part, new, own in zip(self.parts, source.parts, owned, strict=True):
+            part, new = (dataclasses.replace(cache, prefix=None) for cache in (part, new))
+            result = dataclasses.replace(jax.tree.map(put, part, new) if own else part, prefix=result)
+        assert result is not None
+        return result
+
     def expand(self, copies: int) -> KVCache:
         """Return a copy in one part with each row `copies` times, as `repeat_interleave`.
 
@@ -159,10 +201,7 @@ class KVCache:
         return _reorder(self, jnp.repeat(jnp.arange(self.rows), copies))
 
     def take_rows(self, rows: int) -> KVCache:
-        """Return the first rows of a cache whose second half is of no interest, or all of it where there are so many.
-
-        That is how classifier-free guidance leaves it; a prefix is cut in proportion.
-        """
+        """Return the first `rows` rows. A prefix is cut in proportion."""
         if self.rows == rows:
             return self
         keep = jax.tree.map(lambda x: x[:rows], dataclasses.replace(self, prefix=None))
@@ -170,7 +209,7 @@ class KVCache:
         return dataclasses.replace(keep, prefix=prefix)
 
     def pad_rows(self, rows: int) -> KVCache:
-        """Return this cache, of one part, with empty rows behind its own."""
+        """Return this cache, of one part, with empty rows after its own, `rows` in all."""
         return jax.tree.map(lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), self)
 
     def drop_last(self, count: jax.Array) -> KVCache:
@@ -196,23 +235,13 @@ def _reorder(cache: KVCache, rows: jax.Array) -> KVCache:
     return jax.tree.map(lambda x: x[rows], merged)
 
 
-def _resize(x: jax.Array, slots: int, axis: int = 2) -> jax.Array:
-    """Cut `x` along its slots, or fill it up with zeros."""
-    x = jax.lax.slice_in_dim(x, 0, min(slots, x.shape[axis]), axis=axis)
-    widths = [(0, slots - x.shape[axis]) if index == axis else (0, 0) for index in range(x.ndim)]
-    return jnp.pad(x, widths)
-
-
 def _append(merged: KVCache, part: KVCache) -> KVCache:
-    """Put what `part` holds behind what it stands on."""
+    """Write the tokens of `part` after those of its prefix."""
     rows, slots = merged.rows, merged.slots
     column = jnp.arange(part.slots, dtype=jnp.int32)[None, :]
     start = repeat_rows(part.prefix_length, rows)[:, None]
 
-    def places(count: jax.Array) -> jax.Array:
-        return jnp.where(column < repeat_rows(count, rows)[:, None], start + column, slots + column)
-
-    filled = places(part.length)
+    filled = jnp.where(column < repeat_rows(part.length, rows)[:, None], start + column, slots + column)
     return dataclasses.replace(
         merged,
         keys=tuple(write(a, repeat_rows(b, rows), filled) for a, b in zip(merged.keys, part.keys, strict=True)),
@@ -223,9 +252,26 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
 def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     """Return `buffer [B, K, S, H]` with `new [B, K, T, H]` at `slots int32[B, T]`; slots past the end are dropped.
 
-    A scatter, which XLA does in place in a loop whether the rows write to one slot or each to its own.
+    Both are numbers, or bits. A scatter per row and head: XLA does it in place in a loop, whether the rows write to
+    one slot or each to its own, and under a mesh on each device alone.
     """
-    rows = jnp.arange(buffer.shape[0])[:, None, None]
-    heads = jnp.arange(buffer.shape[1])[None, :, None]
-    new = new.astype(buffer.dtype)
-    return buffer.at[rows, heads, slots[:, None, :]].set(new, mode="drop", unique_indices=True)
+
+    def of_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+        return buffer.at[slots].set(new, mode="drop", unique_indices=True)
+
+    return jax.vmap(jax.vmap(of_head, in_axes=(0, 0, None)))(buffer, new, slots)
+
+
+def as_stored(x: jax.Array, dtype: str) -> jax.Array:
+    """Convert `x` to `dtype`, and to the bits that a cache of that dtype stores."""
+    x = x.astype(dtype)
+    return x if _stored(dtype) == x.dtype else jax.lax.bitcast_convert_type(x, _stored(dtype))
+
+
+def as_numbers(x: jax.Array, dtype: str) -> jax.Array:
+    """Return what a cache of `dtype` stores as numbers."""
+    return x if x.dtype == jnp.dtype(dtype) else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _stored(dtype: str) -> np.dtype:
+    return np.dtype(np.uint16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)

@@ -24,13 +24,12 @@ import numpy as np
 
 from jaxgen.errors import InputError
 from jaxgen.model.activations import activation
-from jaxgen.model.attention import attention
-from jaxgen.model.cache import KVCache, write
+from jaxgen.model.attention import Part, attention
+from jaxgen.model.cache import KVCache, as_stored, write
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
-from jaxgen.model.masks import first_of_segment, hidden_by, key_order, row_order, visible
-from jaxgen.model.placement import place
+from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, key_order, row_order
 from jaxgen.model.rope import rope_angles, rotate
 from jaxgen.model.weights import Weight, parameter
 from jaxgen.shapes import repeat_rows
@@ -78,19 +77,21 @@ class Hidden:
 
 @flax.struct.dataclass
 class _Tokens:
-    """What a layer must know of the new tokens, the same for all layers.
+    """The new tokens' places, the same for all layers.
 
     Attributes:
         cos, sin: `[B, T, H]`, the rotation of their positions.
-        slots: int32[B, T], where they go in the cache's last part; padding and overflow past its end. None
-            without a cache.
-        masks: by window, 0 for none, one bool[B, T, S] per part of the cache.
+        slots: int32[B, T], their slots in the cache's last part; padding and overflow past its end. None without a
+            cache.
+        seen: which keys they may see, without the layer's window.
+        output_attentions: return the attention weights, static.
     """
 
     cos: jax.Array
     sin: jax.Array
     slots: jax.Array | None
-    masks: dict[int, tuple[jax.Array, ...]]
+    seen: Visibility
+    output_attentions: bool = flax.struct.field(pytree_node=False)
 
 
 class RMSNorm(nn.Module):
@@ -153,7 +154,7 @@ class Attention(nn.Module):
     window: int | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[tuple[jax.Array, jax.Array], ...]):
+    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[Part, ...]):
         """Attend from `x [B, T, D]`; return `[B, T, D]`, the weights and the last part with the new keys and values."""
         cfg = self.cfg
         batch, steps, _ = x.shape
@@ -169,15 +170,18 @@ class Attention(nn.Module):
             q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
             k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
         q, k = rotate(q, tokens.cos, tokens.sin), rotate(k, tokens.cos, tokens.sin)
-        last = (k, v)
-        if tokens.slots is not None:
-            keys, values = parts[-1]
-            last = (write(keys, k, tokens.slots), write(values, v, tokens.slots))
+        if tokens.slots is None:
+            last = Part(k, v, k.dtype.name)
+        else:
+            *_, last = parts
+            k, v = (as_stored(x, last.dtype) for x in (k, v))
+            last = Part(write(last.keys, k, tokens.slots), write(last.values, v, tokens.slots), last.dtype)
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
             dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
         with jax.named_scope("attention"):
-            out, weights = attention(q, [*parts[:-1], last], tokens.masks[self.window or 0], dropout)
+            seen = dataclasses.replace(tokens.seen, window=self.window)
+            out, weights = attention(q, [*parts[:-1], last], seen, dropout, tokens.output_attentions)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
         return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out), weights, last
 
@@ -203,7 +207,7 @@ class DecoderLayer(nn.Module):
     window: int | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[tuple[jax.Array, jax.Array], ...]):
+    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[Part, ...]):
         """Return `x [B, T, D]` after the layer, the attention weights and the cache's last part."""
         cfg = self.cfg
         normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="input_layernorm")(x)
@@ -226,13 +230,14 @@ class Layers(nn.Module):
         layer_of = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
-            parts = tuple((part.keys[index], part.values[index]) for part in (cache.parts if cache else ()))
+            parts = cache.parts if cache else ()
+            parts = tuple(Part(part.keys[index], part.values[index], part.dtype) for part in parts)
             x, weights, last = layer_of(self.cfg, window, name=str(index))(x, tokens, parts)
             states.append(x)
             attentions.append(weights)
             written.append(last)
         if cache is not None:
-            keys, values = zip(*written, strict=True)
+            keys, values = (tuple(getattr(part, name) for part in written) for name in ("keys", "values"))
             cache = dataclasses.replace(cache, keys=keys, values=values)
         return states, attentions, cache
 
@@ -366,7 +371,7 @@ class CausalLM(nn.Module):
         batch, steps, _ = x.shape
         mask = _mask(attention_mask, batch, steps)
         placed = {"position_ids": position_ids, "segment_ids": segment_ids, "key_mask": key_mask}
-        tokens, cache, overflow = self._place(mask, x.dtype, cache, cache_position, **placed)
+        tokens, cache, overflow = self._place(mask, x.dtype, cache, cache_position, output_attentions, **placed)
         states, attentions, cache = self.model(x, tokens, cache)
         if overflow is not None:
             states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
@@ -379,12 +384,21 @@ class CausalLM(nn.Module):
         return logits.astype(jnp.float32)
 
     def _place(
-        self, mask: jax.Array, dtype, cache: KVCache | None, cache_position, *, position_ids, segment_ids, key_mask
-    ):
-        """Find out where the new tokens, `mask bool[B, T]`, are and whom they see.
+        self,
+        mask: jax.Array,
+        dtype,
+        cache: KVCache | None,
+        cache_position: jax.Array | int | None,
+        output_attentions: bool,
+        *,
+        position_ids: jax.Array | None,
+        segment_ids: jax.Array | None,
+        key_mask: jax.Array | None,
+    ) -> tuple[_Tokens, KVCache | None, jax.Array | None]:
+        """Place the new tokens, `mask bool[B, T]`, in their rows and in the cache.
 
-        Returns what the layers must know of them, the cache without what the tokens take the place of, and bool[B],
-        which rows have no room for theirs; the last two None without a cache.
+        Returns their places, the cache with its new lengths, and bool[B], True for the rows whose tokens do not fit;
+        the last two None without a cache.
         """
         batch, steps = mask.shape
         first = None
@@ -398,7 +412,7 @@ class CausalLM(nn.Module):
         else:
             if segment_ids is not None:
                 raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
-            cache, order, slots, overflow = place(cache, cache_position, mask)
+            cache, order, slots, overflow = allocate_slots(cache, cache_position, mask)
             orders = [repeat_rows(part.token_order(), batch) for part in cache.parts]
             cache.check_model(self.cfg)
 
@@ -407,13 +421,12 @@ class CausalLM(nn.Module):
         else:
             positions = order if first is None else order - first
         cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, dtype)
-        windows = set(self.cfg.windows)
         if key_mask is not None:
             if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
                 raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
-            orders = [hidden_by(key_mask, keys) for keys in orders]
-        masks = {window or 0: tuple(visible(order, keys, window, first) for keys in orders) for window in windows}
-        return _Tokens(cos, sin, slots, masks), cache, overflow
+            orders = [hide_keys(key_mask, keys) for keys in orders]
+        seen = Visibility(order, tuple(orders), first)
+        return _Tokens(cos, sin, slots, seen, output_attentions), cache, overflow
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
         if (ids is None) == (inputs_embeds is None):

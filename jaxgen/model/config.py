@@ -242,7 +242,7 @@ class ModelConfig:
             del config["head_dim"]
         config |= {rule: getattr(self, name) for name, rule in family.biases.items() if isinstance(rule, str)}
         config |= family.windows.write(config, self.windows)
-        if ModelConfig.from_hf(config) != self:
+        if ModelConfig.from_hf(config) != dataclasses.replace(self, cpu_tiles=False):
             raise ConfigError(f"a config.json of model_type {self.model_type} cannot express {self}")
         return config
 

@@ -1,11 +1,73 @@
-"""Which tokens see which. All of it follows from one number per token: its order in its row."""
+"""Slots of new tokens, and which tokens attend to which. Both follow from a token's order in its row."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
 
-from jaxgen.model.cache import EMPTY
+from jaxgen.errors import InputError
+from jaxgen.model.cache import EMPTY, KVCache
+
+
+@flax.struct.dataclass
+class Visibility:
+    """Which keys each query may see, as one number per token: masks `[B, T, S]` are made block by block.
+
+    A query sees itself and the tokens before it, at most `window` in all.
+
+    Attributes:
+        queries: int32[B, T], the order of each query in its row.
+        keys: per part of the cache int32[B, S], the order of the token in each slot; `EMPTY` where there is none or
+            it is hidden.
+        first: int32[B, T], the order of the first token that a query may see; None for 0.
+        window: most tokens that a query may see, static; None for all.
+    """
+
+    queries: jax.Array
+    keys: tuple[jax.Array, ...]
+    first: jax.Array | None = None
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    def mask(self, part: int) -> jax.Array:
+        """bool[B, T, S]: True where the query may see the key of a part."""
+        keys = self.keys[part][:, None, :]
+        queries = self.queries[:, :, None]
+        seen = keys <= queries
+        if self.window is not None:
+            seen &= queries - keys < self.window
+        return seen if self.first is None else seen & (keys >= self.first[:, :, None])
+
+    def span(self, part: int) -> tuple[jax.Array, jax.Array]:
+        """Two int32[]: no query of any row sees a slot of the part before the first or from the second on."""
+        keys, last = self.keys[part], jnp.max(self.queries, axis=1, keepdims=True)
+        first = jnp.zeros_like(last) if self.first is None else jnp.min(self.first, axis=1, keepdims=True)
+        if self.window is not None:
+            first = jnp.maximum(first, jnp.min(self.queries, axis=1, keepdims=True) - self.window + 1)
+        seen = jnp.any((keys <= last) & (keys >= first), axis=0)
+        slot = jnp.arange(keys.shape[1], dtype=jnp.int32)
+        return jnp.min(jnp.where(seen, slot, keys.shape[1])), jnp.max(jnp.where(seen, slot + 1, 0))
+
+    def of_keys(self, part: int, start: jax.Array | int, size: int) -> Visibility:
+        """Return the visibility of one part's slots from `start` on."""
+        return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
+
+    def of_row(self, row: jax.Array) -> Visibility:
+        """Return the visibility within one row."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1, axis=0), self)
+
+    def query_blocks(self, size: int) -> tuple[jax.Array, jax.Array | None]:
+        """Cut `queries` and `first` into blocks, `[blocks, B, size]`; queries that fill the last one see nothing."""
+
+        def cut(x: jax.Array, fill: int) -> jax.Array:
+            x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=fill)
+            return x.reshape(x.shape[0], -1, size).swapaxes(0, 1)
+
+        return cut(self.queries, -1), None if self.first is None else cut(self.first, EMPTY)
 
 
 def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
@@ -14,14 +76,16 @@ def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
-    """The order of tokens as keys: padding, where `mask bool[B, T]` is False, is never seen."""
+    """The order of tokens as keys: `EMPTY` for padding, where `mask bool[B, T]` is False."""
     return jnp.where(mask, order, EMPTY)
 
 
-def hidden_by(key_mask: jax.Array, order: jax.Array) -> jax.Array:
-    """Make those keys unseen, of `order int32[B, S]`, that `key_mask bool[B, n]` has False for, by their order.
+def hide_keys(key_mask: jax.Array, order: jax.Array) -> jax.Array:
+    """Mark keys whose `key_mask` is False as `EMPTY`.
 
-    Tokens of order n and later are seen.
+    Args:
+        key_mask: bool[B, n], for the first n tokens of each row. Later tokens stay visible.
+        order: int32[B, S], the order of the keys.
     """
     index = jnp.clip(order, 0, key_mask.shape[1] - 1)
     seen = jnp.take_along_axis(key_mask, index, axis=1) | (order >= key_mask.shape[1])
@@ -31,17 +95,54 @@ def hidden_by(key_mask: jax.Array, order: jax.Array) -> jax.Array:
 def first_of_segment(order: jax.Array, segments: jax.Array) -> jax.Array:
     """int32[B, T]: the order of the first token of each token's segment, for `segments int32[B, T]`."""
     begins = jnp.diff(segments, axis=-1, prepend=segments[:, :1]) != 0
-    return jax.lax.cummax(jnp.where(begins, order, 0), axis=1)
+    return lax.cummax(jnp.where(begins, order, 0), axis=1)
 
 
-def visible(queries: jax.Array, keys: jax.Array, window: int | None, first: jax.Array | None = None) -> jax.Array:
-    """bool[B, T, S]: may the query of order `queries [B, T]` see the key of order `keys [B, S]`?
+def allocate_slots(
+    cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Array
+) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
+    """Find the slots of the new tokens `mask bool[B, T]` and update the cache's lengths.
 
-    A query sees itself and what came before it, at most `window` tokens in all, and none before `first [B, T]`.
+    Returns:
+        The cache, the tokens' order int32[B, T] in their rows, their slots int32[B, T] in the last part (padding past
+        its end), and bool[B], True for the rows that do not fit.
     """
-    keys = keys[:, None, :]
-    queries = queries[:, :, None]
-    seen = keys <= queries
-    if window is not None:
-        seen &= queries - keys < window
-    return seen if first is None else seen & (keys >= first[:, :, None])
+    batch, steps = mask.shape
+    if cache.rows != batch:
+        raise InputError(f"the cache has {cache.rows} rows, the input has {batch}")
+    start = cache.length if cache_position is None else _first_slot(cache_position, batch) - cache.offset
+    slots = row_order(mask, start)
+    length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)
+    _check_fits(cache, start, length)
+    order = slots + cache.prefix_length[:, None]
+    # Each dropped token has a slot of its own past the end: a scatter's indices are promised to be unique.
+    dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
+    slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
+    misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
+    return dataclasses.replace(cache, length=length), order, slots, misplaced
+
+
+def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:
+    position = jnp.asarray(cache_position)
+    if not jnp.issubdtype(position.dtype, jnp.integer) or position.shape not in ((), (batch,)):
+        raise InputError(
+            f"cache_position must be the slot of the first new token, one integer or one per row, [{batch}], "
+            f"got {position.dtype}{list(position.shape)}"
+        )
+    return jnp.broadcast_to(position.astype(jnp.int32), (batch,))
+
+
+def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
+    if isinstance(length, Tracer) or isinstance(start, Tracer):
+        return
+    if int(jnp.min(start)) < 0:
+        raise InputError(f"cache_position must be at least {cache.offset}, the cache's first slot after its prefix")
+    if bool(jnp.any(start > cache.length)):
+        raise InputError(
+            f"cache_position leaves a gap: the rows are filled up to {(cache.length + cache.offset).tolist()}"
+        )
+    if int(jnp.max(length)) > cache.slots:
+        raise InputError(
+            f"the cache is full: it has {cache.slots} slots and the new tokens end at {int(jnp.max(length))}; "
+            "create it with more slots"
+        )

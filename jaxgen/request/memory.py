@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
+from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
-from jaxgen.buckets import capacity_for, prompt_bucket
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")

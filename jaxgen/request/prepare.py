@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
 from jaxgen.config.generation_config import GenerationConfig, warn, warn_unused
 from jaxgen.decoding import guidance
@@ -22,7 +23,6 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_unfeasible
 from jaxgen.request.prompts import Array, is_traced, mask_of, negative_prompts, prompts_of
-from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.shapes import repeat_rows
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from convert import load_hf
 from jaxgen import generate
-from jaxgen.cli import answer as cli
-from jaxgen.cli import options
+from jaxgen.cli import answer as cli, options
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.tokenizers import CHATML, byte_level_backend, save

@@ -207,8 +207,11 @@ def test_inside_the_callers_jit():
     assert run._cache_size() == 1
     budgets = run(PARAMS, ids, mask, cfg.replace(max_new_tokens=[2, 3]))
     assert budgets.lengths.tolist() == [2, 3]
+    # Without max_length, a number of new tokens is part of the program; one that is traced cannot size it.
+    wide = run(PARAMS, np.full((2, 20), 3, np.int32), np.ones((2, 20)), CFG)
+    assert wide.sequences[:, 20:].tolist() == [[4, 5, 6, 7, 8, 9]] * 2
     with pytest.raises(ConfigError, match="set max_length"):
-        run(PARAMS, np.zeros((2, 20), np.int32), np.ones((2, 20)), CFG)
+        run(PARAMS, ids, mask, CFG.replace(max_new_tokens=[2, 3]))
     closed_over = jax.jit(lambda params: generate(params, ids, None, CFG, attention_mask=mask).sequences)(PARAMS)
     assert closed_over.shape == (2, 10)
     with pytest.raises(InputError, match="streamer"):

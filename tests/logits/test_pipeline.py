@@ -9,6 +9,7 @@ import numpy as np
 from jaxgen.config.options import AFTER_GRAMMAR, BEFORE_GRAMMAR, GUIDANCE, OPTIONS, RENORMALIZE, WARP, of_stage
 from jaxgen.logits import processors, warpers
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import option_values
 from tests.support.rows import config_of, history_of
 
 # The classes of transformers 4.41.1 in the order of its two lists. HammingDiversity belongs to groups of beams; between
@@ -82,9 +83,10 @@ def test_stages_run_in_their_order():
         given.append(scores)
         return scores + jnp.asarray([[0.0, 1.0, 0.0, 1.0]])
 
-    transform = build_transform(cfg, 1, [custom], lambda history: jnp.asarray([[True, False, True, True]]))
+    values = option_values(cfg, 1)
+    transform = build_transform(cfg, values, [custom], lambda history: jnp.asarray([[True, False, True, True]]))
     assert transform(history, scores).tolist() == [[-np.inf, -np.inf, 0.0, -np.inf]]
     assert given[0].tolist() == [[-np.inf, -np.inf, 0.0, -np.inf]]
-    free = build_transform(cfg.replace(forced_bos_token_id=None), 1, [custom])
+    free = build_transform(cfg.replace(forced_bos_token_id=None), values, [custom])
     free(history, scores)
     assert given[1].tolist() == [[0.0, 5.0, 0.0, 0.0]]

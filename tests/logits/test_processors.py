@@ -361,7 +361,8 @@ FACTORS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([1.0, 0.25, 1.3,
 @check()
 @given(SCORES, STEPS, STARTS, FACTORS, st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4, unique=True))
 def test_exponential_decay_length_penalty(scores, step, start, factor, eos):
-    history = history_of(np.zeros((ROWS, WIDTH), np.int32), np.ones(ROWS, np.int32), vocab=VOCAB, step=step)
+    one = np.ones(ROWS, np.int32)
+    history = history_of(np.zeros((ROWS, WIDTH), np.int32), one + step, one, vocab=VOCAB)
     out = process(scores, history, exponential_decay_length_penalty=(start, factor), eos_token_id=eos)
     expected = scores.astype(np.float64)
     for row in range(ROWS):
@@ -375,7 +376,7 @@ def test_exponential_decay_length_penalty(scores, step, start, factor, eos):
 
 def test_a_decay_beyond_float32_is_not_added():
     scores = np.asarray([[1.0, -1.0, BANNED, 0.0]], np.float32)
-    history = history_of([[0]], [1], vocab=4, step=np.asarray([1000], np.int32))
+    history = history_of([[0]], [1001], [1], vocab=4)
     out = process(scores, history, exponential_decay_length_penalty=(0, 2.0), eos_token_id=[0, 1, 2, 3])
     assert out.tolist() == scores.tolist()
 

@@ -12,6 +12,7 @@ import pytest
 from jaxgen.config.options import OPTIONS, WARP
 from jaxgen.logits import processors, warpers
 from jaxgen.logits.pipeline import build_transform
+from jaxgen.logits.row_options import option_values
 from tests.support.goldens import GOLDENS
 from tests.support.rows import config_of, history_of
 
@@ -48,9 +49,8 @@ def apply(name, scores, row, recorded):
         prompt_length, budget = 0 * length, recorded["max_length"].reshape(-1)
     history = history_of(ids, length, prompt_length, budget=budget, vocab=vocab)
     if name == PREFIX:
-        return build_transform(config_of(vocab), rows, allowed=lambda history: row["allowed"][:, :vocab])(
-            history, scores
-        )
+        transform = build_transform(config_of(vocab), {}, allowed=lambda history: row["allowed"][:, :vocab])
+        return transform(history, scores)
     if name == GUIDANCE:
         return processors.guidance(scores, row["uncond"], recorded["scale"].reshape(-1, 1))
     option = CLASSES[name]
@@ -58,7 +58,7 @@ def apply(name, scores, row, recorded):
         value = recorded["value"].reshape(-1, 1)
         return getattr(warpers, option.name)(scores, value, recorded["min_tokens_to_keep"])
     cfg = config_of(vocab, do_sample=option.stage == WARP, **fields_of(option, recorded))
-    return build_transform(cfg, rows)(history, scores)
+    return build_transform(cfg, option_values(cfg, rows))(history, scores)
 
 
 @functools.cache

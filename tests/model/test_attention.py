@@ -1,0 +1,203 @@
+"""The forms of attention, compared with plain numpy over all pairs of tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import CausalLM, KVCache
+from jaxgen.model import attention as module
+from jaxgen.model.attention import Part, attention
+from jaxgen.model.cache import EMPTY, as_stored
+from jaxgen.model.masks import Visibility
+from tests.support.models import model_config, random_params, slow
+
+ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a few tokens, for anything longer than four."""
+    sizes = {"_AT_ONCE_QUERIES": 4, "_AT_ONCE_SLOTS": 4, "_FEW_QUERIES": 3, "_QUERY_BLOCK": 4, "_KEY_BLOCK": 5}
+    for name, size in sizes.items():
+        monkeypatch.setattr(module, name, size)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@dataclasses.dataclass
+class Case:
+    """Queries of `steps` tokens after a prefix of `shared` slots and own slots; uneven rows, hidden keys, padding."""
+
+    steps: int
+    slots: int
+    shared: int = 0
+    window: int | None = None
+    segments: bool = False
+    hidden: bool = False
+    dtype: str = "float32"
+
+    def make(self):
+        rng = np.random.default_rng(self.steps * 31 + self.slots)
+        q = jnp.asarray(rng.normal(size=(ROWS, HEADS, self.steps, SIZE)), self.dtype)
+        before = np.asarray([0, 0, 3, 3]) if self.shared else np.zeros(ROWS, int)
+        length = rng.integers(self.steps, self.slots + 1, ROWS)
+        slot = np.arange(self.slots)
+        orders = [np.where(slot < length[:, None], before[:, None] + slot, EMPTY)]
+        parts = [self._part(rng, ROWS, self.slots)]
+        if self.shared:
+            slot = np.arange(self.shared)
+            orders.insert(0, np.where(slot < before[:, None], slot, EMPTY))
+            parts.insert(0, self._part(rng, 2, self.shared))
+        if self.hidden:
+            orders = [np.where(rng.random(keys.shape) < 0.3, EMPTY, keys) for keys in orders]
+        queries = (before + length - self.steps)[:, None] + np.arange(self.steps)
+        queries[1, :2] = -1  # padding: it may see nothing
+        first = np.maximum(queries - 3, 0) if self.segments else None
+        as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
+        seen = Visibility(
+            as_int(queries), tuple(map(as_int, orders)), None if first is None else as_int(first), self.window
+        )
+        return q, tuple(parts), seen
+
+    def _part(self, rng, rows: int, slots: int) -> Part:
+        keys, values = (
+            as_stored(jnp.asarray(rng.normal(size=(rows, KV_HEADS, slots, SIZE))), self.dtype) for _ in "kv"
+        )
+        return Part(keys, values, self.dtype)
+
+
+CASES = {
+    "plain": Case(steps=13, slots=20),
+    "window": Case(steps=13, slots=23, window=6),
+    "prefix": Case(steps=9, slots=12, shared=7),
+    "all": Case(steps=10, slots=22, shared=12, window=7, segments=True, hidden=True),
+    "bfloat16": Case(steps=9, slots=12, shared=7, dtype="bfloat16"),
+    "few": Case(steps=3, slots=29, shared=6, window=9, hidden=True),
+    "one": Case(steps=1, slots=29),
+}
+FORMS = {
+    "at_once": lambda q, parts, seen: module._at_once(q, parts, seen)[0],
+    "over_keys": lambda q, parts, seen: module._over_keys(q, parts, seen, module._KEY_BLOCK),
+    "over_rows_and_heads": lambda q, parts, seen: module._over_rows_and_heads(q, parts, seen),
+    "over_queries": lambda q, parts, seen: module._over_queries(q, parts, seen),
+}
+
+
+def plain(q, parts, seen):
+    """Attention over all pairs in float64, and bool[B, T]: the queries that see something."""
+    numbers = [[np.repeat(np.asarray(x, np.float64), ROWS // x.shape[0], axis=0) for x in part.block(0, part.slots)]
+               for part in parts]  # fmt: skip
+    k, v = (np.repeat(np.concatenate(x, axis=2), HEADS // KV_HEADS, axis=1) for x in zip(*numbers, strict=True))
+    mask = np.concatenate([seen.mask(index) for index in range(len(parts))], axis=2)
+    scores = np.einsum("bnth,bnsh->bnts", np.asarray(q, np.float64), k) / SIZE**0.5
+    weights = np.where(mask[:, None], np.exp(scores), 0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    return np.einsum("bnts,bnsh->bnth", weights, v), mask.any(-1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", ["all", "bfloat16", "few", *slow("plain", "window", "prefix", "one")])
+def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
+    q, parts, seen = CASES[case].make()
+    out = np.asarray(jax.jit(FORMS[form])(q, parts, seen), np.float32)
+    wanted, sees = plain(q, parts, seen)
+    tolerance = 2e-2 if q.dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(out.swapaxes(1, 2)[sees], wanted.swapaxes(1, 2)[sees], atol=tolerance)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("case", ["all", *slow("plain", "window")])
+def test_gradients_of_blocks_are_those_of_all_scores_at_once(small_blocks, case):
+    q, parts, seen = CASES[case].make()
+    sees = plain(q, parts, seen)[1]
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape) * sees[:, None, :, None], jnp.float32)
+
+    def gradients(form):
+        def loss(q, arrays):
+            return jnp.sum(weight * form(q, tuple(Part(*pair, "float32") for pair in arrays), seen))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(q, [(part.keys, part.values) for part in parts])
+
+    wanted = jax.tree.leaves(gradients(FORMS["at_once"]))
+    for got, expected in zip(jax.tree.leaves(gradients(module._in_blocks)), wanted, strict=True):
+        assert float(jnp.max(jnp.abs(expected))) > 0.1
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_weights_are_returned_only_where_they_are_wanted(small_blocks):
+    q, parts, seen = CASES["prefix"].make()
+    out, weights = attention(q, parts, seen, with_weights=True)
+    assert weights.shape == (ROWS, HEADS, 9, 19)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    blocks, nothing = attention(q, parts, seen)
+    assert nothing is None
+    sees = plain(q, parts, seen)[1]
+    np.testing.assert_allclose(blocks.swapaxes(1, 2)[sees], out.swapaxes(1, 2)[sees], atol=1e-5)
+
+
+def test_memory_of_training_does_not_grow_with_the_square_of_the_length():
+    def bytes_of(steps: int) -> int:
+        shape = jax.ShapeDtypeStruct((1, HEADS, steps, SIZE), jnp.float32)
+        kv = jax.ShapeDtypeStruct((1, KV_HEADS, steps, SIZE), jnp.float32)
+
+        def loss(q, k, v):
+            order = jnp.arange(steps, dtype=jnp.int32)[None]
+            return jnp.sum(attention(q, [Part(k, v, "float32")], Visibility(order, (order,)))[0] ** 2)
+
+        lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, kv, kv)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(4096) < 2.2 * bytes_of(2048)
+    assert bytes_of(4096) < 4 * HEADS * 4096 * 4096 / 2
+
+
+WINDOWED = model_config(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+PARAMS = random_params(WINDOWED)
+
+
+def run(ids, **kwargs):
+    return jax.jit(functools.partial(CausalLM(WINDOWED).apply, {"params": PARAMS}))(jnp.asarray(ids), **kwargs)
+
+
+def test_a_model_in_blocks_is_the_model_at_once(small_blocks, monkeypatch):
+    ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 14))
+    mask = np.ones((2, 14), bool)
+    mask[1, :5] = False
+    blocks = run(ids, attention_mask=mask)
+    cache, chunks, start = KVCache.create(WINDOWED, 2, 17), [], 0
+    for length in (9, 1, 4):
+        part = slice(start, start + length)
+        out = run(ids[:, part], attention_mask=mask[:, part], cache=cache)
+        cache, start = out.cache, start + length
+        chunks.append(out.logits)
+    monkeypatch.undo()
+    jax.clear_caches()
+    whole = run(ids, attention_mask=mask)
+    np.testing.assert_allclose(blocks.logits[mask], whole.logits[mask], atol=2e-5)
+    np.testing.assert_allclose(jnp.concatenate(chunks, 1)[mask], whole.logits[mask], atol=2e-5)
+
+
+def test_gradients_through_packed_rows_in_blocks_are_those_at_once(small_blocks, monkeypatch):
+    ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (1, 11)))
+    segments = jnp.asarray([[1] * 4 + [2] * 5 + [0] * 2])
+
+    def gradient():
+        def loss(params):
+            return (
+                CausalLM(WINDOWED, remat=True)
+                .apply({"params": params}, ids, segment_ids=segments, attention_mask=segments > 0, labels=ids)
+                .loss
+            )
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss))(PARAMS))
+
+    blocks = gradient()
+    monkeypatch.undo()
+    jax.clear_caches()
+    for got, wanted in zip(blocks, gradient(), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))) + 1e-6)

@@ -1,0 +1,115 @@
+"""The cache: its dtype, writing, and rows that are selected or inserted, compared with numpy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import InputError, KVCache
+from jaxgen.model.cache import as_stored, write
+from tests.support.models import model_config, slow
+
+CFG = model_config()
+
+
+def filled(rows: int, slots: int, copies: int = 0, own: int = 3, seed: int = 0, dtype: str = "float32") -> KVCache:
+    """A cache of random numbers; with `copies` a fork of one."""
+    cache = KVCache.create(CFG, rows, slots, dtype)
+    if copies:
+        cache = dataclasses.replace(filled(rows, slots, seed=seed + 1, dtype=dtype)).fork(copies, own)
+    rng = np.random.default_rng(seed)
+
+    def draw(buffers):
+        return tuple(as_stored(jnp.asarray(rng.normal(size=x.shape)), dtype) for x in buffers)
+
+    length = jnp.asarray(rng.integers(1, cache.slots + 1, cache.rows), jnp.int32)
+    return dataclasses.replace(cache, keys=draw(cache.keys), values=draw(cache.values), length=length)
+
+
+def arrays(cache: KVCache) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(dataclasses.replace(cache, prefix=None))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_cache_has_the_models_dtype(dtype):
+    cache = KVCache.create(model_config(torch_dtype=dtype), 2, 5)
+    assert cache.dtype == dtype
+    assert cache.keys[0].nbytes == 2 * 2 * 5 * 8 * jnp.dtype(dtype).itemsize
+    numbers = filled(2, 5, copies=2, dtype=dtype)
+    for part in (cache, numbers, numbers.flatten(8), numbers.reorder(jnp.asarray([1])), numbers.crop(2)):
+        assert {x.dtype.name for index in range(2) for x in part.layer(index)} == {dtype}
+    assert KVCache.create(model_config(torch_dtype="bfloat16"), 1, 1, "float32").dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32", "float16")])
+def test_numbers_are_read_as_they_were_written(dtype):
+    cache = KVCache.create(CFG, 2, 5, dtype)
+    new = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3, 8)), dtype)
+    slots = jnp.asarray([[0, 1, 2], [4, 9, 1]])  # each row its own; 9 is past the end
+    keys = jax.jit(write)(cache.keys[0], as_stored(new, dtype), slots)
+    wanted = np.zeros((2, 2, 5, 8), np.float32)
+    wanted[0, :, :3] = new[0].astype(jnp.float32)
+    wanted[1][:, [4, 1]] = new[1].astype(jnp.float32)[:, [0, 2]]
+    read, values = dataclasses.replace(cache, keys=(keys, *cache.keys[1:])).layer(0)
+    np.testing.assert_array_equal(read.astype(jnp.float32), wanted)
+    assert not values.astype(jnp.float32).any()
+
+
+def test_select_reorders_the_rows_over_one_prefix_in_a_loop():
+    cache = filled(2, 4, copies=3)
+    orders = jnp.asarray([[2, 0, 0, 5, 3, 4], [1, 1, 2, 3, 3, 5]])
+    select = jax.jit(lambda cache, orders: jax.lax.fori_loop(0, 2, lambda i, c: c.select(orders[i]), cache))
+    chosen = select(cache, orders)
+    assert jax.tree.structure(chosen) == jax.tree.structure(cache)
+    twice = np.asarray(orders[0])[np.asarray(orders[1])]
+    for got, x in zip(arrays(chosen), arrays(cache), strict=True):
+        np.testing.assert_array_equal(got, x[twice])
+    for got, x in zip(arrays(chosen.prefix), arrays(cache.prefix), strict=True):
+        np.testing.assert_array_equal(got, x)
+    for got, wanted in zip(
+        arrays(chosen.flatten(8)), arrays(cache.reorder(jnp.asarray(twice)).flatten(8)), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_insert_replaces_rows_and_leaves_out_numbers_out_of_range(copies):
+    cache, source = filled(4, 5, copies, seed=1), filled(3, 5, copies, seed=7)
+    rows = jnp.asarray([2, 9, 0])
+    insert = jax.jit(lambda cache, source: jax.lax.fori_loop(0, 2, lambda _, c: c.insert(source, rows), cache))
+    result = insert(cache, source)
+    assert jax.tree.structure(result) == jax.tree.structure(cache)
+    for got, part, new in zip(result.parts, cache.parts, source.parts, strict=True):
+        for x, old, given in zip(arrays(got), arrays(part), arrays(new), strict=True):
+            wanted = old.copy()
+            wanted[[2, 0]] = given[[0, 2]]
+            np.testing.assert_array_equal(x, wanted)
+    untouched = cache.insert(source, jnp.asarray([-1, 4, 100]))
+    for x, old in zip(jax.tree.leaves(untouched), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(x, old)
+
+
+def test_insert_leaves_a_prefix_that_rows_share():
+    cache, source = filled(1, 4, copies=3), filled(1, 4, copies=1, seed=5)
+    result = cache.insert(source, jnp.asarray([1]))
+    for got, old in zip(arrays(result.prefix), arrays(cache.prefix), strict=True):
+        np.testing.assert_array_equal(got, old)
+    np.testing.assert_array_equal(result.keys[0][1], source.keys[0][0])
+    np.testing.assert_array_equal(result.keys[0][0], cache.keys[0][0])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        filled(2, 6),
+        filled(2, 5, dtype="bfloat16"),
+        filled(2, 5, copies=1),
+        KVCache.create(model_config(head_dim=4), 2, 5),
+    ],
+    ids=["slots", "dtype", "parts", "model"],
+)
+def test_insert_refuses_a_cache_of_other_parts(source):
+    with pytest.raises(InputError, match="same parts"):
+        filled(4, 5).insert(source, jnp.asarray([0, 1]))
