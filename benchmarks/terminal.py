@@ -1,4 +1,4 @@
-"""Draw a command and what it really prints as a picture of a terminal.
+"""Draw a command and its output as a picture of a terminal, which breaks lines at its width as terminals do.
 
 python -m benchmarks.terminal OUT.svg -- jaxgen "Tell me a story about a brave fox who lost a key"
 """
@@ -9,7 +9,6 @@ import html
 import shlex
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 COLUMNS, FONT, LINE = 88, 14, 20  # characters, pixels, pixels
@@ -19,11 +18,17 @@ def main() -> None:
     target, separator, *command = sys.argv[1:]
     if separator != "--":
         raise SystemExit("usage: python -m benchmarks.terminal OUT.svg -- COMMAND ...")
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = ["$ " + " ".join(f'"{word}"' if " " in word else shlex.quote(word) for word in command)]
-    for paragraph in done.stdout.rstrip().splitlines():
-        lines += textwrap.wrap(paragraph, COLUMNS) or [""]
-    Path(target).write_text(draw(lines), "utf-8")
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    typed = "$ " + " ".join(f'"{word}"' if " " in word else shlex.quote(word) for word in command)
+    Path(target).write_text(draw(screen(f"{typed}\n{done.stdout}")), "utf-8")
+
+
+def screen(text: str) -> list[str]:
+    """Return the rows of a terminal that shows the text."""
+    rows = []
+    for line in text.rstrip().splitlines():
+        rows += [line[start : start + COLUMNS] for start in range(0, max(len(line), 1), COLUMNS)]
+    return rows
 
 
 def draw(lines: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""transformers' generate() as a pure function in JAX, for Qwen2 and Llama checkpoints.
+"""transformers' generate() as a pure function in JAX, for Qwen, Llama and Mistral checkpoints.
 
 The public names are imported at their first use, so that `import jaxgen` itself imports neither jax nor numpy.
 """

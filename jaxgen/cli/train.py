@@ -43,7 +43,7 @@ def parser() -> arguments.Parser:
     result = arguments.Parser(
         prog="jaxgen train",
         usage="jaxgen train --data FILE --model DIR --out DIR [options]",
-        description="Fine-tune a Qwen2 or Llama checkpoint: all weights, or with --lora low-rank updates that are "
+        description="Fine-tune a checkpoint: all weights, or with --lora low-rank updates that are "
         "merged into them at the end. Progress goes to stderr.",
         epilog="A run that was ended goes on from the last saved state, in OUT.training, when the same command is "
         "given again.",

@@ -1,8 +1,9 @@
 """A JSON schema as a regular expression.
 
-What it cannot express is refused, so that each text is JSON and valid against the schema. The converse does not hold:
-strings have no \\u escapes, members come in the schema's order, and free-form values nest at most two deep. Whitespace
-and strings are written as by outlines-core, whose own conversion passes over keywords that it does not know.
+A schema that a regular expression cannot represent is refused, so every text is JSON and valid against the schema. The
+converse is not true: strings have no \\u escapes, members come in the schema's order, and free-form values nest at most
+two levels deep. Whitespace and strings are written as by outlines-core, whose own conversion ignores keywords that it
+does not know.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ ANNOTATIONS = frozenset(
     "$schema $id $comment $defs definitions title description default examples deprecated readOnly writeOnly "
     "discriminator".split()
 )
-# What may stand beside the keyword that decides, in the order in which they decide.
-BESIDE = {
+# The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
+COMPANIONS = {
     "$ref": "",
     "const": "type",
     "enum": "type",
@@ -65,34 +66,39 @@ OF_TYPE = {
 def regex_of(schema: dict[str, Any] | str, whitespace_pattern: str | None = None) -> str:
     """Return a pattern for `regex.compile_regex` whose texts are valid against the schema, a dict or its JSON.
 
-    Understood are type (one or a list), properties with required, items, prefixItems, minItems, maxItems, minLength,
+    Supported are type (one or a list), properties with required, items, prefixItems, minItems, maxItems, minLength,
     maxLength, pattern, format (date, time, date-time, uuid, email, uri), additionalProperties, enum, const, anyOf,
-    oneOf (read as anyOf), allOf of one schema, $ref inside the schema without recursion, and annotations. A string has
-    lengths, a pattern or a format, which are met as a whole match. Objects with `properties` get no other members.
-    The values of enum and const are taken as they are. `whitespace_pattern` is what may stand between JSON's signs,
-    "[ ]?" if None.
+    oneOf (read as anyOf), allOf of one schema, $ref inside the schema without recursion, and annotations. A string may
+    have lengths, a pattern or a format; patterns and formats match the whole string. Objects with `properties` get no
+    other members. The values of enum and const are used as they are. `whitespace_pattern` matches the whitespace
+    between JSON's tokens; "[ ]?" if None.
 
-    Raises InputError for any other keyword and for a pattern that can write what a JSON string has to escape.
+    Raises:
+        InputError: any other keyword, or a pattern that matches characters which a JSON string must escape.
+        TypeError: `schema` is neither a dict nor a str.
     """
     if not isinstance(schema, dict | str):
-        raise TypeError(f"a JSON schema is a dict or its text, got {type(schema).__name__}")
+        raise TypeError(f"a JSON schema must be a dict or its text, got {type(schema).__name__}")
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         plain = json.loads(text, parse_constant=_refuse_constant)
     except (TypeError, ValueError) as error:
-        raise InputError(f"the schema is no JSON: {error}") from error
+        raise InputError(f"the schema is not valid JSON: {error}") from error
     space = "[ ]?" if whitespace_pattern is None else unanchored(whitespace_pattern)
     wrong = _written(space, [byte for byte in range(BYTES) if byte not in b" \t\n\r"])
     if wrong is not None:
         raise InputError(
-            f"whitespace_pattern {space!r} can write {wrong!r}; JSON has only spaces, tabs and newlines there"
+            f"whitespace_pattern must only match spaces, tabs and newlines; {space!r} also matches {wrong!r}"
         )
     return _Converter(plain, f"(?:{space})").value(plain, "the schema", ())
 
 
 @dataclass(frozen=True)
 class _Converter:
-    """Write the parts of one schema; `where` says in messages which part, `refs` are the references it stands in."""
+    """Converter of the parts of one schema.
+
+    `where` names a part in messages; `refs` are the references that led to it.
+    """
 
     root: Any
     space: str
@@ -101,11 +107,11 @@ class _Converter:
         if schema is True:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
-            raise InputError(f"{where} is {schema!r}; a schema has to be an object, or true for any value")
+            raise InputError(f"{where} must be an object, or true for any value, got {schema!r}")
         keywords = [name for name in schema if name not in ANNOTATIONS]
-        decisive = next((name for name in BESIDE if name in schema), None)
+        decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:
-            _check(keywords, f"{decisive} {BESIDE[decisive]}", where)
+            _check(keywords, f"{decisive} {COMPANIONS[decisive]}", where)
         if decisive is None and not keywords:
             return self.free(FREE_DEPTH)
         if decisive == "$ref":
@@ -120,13 +126,11 @@ class _Converter:
         if decisive == "prefixItems":
             return self.fixed(schema, where, refs)
         if "type" not in schema:
-            raise InputError(
-                f"{where} has {', '.join(keywords)}, but none of type, {', '.join(BESIDE)}, one of which it needs"
-            )
+            raise InputError(f"{where} needs one of type, {', '.join(COMPANIONS)}; it has only {', '.join(keywords)}")
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         if not types or not all(isinstance(name, str) and name in OF_TYPE for name in types):
             raise InputError(
-                f"{where} has the type {schema['type']!r}; it has to be one, or a list, of {', '.join(OF_TYPE)}"
+                f"{where}: type must be one of {', '.join(OF_TYPE)}, or a list of them, got {schema['type']!r}"
             )
         _check(keywords, " ".join(["type", *(OF_TYPE[name] for name in types)]), where)
         return _either([self.of_type(name, schema, where, refs) for name in types])
@@ -134,51 +138,54 @@ class _Converter:
     def reference(self, name: Any, where: str, refs: tuple[str, ...]) -> str:
         if not isinstance(name, str) or not name.startswith("#"):
             raise InputError(
-                f"{where} refers to {name!r}; only references inside the schema are followed, as #/$defs/a"
+                f"{where} refers to {name!r}: only references inside the schema are supported, such as #/$defs/a"
             )
         if name in refs or name == "#":
-            raise InputError(f"{where} refers back to {name}; recursion has no regular expression, write it out")
+            raise InputError(f"{where} refers back to {name}: a regular expression cannot recurse; write it out")
         target: Any = self.root
         for part in name.split("/")[1:]:
             part = unquote(part).replace("~1", "/").replace("~0", "~")
             if not isinstance(target, dict) or part not in target:
-                raise InputError(f"{where} refers to {name}, which the schema does not have")
+                raise InputError(f"{where} refers to {name}, which is not in the schema")
             target = target[part]
         return self.value(target, name, (*refs, name))
 
     def alternatives(self, schema: dict[str, Any], keyword: str, where: str, refs: tuple[str, ...]) -> str:
         schemas = _items(schema, keyword, where)
         if keyword == "allOf" and len(schemas) > 1:
-            raise InputError(f"{where} has allOf of {len(schemas)} schemas; merge them into one")
+            raise InputError(f"{where} has allOf of {len(schemas)} schemas: merge them into one")
         return _either([self.value(s, f"{where}.{keyword}[{i}]", refs) for i, s in enumerate(schemas)])
 
     def record(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        """Write an object's members in their order; commas stand before those behind the last required one."""
+        """Return the pattern of an object's members in order.
+
+        Members up to the last required one are followed by a comma, those after it are preceded by one.
+        """
         properties, required = schema["properties"], schema.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
-            raise InputError(f"{where} has to have an object as properties and a list as required")
+            raise InputError(f"{where}: properties must be an object and required a list")
         unknown = [name for name in required if name not in properties]
         if unknown:
-            raise InputError(f"{where} requires {unknown}, of which it says nothing; add them to its properties")
+            raise InputError(f"{where} requires {unknown}, which are not in its properties: add them there")
         members = [
             f"{_literal(name)}{self.space}:{self.space}{self.value(part, f'{where}.properties.{name}', refs)}"
             for name, part in properties.items()
         ]
         needed = [name in required for name in properties]
-        behind = [_optional(self.comma + member, need) for member, need in zip(members, needed, strict=True)]
+        after = [_optional(self.comma + member, need) for member, need in zip(members, needed, strict=True)]
         if any(needed):
             last = max(i for i, need in enumerate(needed) if need)
             before = [_optional(members[i] + self.comma, needed[i]) for i in range(last)]
-            inner = "".join([*before, members[last], *behind[last + 1 :]])
+            inner = "".join([*before, members[last], *after[last + 1 :]])
         else:
-            inner = _either(["", *(member + "".join(behind[i + 1 :]) for i, member in enumerate(members))])
+            inner = _either(["", *(member + "".join(after[i + 1 :]) for i, member in enumerate(members))])
         return rf"\{{{self.space}{inner}{self.space}\}}"
 
     def fixed(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
         items = _items(schema, "prefixItems", where)
         low, high = _bounds(schema, "Items", where)
         if not low <= len(items) <= (len(items) if high is None else high):
-            raise InputError(f"{where} has {len(items)} prefixItems, but minItems or maxItems ask for another number")
+            raise InputError(f"{where} has {len(items)} prefixItems: minItems and maxItems must allow that number")
         parts = [self.value(item, f"{where}.prefixItems[{i}]", refs) for i, item in enumerate(items)]
         return rf"\[{self.space}{self.comma.join(parts)}{self.space}\]"
 
@@ -194,7 +201,7 @@ class _Converter:
         return SCALARS[name]
 
     def free(self, depth: int) -> str:
-        """Write any JSON value that nests at most so deep."""
+        """Return the pattern of any JSON value with at most `depth` levels of nesting."""
         kinds = [STRING, *SCALARS.values()]
         if depth:
             inner = self.free(depth - 1)
@@ -218,8 +225,8 @@ def _check(keywords: list[str], allowed: str, where: str) -> None:
     other = [name for name in keywords if name not in known]
     if other:
         raise InputError(
-            f"{where} has {', '.join(other)}, which is not supported there; supported are {', '.join(known)} and "
-            "annotations. Leave it out and check the value afterwards, or give the values in an enum"
+            f"{where} has {', '.join(other)}, which is not supported there: supported are {', '.join(known)} and "
+            "annotations. Leave it out and check the value afterwards, or list the values in an enum"
         )
 
 
@@ -227,21 +234,21 @@ def _string(schema: dict[str, Any], where: str) -> str:
     given = [name for name in ("pattern", "format", "maxLength", "minLength") if name in schema]
     if len(given) > 1 and given != ["maxLength", "minLength"]:
         raise InputError(
-            f"{where} has {' and '.join(given)}; only one of them can be kept, or put it all into the pattern"
+            f"{where} has {' and '.join(given)}: keep only one of them, or put everything into the pattern"
         )
     if "pattern" in given:
         pattern = schema["pattern"]
         wrong = _written(pattern, [*b'"\\', *range(0x20)])
         if wrong is not None:
             raise InputError(
-                f"{where} has the pattern {pattern!r}, which can write {wrong!r}; JSON has to escape that, so "
-                r"exclude it, as in [^\x00-\x1f\x22\\] in place of a dot"
+                f"{where} has the pattern {pattern!r}, which matches {wrong!r}: JSON must escape that character, so "
+                r"exclude it, as in [^\x00-\x1f\x22\\] instead of a dot"
             )
         return f'"(?:{unanchored(pattern)})"'
     if "format" in given:
         if schema["format"] not in list(FORMATS):
             raise InputError(
-                f"{where} has the format {schema['format']!r}; known are {', '.join(FORMATS)}, or use pattern"
+                f"{where}: format must be one of {', '.join(FORMATS)}, got {schema['format']!r}; or use pattern"
             )
         return f'"(?:{FORMATS[schema["format"]]})"'
     low, high = _bounds(schema, "Length", where)
@@ -249,7 +256,7 @@ def _string(schema: dict[str, Any], where: str) -> str:
 
 
 def _written(pattern: str, forbidden: list[int]) -> str | None:
-    """Return one of the forbidden bytes that the pattern can write, as a character; None if there is none."""
+    """Return a forbidden byte that occurs in texts of the pattern, as a character; None if there is none."""
     used = np.any(compile_regex(pattern).table >= 0, axis=0)
     return next((chr(byte) for byte in forbidden if used[byte]), None)
 
@@ -258,16 +265,16 @@ def _bounds(schema: dict[str, Any], of: str, where: str) -> tuple[int, int | Non
     low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
     for name, number in ((f"min{of}", low), (f"max{of}", high)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            raise InputError(f"{where} has {name} {number!r}; it has to be a whole number, at least 0")
+            raise InputError(f"{where}: {name} must be a whole number >= 0, got {number!r}")
     if high is not None and high < low:
-        raise InputError(f"{where} has min{of} {low} and max{of} {high}; nothing is both")
+        raise InputError(f"{where}: min{of} is {low} and max{of} is {high}: nothing satisfies both")
     return low, high
 
 
 def _items(schema: dict[str, Any], keyword: str, where: str) -> list[Any]:
     items = schema[keyword]
     if not isinstance(items, list) or not items:
-        raise InputError(f"{where} has {keyword} {items!r}; it has to be a list that is not empty")
+        raise InputError(f"{where}: {keyword} must be a list that is not empty, got {items!r}")
     return items
 
 

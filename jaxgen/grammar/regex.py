@@ -1,9 +1,10 @@
-"""A regular expression as a table over bytes. outlines-core compiles it; what it makes of single bytes is read back.
+"""A regular expression as a table over bytes, read back from outlines-core, which compiles it for single bytes.
 
-Every text is matched whole. outlines-core searches, and prefers: it ends `a|ab` behind the a, and does not pass
-through a shorter match, as that of `[0-9]+(\\.[0-9]+)?` behind the first digits. So the pattern gets an end of text
-behind it. Two bytes in front let it match the empty text as well, and an empty alternative, which is preferred to a
-later start of the search, keeps the states few: for the search `x[^a]{1,40}b` has more than can be counted.
+Every text is matched as a whole. outlines-core searches instead, and prefers some matches: it ends `a|ab` after the a,
+and does not continue after a shorter match, such as the first digits of `[0-9]+(\\.[0-9]+)?`. The pattern is therefore
+followed by an end-of-text anchor. Two bytes before it allow the empty text to match. An empty alternative, which is
+preferred to a later start of the search, keeps the number of states small: without it, `x[^a]{1,40}b` has an
+exponential number.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import numpy as np
 from jaxgen.errors import InputError
 
 BYTES = 256
-END, START = 256, 257  # tokens of outlines-core's besides the bytes
-# What a backslash escapes, and a class in brackets. A class in a class leaves a "]" behind, which hurts nobody.
+END, START = 256, 257  # outlines-core's tokens after those of the bytes
+# An escaped character, or a class in brackets. A class inside a class leaves a "]" in the rest, which is harmless.
 _ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _ANCHORS = ("^", "$", r"\A", r"\z")
 
 
 class ByteAutomaton(NamedTuple):
-    """A deterministic automaton in which every state can be reached and leads to an accepting one.
+    """Deterministic automaton in which every state can be reached and leads to an accepting one.
 
-    `table int32[S, 256]` holds the state behind each byte, -1 for none; `accepting` is bool[S].
+    `table int32[S, 256]` is the state after each byte, -1 for none; `accepting` is bool[S].
     """
 
     table: np.ndarray
@@ -36,7 +37,8 @@ class ByteAutomaton(NamedTuple):
 def compile_regex(pattern: str) -> ByteAutomaton:
     """Compile a pattern in the syntax of Rust's `regex` crate; it matches whole texts, in UTF-8.
 
-    Raises InputError for a pattern that is not one, or has look-arounds or back-references, or matches no text.
+    Raises:
+        InputError: an invalid pattern, one with look-arounds or back-references, or one that matches no text.
     """
     body = unanchored(pattern)
     outlines = _outlines_core()
@@ -45,12 +47,12 @@ def compile_regex(pattern: str) -> ByteAutomaton:
         index = outlines.Index(rf"\x00\x00(?:{body})\z|", vocabulary)
     except ValueError as error:
         raise InputError(
-            f"the pattern {_shown(pattern)} cannot be used: a part of it matches nothing, or it is no regular "
+            f"the pattern {_shown(pattern)} cannot be used: a part of it matches nothing, or it is not a regular "
             "expression of Rust's regex crate (no look-around, no back-reference, no Unicode \\b); "
             f"outlines-core says: {error}"
         ) from error
     transitions = index.get_transitions()
-    number = {state: i for i, state in enumerate(transitions)}  # older releases leave states out that lead nowhere
+    number = {state: i for i, state in enumerate(transitions)}  # older releases omit states that lead nowhere
     table = np.full((len(number), BYTES), -1, np.int32)
     for state, row in transitions.items():
         targets = {byte: number[target] for byte, target in row.items() if byte < BYTES and target in number}
@@ -59,18 +61,22 @@ def compile_regex(pattern: str) -> ByteAutomaton:
     start = number.get(transitions[index.get_initial_state()].get(START), -1)
     useful = useful_states(table, accepting, start)
     if not useful.any():
-        raise InputError(f"the pattern {_shown(pattern)} matches no text; nothing could be generated")
+        raise InputError(f"the pattern {_shown(pattern)} matches no text, so nothing could be generated")
     table, accepting, start = restricted(table, accepting, start, useful)
     return _minimal(ByteAutomaton(table, accepting, start))
 
 
 def unanchored(pattern: str) -> str:
-    """Drop a `^` at the start and a `$` at the end, which say nothing of a whole match, and check the rest.
+    """Remove a `^` at the start and a `$` at the end, which do not change a whole match, and check the rest.
 
-    So it can stand in a group. Raises InputError for other anchors and for a parenthesis that would close the group.
+    The result can be put into a group.
+
+    Raises:
+        InputError: other anchors, or a parenthesis that would close the group.
+        TypeError: `pattern` is not a str.
     """
     if not isinstance(pattern, str):
-        raise TypeError(f"a pattern is a str, got {type(pattern).__name__}")
+        raise TypeError(f"a pattern must be a str, got {type(pattern).__name__}")
     body = pattern.removeprefix("^")
     plain = _ESCAPE_OR_CLASS.sub(lambda match: match[0] if match[0] in _ANCHORS else " ", body)
     if plain.endswith("$"):
@@ -78,17 +84,17 @@ def unanchored(pattern: str) -> str:
     found = [anchor for anchor in _ANCHORS if anchor in plain]
     if found:
         raise InputError(
-            f"the pattern {_shown(pattern)} has {found[0]} inside; leave it out, a text always matches from its start "
-            r"to its end (the characters ^ and $ are written \^ and \$)"
+            f"the pattern {_shown(pattern)} has {found[0]} inside: leave it out, as a text is always matched from "
+            r"start to end (the characters ^ and $ are written \^ and \$)"
         )
     depth = np.cumsum([(character == "(") - (character == ")") for character in plain])
     if depth.size and depth.min() < 0:
-        raise InputError(f"the pattern {_shown(pattern)} closes a group that it has not opened; write \\) for the sign")
+        raise InputError(f"the pattern {_shown(pattern)} closes a group that was not opened: escape it, \\)")
     return body
 
 
 def useful_states(table: np.ndarray, accepting: np.ndarray, start: int) -> np.ndarray:
-    """Mark the states that are reached from the start and from which an accepting one is reached, bool[S]."""
+    """Return the states that can be reached from the start and that lead to an accepting one, bool[S]."""
     states = len(table)
     source, column = np.nonzero(table >= 0)
     source, target = np.divmod(np.unique(source * states + table[source, column]), states)
@@ -98,13 +104,13 @@ def useful_states(table: np.ndarray, accepting: np.ndarray, start: int) -> np.nd
 def restricted(
     table: np.ndarray, accepting: np.ndarray, start: int, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Drop all states but `kept bool[S]`, and the transitions into them."""
+    """Remove all states except `kept bool[S]`, and the transitions into the others."""
     number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1).astype(np.int32)  # -1 stays -1
     return number[table[kept]], accepting[kept], int(number[start])
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each distinct row's first occurrence, and for each row the number of its like."""
+    """Return the index of each distinct row's first occurrence, and for each row the number of its distinct row."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
@@ -120,9 +126,9 @@ def _closure(reached: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.
 
 
 def _minimal(automaton: ByteAutomaton) -> ByteAutomaton:
-    """Merge the states that accept the same texts (Moore): split by acceptance, then by what the next byte leads to.
+    """Merge states that accept the same texts (Moore): split by acceptance, then by the states after the next byte.
 
-    A state is told apart by a sum of random numbers; should two sums ever be equal by chance, nothing is merged.
+    Classes of states are compared by sums of random numbers. If two sums are ever equal by chance, nothing is merged.
     """
     table, accepting, start = automaton
     columns, _ = distinct(np.ascontiguousarray(table.T))

@@ -1,9 +1,9 @@
-"""Stop strings on the device: does one end within the newest token?
+"""Stop strings on the device: detect one that ends within the newest token.
 
-The strings become an Aho-Corasick automaton over bytes, which runs over the bytes of each new token. So it does not
-matter where tokens or characters are cut, and there is no table of states times vocabulary: what depends on the
-tokenizer is made once for it, what depends on the strings is small. All tables are traced, the automaton's size is
-rounded up: other strings of about the size are the same program.
+The strings become an Aho-Corasick automaton over bytes, which runs over the bytes of each new token. Token and
+character boundaries therefore do not matter, and no table of states times vocabulary is needed: the tables that depend
+on the tokenizer are made once, and those that depend on the strings are small. All tables are traced and the
+automaton's size is rounded up, so other strings of a similar size run the same program.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ SMALLEST = 64  # states
 
 @flax.struct.dataclass
 class StopStrings:
-    """Follow the text of each row, one number a row; HF's `StopStringCriteria` on bytes, as from 5.0.
+    """Automaton of the stop strings, one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
 
-    A string counts if it ends anywhere within the newest token: "stop" in "sto" + "pper", not in "stop" + "at". It may
-    begin in the prompt. Text is that of `Tokenizer.token_bytes`: a SentencePiece token keeps its space also where
-    `decode` leaves it out. A special token has its name for text, so that "<|im_end|>" can be a stop string; ids
-    without a token have none.
+    A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", not in "stop" + "at". It
+    may begin in the prompt. The text of a token is that of `Tokenizer.token_bytes`: a SentencePiece token keeps its
+    space even where `decode` drops it. The text of a special token is its name, so "<|im_end|>" can be a stop string.
+    Ids without a token have no text.
 
     Attributes:
-        text: uint8[n], the bytes of all tokens one after the other.
-        offsets: int32[V + 1], where those of each token begin; the last is n.
-        goto: int32[S, 256], the state that each byte leads to; state 0 is the beginning.
-        found: bool[S], a stop string ends here.
-        longest: int32[], bytes of the longest stop string, less than S.
+        text: uint8[n], the bytes of all tokens, concatenated.
+        offsets: int32[V + 1], where the bytes of each token begin; the last is n.
+        goto: int32[S, 256], the state after each byte; state 0 is the start.
+        found: bool[S], whether a stop string ends in this state.
+        longest: int32[], the bytes of the longest stop string, less than S.
     """
 
     text: jax.Array
@@ -54,9 +54,11 @@ class StopStrings:
     def build(cls, strings: str | Sequence[str], tokenizer: Tokenizer, vocab_size: int | None = None) -> StopStrings:
         """Build the tables of one or several stop strings.
 
-        `vocab_size` is the model's, as many as the tokenizer has if None; ids beyond it have no text.
+        `vocab_size` is the model's, by default the tokenizer's; ids beyond the tokenizer's have no text.
 
-        Raises InputError for no string, an empty one, and one that no tokens can make; TypeError for what is no str.
+        Raises:
+            InputError: no string, an empty one, or one that no sequence of tokens produces.
+            TypeError: `strings` is neither a str nor a list of them.
         """
         if not isinstance(tokenizer, Tokenizer):
             raise TypeError(f"stop_strings need a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
@@ -65,7 +67,7 @@ class StopStrings:
         for pattern in patterns:
             if not vocabulary.has.issuperset(pattern):
                 raise InputError(
-                    f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot make: leave it out"
+                    f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
                 )
         goto, found = _automaton(patterns)
         return cls(
@@ -77,7 +79,7 @@ class StopStrings:
         )
 
     def begin(self, ids: jax.Array, length: jax.Array) -> jax.Array:
-        """Return the state int32[rows] behind the prompts, the first `length int32[rows]` of `ids int32[rows, W]`."""
+        """Return the state int32[rows] after the prompts, the first `length int32[rows]` of `ids int32[rows, W]`."""
         last = self._last_bytes(ids, length)
 
         def step(back: jax.Array, state: jax.Array) -> jax.Array:
@@ -87,7 +89,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, jnp.zeros_like(length))
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the state behind one more token per row, int32[rows], and whether a stop string ends in it."""
+        """Return the states after one more token per row, int32[rows], and if a stop string ends in it, bool[rows]."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +101,7 @@ class StopStrings:
         return lax.fori_loop(0, jnp.max(size), step, (state, jnp.zeros(state.shape, bool)))
 
     def _span(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where the bytes of each id begin and how many they are."""
+        """Return where the bytes of each id begin, and their number."""
         vocab = self.offsets.shape[0] - 1
         known = (ids >= 0) & (ids < vocab)
         start, end = (self.offsets[jnp.clip(ids, 0, vocab - 1) + shift] for shift in (0, 1))
@@ -109,11 +111,11 @@ class StopStrings:
         return jnp.take(self.text, at, mode="clip").astype(jnp.int32)
 
     def _follow(self, state: jax.Array, byte: jax.Array) -> jax.Array:
-        """Return the next state; -1 is no byte and leaves it as it is."""
+        """Return the next state; a byte of -1 leaves the state as it is."""
         return jnp.where(byte < 0, state, self.goto[state, jnp.maximum(byte, 0)])
 
     def _last_bytes(self, ids: jax.Array, length: jax.Array) -> jax.Array:
-        """int32[rows, S]: the last bytes of each row, which are enough as S > longest; -1 in front of a shorter one."""
+        """int32[rows, S]: the last S > longest bytes of each row; -1 before the bytes of a shorter row."""
         width, count = ids.shape[1], self.goto.shape[0]
         held = jnp.arange(width, dtype=jnp.int32)[None, :] < length[:, None]
         start, size = self._span(jnp.where(held, ids, -1))
@@ -128,14 +130,14 @@ class StopStrings:
 class _Vocabulary(NamedTuple):
     text: np.ndarray
     offsets: np.ndarray
-    has: frozenset[int]  # the bytes that there are
+    has: frozenset[int]  # the bytes that occur
 
 
 _VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[int | None, _Vocabulary]] = weakref.WeakKeyDictionary()
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
-    """Join the bytes of all tokens, once per tokenizer and size."""
+    """Concatenate the bytes of all tokens, once per tokenizer and size."""
     made = _VOCABULARIES.setdefault(tokenizer, {})
     if vocab_size not in made:
         tokens = tokenizer.token_bytes()
@@ -156,9 +158,9 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
 def _patterns(strings: str | Sequence[str]) -> list[bytes]:
     strings = [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, Sequence) or not all(isinstance(string, str) for string in strings):
-        raise TypeError(f"stop_strings must be a str or a list of them, got {strings!r}")
+        raise TypeError(f"stop_strings must be a str or a list of str, got {strings!r}")
     if not strings or "" in strings:
-        raise InputError(f"stop_strings must not be empty, got {strings!r}: leave it out to stop at none")
+        raise InputError(f"stop_strings must not be empty, got {strings!r}: leave it out to use none")
     try:
         return [string.encode() for string in strings]
     except UnicodeEncodeError as error:
@@ -166,7 +168,7 @@ def _patterns(strings: str | Sequence[str]) -> list[bytes]:
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `goto` and `found` of Aho and Corasick's automaton (1975), their size rounded up to a power of two."""
+    """Return `goto` and `found` of the automaton (Aho and Corasick 1975), their size rounded up to a power of two."""
     states = power_of_two(1 + sum(map(len, patterns)), SMALLEST)
     goto, found = np.zeros((states, 256), np.int32), np.zeros(states, bool)
     used = 1
@@ -178,7 +180,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
                 used += 1
             state = goto[state, byte]
         found[state] = True
-    # Where a state has no way on, that of its longest proper suffix goes on; shorter states are complete first.
+    # A state without a transition for a byte takes that of its longest proper suffix. Shorter states come first.
     suffix = np.zeros(states, np.int32)
     queue = collections.deque(int(child) for child in goto[0] if child)
     while queue:

@@ -1,8 +1,8 @@
-"""A token automaton: which tokens may follow so that a row's text matches a grammar, as tables on the device.
+"""Token automata: the tokens that keep a row's text within a grammar, as tables on the device.
 
-A row carries one number, its state. Tokens that do the same in every state share a class, so that the table is
-[states, classes] and not [states, V]: a JSON schema tells a few hundred kinds of Qwen's 151,936 tokens apart. The
-tables are traced and their sizes rounded up to powers of two: another grammar of about the size runs the same program.
+A row has one number, its state. Tokens with equal transitions from every state share a class, so the table is [states,
+classes] and not [states, V]: for a JSON schema, Qwen's 151,936 tokens fall into a few hundred classes. The tables are
+traced and their sizes rounded up to powers of two, so another grammar of a similar size runs the same program.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ SMALLEST_TABLE = 64
 
 @flax.struct.dataclass
 class TokenAutomaton:
-    """Say which tokens may follow and where they lead; state -1 is a row whose text has left the grammar.
+    """Tokens that may follow in each state, and the states that they lead to.
 
-    The text is what the tokens add behind the prompt, as `Tokenizer.token_bytes` has it. A SentencePiece token with a
-    space in front adds the space here, also as the first one; `decode` of the new tokens alone leaves that space out.
-    So a pattern for such a tokenizer best allows a space at its start, ` ?...`; without it the text begins with a
-    token that has none. Special tokens and ids without a token are no text and never allowed. Every state that tokens
-    lead to has a way on to a complete text: a row meets no dead end, unless an eos token is itself part of the text.
+    In state -1 the text has left the grammar.
+
+    The text consists of the bytes that tokens add after the prompt, as in `Tokenizer.token_bytes`. A SentencePiece
+    token with a leading space adds that space, even as the first token, although `decode` of the new tokens alone drops
+    it. A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise the text begins
+    with a token without one. Special tokens and ids without a token are not text and are never allowed. A complete text
+    can be reached from every state that tokens lead to, so a row meets no dead end, unless an eos token is itself part
+    of the text.
 
     Attributes:
         classes: the class of each token.
-        transitions: the state behind each class of token, -1 where it is not allowed and to fill up the size.
-        accepting: the text so far is complete.
-        shortest: how many tokens at least complete the text.
+        transitions: the state after each class of tokens; -1 if it is not allowed, and in the padding.
+        accepting: whether the text so far is complete.
+        shortest: the minimum number of tokens that complete the text.
         start: the first state, or one for each prompt (`stack`).
     """
 
@@ -53,21 +56,23 @@ class TokenAutomaton:
         r"""Build the automaton of the texts that a regular expression matches from start to end.
 
         The syntax is that of Rust's `regex` crate: close to Python's, without look-arounds and back-references. As in
-        Python `.` is any character but a newline and `\d` any script's digit. `vocab_size` is the model's where it
-        has more ids than the tokenizer.
+        Python, `.` is any character except a newline, and `\d` a digit of any script. `vocab_size` is the model's, if
+        it has more ids than the tokenizer.
 
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
 
-        Raises InputError for a pattern that cannot be compiled or matches nothing, and for one none of whose texts
-        can be written with the tokenizer's tokens.
+        Raises:
+            InputError: a pattern that cannot be compiled or matches nothing, or none of whose texts can be written
+                with the tokenizer's tokens.
+            TypeError: `pattern` is not a str, or `tokenizer` not a `jaxgen.Tokenizer`.
         """
         if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"tokenizer has to be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
         tokens = tokenizer.token_bytes()
         if vocab_size is not None:
             if vocab_size < len(tokens):
                 raise InputError(
-                    f"vocab_size is {vocab_size}, but the tokenizer has {len(tokens)} ids; give the model's"
+                    f"vocab_size is {vocab_size}, but the tokenizer has {len(tokens)} ids: pass the model's vocab_size"
                 )
             tokens += [None] * (vocab_size - len(tokens))
         automaton = compile_regex(pattern)
@@ -75,8 +80,8 @@ class TokenAutomaton:
         useful = useful_states(transitions, automaton.accepting, automaton.start)
         if not useful[automaton.start]:
             raise InputError(
-                "no text that the pattern matches can be written with this tokenizer's tokens; allow what it has "
-                "(SentencePiece has many words only with a space in front)"
+                "no text that the pattern matches can be written with this tokenizer's tokens: allow what it has "
+                "(SentencePiece has many words only with a leading space)"
             )
         transitions, accepting, start = restricted(transitions, automaton.accepting, automaton.start, useful)
         columns, like = distinct(np.ascontiguousarray(transitions.T))
@@ -91,10 +96,10 @@ class TokenAutomaton:
         whitespace_pattern: str | None = None,
         vocab_size: int | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton of JSON texts that are valid against a schema; `json_schema.regex_of` says which.
+        """Build the automaton of JSON texts that are valid against a schema; see `json_schema.regex_of`.
 
-        `whitespace_pattern` is a regular expression for what may stand between JSON's signs, `[ ]?` if None. The rest
-        is as in `from_regex`.
+        `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens, `[ ]?` if None. The other
+        arguments and errors are those of `from_regex`.
         """
         return cls.from_regex(regex_of(schema, whitespace_pattern), tokenizer, vocab_size=vocab_size)
 
@@ -102,13 +107,13 @@ class TokenAutomaton:
     def stack(cls, automata: Sequence[TokenAutomaton]) -> TokenAutomaton:
         """Join one automaton per prompt into one table, `start` one state per prompt.
 
-        Prompts that share an automaton (the same object) share its states. All must be of one vocabulary.
+        Prompts that share an automaton (the same object) share its states. All must have the same vocabulary.
         """
         if not automata:
-            raise InputError("there is no automaton to stack; give one per prompt")
+            raise InputError("there is no automaton to stack: pass one per prompt")
         sizes = sorted({automaton.classes.shape[0] for automaton in automata})
         if len(sizes) > 1:
-            raise InputError(f"the automata are of vocabularies of {sizes} tokens; give the same vocab_size to all")
+            raise InputError(f"the automata have vocabularies of {sizes} tokens: build all with the same vocab_size")
         parts = {id(automaton): automaton for automaton in automata}
         joint = np.zeros(sizes[0], np.int64)  # numbers the combinations of a token's classes
         for automaton in parts.values():
@@ -130,18 +135,20 @@ class TokenAutomaton:
         """Return the first state of each row, int32[rows]; with one start per prompt, each `rows` / B times."""
         prompts = self.start.size
         if rows % prompts:
-            raise InputError(f"{rows} rows are no multiple of the {prompts} prompts that the automaton was stacked for")
+            raise InputError(
+                f"{rows} rows are not a multiple of the {prompts} prompts that the automaton is stacked for"
+            )
         return jnp.repeat(self.start.reshape(-1), rows // prompts, total_repeat_length=rows)
 
     def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
         """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
 
-        `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text: they are allowed where it is
-        complete and nowhere else, whatever they are in the grammar. In state -1 nothing is allowed.
+        `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text: they are allowed if the text is
+        complete and not otherwise, whatever the grammar says. In state -1 nothing is allowed.
 
-        `remaining` int32[rows] is for how many tokens there is room, eos not counted: those are allowed then behind
-        which the text can still be completed, so that it is complete when the room is used up. Where there is too
-        little room from the beginning, it changes nothing.
+        `remaining`, int32[rows], is the number of tokens that may still follow, eos not counted. Only tokens are then
+        allowed after which the text can still be completed in time. If there are too few from the beginning,
+        `remaining` has no effect.
         """
         following = self._following(state, remaining)
         allowed = jnp.take(following, self.classes, axis=1)
@@ -151,9 +158,9 @@ class TokenAutomaton:
         return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
 
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-        """Return the states int32[rows] behind one more token in each row, tokens int32[rows].
+        """Return the states int32[rows] after one more token in each row, tokens int32[rows].
 
-        A token that is not allowed leads to -1, from which nothing leads back; an eos token leaves the state as it is.
+        A token that is not allowed leads to -1, which is final; an eos token leaves the state as it is.
         """
         following = self.transitions[jnp.maximum(state, 0), self.classes[tokens]]
         stays = state < 0
@@ -162,26 +169,26 @@ class TokenAutomaton:
         return jnp.where(stays, state, following)
 
     def exhausted(self, state: jax.Array, remaining: jax.Array | None = None) -> jax.Array:
-        """Return the rows after whose text nothing but eos can follow, bool[rows]; those in state -1 as well.
+        """Return the rows in which only eos can follow, bool[rows], and those in state -1.
 
         `remaining` is as in `allowed`.
         """
         return ~jnp.any(self._following(state, remaining), axis=-1)
 
     def _following(self, state: jax.Array, remaining: jax.Array | None) -> jax.Array:
-        """bool[rows, classes]: which classes of tokens may follow."""
+        """bool[rows, classes]: the classes of tokens that may follow."""
         row = jnp.maximum(state, 0)
-        behind = self.transitions[row]
-        following = (behind >= 0) & (state >= 0)[:, None]
+        after = self.transitions[row]
+        following = (after >= 0) & (state >= 0)[:, None]
         if remaining is None:
             return following
-        in_time = self.shortest[jnp.maximum(behind, 0)] < remaining[:, None]
+        in_time = self.shortest[jnp.maximum(after, 0)] < remaining[:, None]
         return following & (in_time | (self.shortest[row] > remaining)[:, None])
 
     def _per_row(self, eos: jax.Array, state: jax.Array) -> jax.Array:
         if eos.shape[-1] != self.classes.shape[0]:
             raise InputError(
-                f"the automaton is of {self.classes.shape[0]} tokens, the scores of {eos.shape[-1]}; "
+                f"the automaton has {self.classes.shape[0]} tokens and the scores {eos.shape[-1]}: "
                 f"build it with vocab_size={eos.shape[-1]}"
             )
         return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
@@ -190,8 +197,8 @@ class TokenAutomaton:
 def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
     """Follow every token's bytes from every state at once: classes int[V] and transitions int32[S, classes].
 
-    What a token does is a function from states to states, that of its last byte after that of the bytes before. There
-    are few such functions, so tokens carry the number of theirs and only new pairs of function and byte are composed.
+    A token is a function from states to states: the composition of those of its bytes. There are few such functions,
+    so each token has the number of its function, and only new pairs of a function and a byte are composed.
     """
     texts = [token or b"" for token in tokens]
     lengths = np.array([len(text) for text in texts])
@@ -203,7 +210,7 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
     nowhere, unmoved = np.full(len(table), -1, np.int32), np.arange(len(table), dtype=np.int32)
     functions = [nowhere, unmoved]
     number = {function.tobytes(): i for i, function in enumerate(functions)}
-    current = (lengths > 0).astype(np.int64)  # a token without text is allowed nowhere
+    current = (lengths > 0).astype(np.int64)  # a token without text is never allowed
     going = np.flatnonzero(current)
     for position in range(lengths.max(initial=0)):
         going = going[(lengths[going] > position) & (current[going] > 0)]
@@ -221,7 +228,7 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
 
 
 def _used_states(automaton: TokenAutomaton) -> int:
-    """Count the states without those that fill up the table: a transition or a start leads to each."""
+    """Count the states without the padding: a transition or a start leads to each."""
     return int(max(np.max(automaton.transitions), np.max(automaton.start))) + 1
 
 
@@ -241,12 +248,12 @@ def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray,
 
 
 def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """int32[states]: the length of the shortest way to an accepting state; large where there is none."""
+    """int32[states]: the length of the shortest path to an accepting state; large if there is none."""
     never = np.int32(2**30)
     length = np.where(accepting, np.int32(0), never)
     while True:
-        behind = np.where(table >= 0, length[table], never).min(axis=1)
-        shorter = np.minimum(length, np.minimum(behind, never - 1) + 1)
+        after = np.where(table >= 0, length[table], never).min(axis=1)
+        shorter = np.minimum(length, np.minimum(after, never - 1) + 1)
         if np.array_equal(shorter, length):
             return length
         length = shorter

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to the text of a prompt, by the checkpoint's own jinja code in a sandbox."""
+"""Chat templates: the text of a prompt from a conversation, by the checkpoint's own jinja code in a sandbox."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from jaxgen.errors import ConfigError, InputError
 
 
 def named(template: Any) -> dict[str, str]:
-    """Return the templates of a config's `chat_template` by name; one alone is called "default".
+    """Return the templates of a config's `chat_template` by name; a single one is named "default".
 
     Raises:
         ConfigError: neither a string nor a list of objects with a name and a template each.
@@ -29,7 +29,7 @@ def named(template: Any) -> dict[str, str]:
     for entry in template if isinstance(template, list | tuple) else [template]:
         fields = entry if isinstance(entry, Mapping) else {}
         if not all(isinstance(fields.get(key), str) for key in ("name", "template")):
-            raise ConfigError("chat_template has to be a string or a list of objects with a name and a template each")
+            raise ConfigError("chat_template must be a string or a list of objects with a name and a template each")
         templates[fields["name"]] = fields["template"]
     return templates
 
@@ -43,17 +43,17 @@ def render(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """Render one conversation with the template that suits it; `Tokenizer.render_chat` says more.
+    """Render one conversation with its template; see `Tokenizer.render_chat`.
 
     Raises:
-        InputError: a conversation that is malformed or that the template refuses, or no template for it.
-        ConfigError: a template that is no jinja.
-        TypeError: something that is no list of dicts.
+        InputError: a conversation that is malformed or that the template rejects, or no template for it.
+        ConfigError: a template that is not valid jinja.
+        TypeError: an argument that is not a list of dicts.
     """
     _check_conversation(conversation)
     for name, given in (("tools", tools), ("documents", documents)):
         if given is not None and (isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)):
-            raise TypeError(f"{name} has to be a list of dicts, got {given!r}")
+            raise TypeError(f"{name} must be a list of dicts, got {given!r}")
     try:
         template = _compile(_choose(templates, tools))
     except jinja2.TemplateError as error:
@@ -74,30 +74,30 @@ def _choose(templates: Mapping[str, str], tools: Any) -> str:
     name = "tool_use" if tools is not None and "tool_use" in templates else "default"
     if name in templates:
         return templates[name]
-    others = f" named default (there are: {', '.join(sorted(templates))})" if templates else ""
-    raise InputError(f"this tokenizer has no chat template{others}; use batch on text, or add a chat_template.jinja")
+    others = f" named default (its templates: {', '.join(sorted(templates))})" if templates else ""
+    raise InputError(f"this tokenizer has no chat template{others}: use batch on text, or add a chat_template.jinja")
 
 
 def _check_conversation(conversation: Any) -> None:
     if isinstance(conversation, str | Mapping) or not isinstance(conversation, Sequence):
-        raise TypeError(f"a conversation is a list of messages, got {type(conversation).__name__}")
+        raise TypeError(f"a conversation must be a list of messages, got {type(conversation).__name__}")
     if not conversation:
-        raise InputError("a conversation is empty; it needs at least one message")
+        raise InputError("a conversation is empty: it needs at least one message")
     for i, message in enumerate(conversation):
         if not isinstance(message, Mapping):
-            raise TypeError(f"message {i} is of type {type(message).__name__}; it has to be a dict")
+            raise TypeError(f"message {i} must be a dict, got {type(message).__name__}")
         if not isinstance(message.get("role"), str):
-            raise InputError(f'message {i} has no "role" that is a string: {dict(message)!r}')
+            raise InputError(f'message {i} must have a "role" that is a string, got {dict(message)!r}')
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise InputError(
-                f'message {i} has no "content" that is a string or a list of parts: {dict(message)!r}; '
-                "only one with tool_calls can go without"
+                f'message {i} must have a "content" that is a string or a list of parts, got {dict(message)!r}; '
+                "only a message with tool_calls may lack it"
             )
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Render a block between `generation` and `endgeneration`, which marks answers for training, as it is."""
+    """Block between `generation` and `endgeneration`, which marks answers for training; rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 

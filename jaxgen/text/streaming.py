@@ -1,4 +1,4 @@
-"""Text out of ids as they come, never half a character."""
+"""Text from ids as they are generated, whole characters only."""
 
 import queue
 import re
@@ -20,12 +20,13 @@ CONTEXT = 4
 
 
 class TextStream:
-    """Decode ids as they come: what `put` and `end` return, joined, is `tokenizer.decode` of all the ids.
+    """Decoder of ids as they come: the texts that `put` and `end` return, joined, are `tokenizer.decode` of all ids.
 
-    A character is given out when it is complete. Held back are a U+FFFD at the end, which may be part of
-    one; byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte turns all
-    of them into U+FFFD; and with clean-up, a space with what it might still change. `end` gives out the
-    rest. The work for a token does not depend on how many came before, apart from what is held back.
+    A character is returned when it is complete. Until then, these are held back: a U+FFFD at the end, which may be an
+    incomplete character; byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte
+    turns all of them into U+FFFD; and, with clean-up, a space and the characters after it that clean-up might still
+    change. `end` returns the rest. The cost of a token does not depend on the number of earlier tokens, except those
+    held back.
     """
 
     def __init__(
@@ -49,18 +50,18 @@ class TextStream:
         self._restart()
 
     def put(self, ids: Any) -> str:
-        """Take one id or several and return the text that they complete."""
+        """Append one id or several and return the text that they complete."""
         return "".join(self._put(token_id) for token_id in id_list(ids))
 
     def end(self) -> str:
-        """Return what was held back and start anew."""
+        """Return the text that was held back and start again."""
         text = self._undecided + self._decode()[self._given :]
         self._restart()
         return clean_up(text) if self.cleans_up else text
 
     def _restart(self) -> None:
         self._window: list[int] = []  # the last tokens, enough to decode the next one as in the whole
-        self._given = 0  # characters of the window's text that were passed on
+        self._given = 0  # characters of the window's text that were returned
         self._undecided = ""  # text that clean-up might still change
 
     def _decode(self) -> str:
@@ -89,12 +90,12 @@ class TextStream:
 
 
 class TextStreamer:
-    """Print the text of one row as it is generated, after HF's `TextStreamer`.
+    """Streamer that prints the text of one row as it is generated: HF's `TextStreamer`.
 
-    Give it to `generate(..., streamer=)`, which calls `put` with the prompt, then with each new token, then
-    `end`. Other than HF's it prints characters as soon as they are complete, not whole words, and skips
-    special tokens unless told otherwise, as `Tokenizer.decode`. Override `on_finalized_text` to send the
-    text elsewhere. `decode_kwargs` are those of `TextStream`. `file`: None is the standard output.
+    Pass it to `generate(..., streamer=)`, which calls `put` with the prompt, then with each new token, then `end`.
+    Unlike HF's, it prints characters as soon as they are complete, not whole words, and it skips special tokens by
+    default, as `Tokenizer.decode` does. Override `on_finalized_text` to send the text elsewhere. `decode_kwargs` are
+    those of `TextStream`. `file`: None for the standard output.
     """
 
     def __init__(
@@ -108,32 +109,32 @@ class TextStreamer:
         self.skip_prompt = skip_prompt
         self.file = file
         self._stream = TextStream(tokenizer, **decode_kwargs)
-        self._prompt_comes = True
+        self._expects_prompt = True
 
     def put(self, value: Any) -> None:
-        """Take the prompt (first call) or new tokens: an id, ids[n] or ids[1, n]."""
+        """Receive the prompt (first call) or new tokens: an id, ids[n] or ids[1, n]."""
         ids = np.asarray(value)
         if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
-            raise InputError(f"a TextStreamer prints one row, got ids of shape {ids.shape}; generate one prompt")
-        is_prompt, self._prompt_comes = self._prompt_comes, False
+            raise InputError(f"a TextStreamer prints one row, got ids of shape {ids.shape}: generate one prompt")
+        is_prompt, self._expects_prompt = self._expects_prompt, False
         if not (is_prompt and self.skip_prompt):
             self.on_finalized_text(self._stream.put(ids.reshape(-1)))
 
     def end(self) -> None:
-        """Print what was held back and a newline; the next `put` brings a prompt again."""
-        self._prompt_comes = True
+        """Print the text that was held back and a newline; the next `put` is a prompt again."""
+        self._expects_prompt = True
         self.on_finalized_text(self._stream.end(), stream_end=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print text that will not change any more."""
+        """Print text that cannot change any more."""
         print(text, end="\n" if stream_end else "", file=self.file or sys.stdout, flush=True)
 
 
 class TextIteratorStreamer(TextStreamer):
-    """Hand the text to another thread that iterates over it, after HF's `TextIteratorStreamer`.
+    """Streamer that passes the text to another thread, which iterates over it: HF's `TextIteratorStreamer`.
 
-    `generate` runs in a thread of its own and the text comes as it is generated. What `generate` raises would end
-    that thread only and leave the iteration waiting; `error` passes it on, and it is raised where the text is read:
+    `generate` runs in a thread of its own. An exception there would only end that thread and leave the iteration
+    waiting; `error` passes it on, and it is raised where the text is read:
 
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
 
@@ -147,9 +148,10 @@ class TextIteratorStreamer(TextStreamer):
         for text in streamer:
             print(text, end="", flush=True)
 
-    `timeout` is how many seconds to wait for the next token, None for ever; compiling comes before the first one. After
-    it the iteration raises `queue.Empty`. A streamer may serve one run after the other: an iteration ends with its
-    run, the next `for` waits for the next one. Ending an iteration early does not stop the run.
+    `timeout` is the number of seconds to wait for the next token, None for no limit; the first token comes after
+    compiling. When it has passed, the iteration raises `queue.Empty`. A streamer can serve several runs, one after the
+    other: an iteration ends with its run, and the next `for` waits for the next run. Ending an iteration early does not
+    stop the run.
     """
 
     def __init__(
@@ -161,23 +163,23 @@ class TextIteratorStreamer(TextStreamer):
                 raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
             if not 0 <= timeout <= threading.TIMEOUT_MAX:
                 raise InputError(
-                    f"timeout must be 0 to {threading.TIMEOUT_MAX:.0f} seconds, or None to wait for ever, got {timeout}"
+                    f"timeout must be 0 to {threading.TIMEOUT_MAX:.0f} seconds, or None to wait forever, got {timeout}"
                 )
         self.timeout = timeout
         self.text_queue: queue.Queue[str | BaseException | None] = queue.Queue()
         self._ended = False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Put the text into the queue, and None behind the last."""
+        """Put the text into the queue, and None after the last text."""
         self.text_queue.put(text)
         if stream_end:
             self.text_queue.put(None)
 
     def error(self, exception: BaseException) -> None:
-        """End the run: the iteration gives out the text so far and raises the exception."""
+        """End the run: the iteration returns the text so far and raises the exception."""
         if not isinstance(exception, BaseException):
             raise TypeError(f"error takes an exception, got {exception!r}")
-        self._prompt_comes = True
+        self._expects_prompt = True
         try:
             self.on_finalized_text(self._stream.end())
         finally:
@@ -193,7 +195,7 @@ class TextIteratorStreamer(TextStreamer):
                 item = self.text_queue.get(timeout=self.timeout)
             except queue.Empty:
                 raise queue.Empty(
-                    f"no token came for {self.timeout} seconds: give a longer timeout, or see whether generate failed"
+                    f"no token came for {self.timeout} seconds: set a longer timeout, or check whether generate failed"
                 ) from None
             self._ended = not isinstance(item, str)
             if isinstance(item, BaseException):

@@ -1,4 +1,4 @@
-"""The bytes that each token adds to a text, read off the tokenizer's decoder."""
+"""The bytes that each token adds to a text, derived from the tokenizer's decoder."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxgen.errors import ConfigError
 
-# GPT-2 writes a byte as one printable character: itself where it is one, else the next free one from 256 on.
+# GPT-2 writes a byte as one printable character: the byte itself if printable, else the next free one from 256 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
@@ -18,9 +18,10 @@ FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
-    """Return the bytes of each id behind other text; None for a special token and for an id without a token.
+    """Return the bytes of each id after other text; None for a special token and for an id without a token.
 
-    Raises ConfigError for a decoder that makes more of several tokens than their bytes one after the other.
+    Raises:
+        ConfigError: a decoder whose text is not the concatenation of its tokens' bytes.
     """
     to_bytes = _decoder(backend)
     special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -33,9 +34,9 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """Turn the decoder's steps into one function of a single token."""
+    """Return the decoder's steps as one function of a single token."""
     if backend.decoder is None:
-        raise ConfigError("tokenizer.json has no decoder: it puts a space between any two tokens, which none has alone")
+        raise ConfigError("tokenizer.json has no decoder, so tokens are joined by spaces that belong to none of them")
     replacements: list[tuple[str, str]] = []
     to_bytes, fused = str.encode, False
     for step in _steps(json.loads(backend.decoder.__getstate__())):
@@ -53,8 +54,8 @@ def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
             to_bytes = _byte_level if kind == "ByteLevel" else _byte_fallback
         else:
             raise ConfigError(
-                f"the step {step} of tokenizer.json's decoder does not say what one token adds to the text; known are "
-                "ByteLevel, ByteFallback, Metaspace, Replace of a string, Fuse, and Strip after Fuse"
+                f"the step {step} of tokenizer.json's decoder does not determine the text of a single token: supported "
+                "are ByteLevel, ByteFallback, Metaspace, Replace of a string, Fuse, and Strip after Fuse"
             )
 
     def convert(token: str) -> bytes:

@@ -57,15 +57,14 @@ class Batch(NamedTuple):
 
 
 class Tokenizer:
-    """Turn text and conversations into ids and ids into text, as HF's fast tokenizer of the same files.
+    """Conversion of text and conversations to ids and back, as by HF's fast tokenizer of the same files.
 
-    `backend` is the `tokenizers.Tokenizer` that does the work; it becomes this object's own: tokens are
-    added to it, its padding and truncation are turned off (both happen only where a call asks for them).
-    `config` is the content of a tokenizer_config.json. `Tokenizer.from_pretrained` reads both from a
-    directory.
+    `backend` is the `tokenizers.Tokenizer` that does the work. It is modified: tokens are added, and its own padding
+    and truncation are turned off. `config` is the content of a tokenizer_config.json.
+    `Tokenizer.from_pretrained` reads both from a directory.
 
-    `bos_token`, `eos_token`, `unk_token`, `pad_token` and their `*_token_id` are None where the checkpoint
-    has none, `model_max_length` where it states no limit. `chat_template` is the default template or None.
+    `bos_token`, `eos_token`, `unk_token`, `pad_token` and their `*_token_id` are None if the checkpoint has no such
+    token, `model_max_length` if it states no limit. `chat_template` is the default template or None.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
@@ -103,26 +102,26 @@ class Tokenizer:
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
         """Read the tokenizer of a local HF directory.
 
-        Reads tokenizer.json and, where they exist, tokenizer_config.json, chat_template.jinja (it wins over
-        the config's template), special_tokens_map.json and added_tokens.json (both, as in HF, only where
-        the config has no `added_tokens_decoder`), and config.json for the class where the config names
-        none.
+        Reads tokenizer.json and, if they exist, tokenizer_config.json, chat_template.jinja (which takes precedence
+        over the config's template), special_tokens_map.json and added_tokens.json (as in HF, only if the config has
+        no `added_tokens_decoder`), and config.json for the tokenizer class if the config names none.
 
-        BOS and EOS are added as tokenizer.json says, but by a LlamaTokenizer or LlamaTokenizerFast as
-        `add_bos_token` (on by default) and `add_eos_token` say, because HF's class ignores tokenizer.json
-        there.
+        BOS and EOS are added as tokenizer.json says. With LlamaTokenizer and LlamaTokenizerFast, `add_bos_token` (on
+        by default) and `add_eos_token` decide instead, because HF's class ignores tokenizer.json there.
 
-        Raises InputError for a directory without a fast tokenizer and ConfigError for damaged files.
+        Raises:
+            InputError: a directory without a fast tokenizer.
+            ConfigError: damaged files.
         """
         directory = Path(path)
         if not directory.is_dir():
-            raise InputError(f"{directory} is not a directory; from_pretrained reads a local HF directory")
+            raise InputError(f"{directory} is not a directory: from_pretrained reads a local HF directory")
         file = directory / "tokenizer.json"
         if not file.is_file():
             found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
             raise InputError(
                 f"{directory} has no tokenizer.json (it has: {found}). Slow tokenizers (tokenizer.model, "
-                "vocab.json with merges.txt) are not read; save a fast one there"
+                "vocab.json with merges.txt) cannot be read: save a fast one there"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -135,7 +134,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Count the tokens without the added ones, as HF; `len(tokenizer)` counts all."""
+        """Number of tokens without the added ones, as in HF; `len(tokenizer)` counts all."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def encode(
@@ -146,14 +145,14 @@ class Tokenizer:
         split_special_tokens: bool | None = None,
         max_length: int | None = None,
     ) -> list[int]:
-        """Turn one text into its ids.
+        """Convert one text to its ids.
 
-        Special tokens written in the text count as such unless `split_special_tokens`, which is for text one
-        does not trust (None: as the config says, off by default). `max_length` counts what is added as well
-        and cuts at the config's `truncation_side`.
+        Special tokens written in the text are recognised unless `split_special_tokens` is set, which is meant for
+        untrusted text (None: as the config says, off by default). `max_length` includes the added special tokens and
+        truncates at the config's `truncation_side`.
         """
         if not isinstance(text, str):
-            raise TypeError(f"encode takes one str, got {type(text).__name__}; batch takes a list of them")
+            raise TypeError(f"encode takes one str, got {type(text).__name__}: batch takes a list of them")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -166,8 +165,8 @@ class Tokenizer:
             added = backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
             if max_length < max(added, 1):
                 raise InputError(
-                    f"max_length is {max_length}; it has to be at least {max(added, 1)}, "
-                    f"of which the tokenizer itself adds {added}"
+                    f"max_length must be at least {max(added, 1)}, as the tokenizer itself adds {added} tokens, "
+                    f"got {max_length}"
                 )
             encoding.truncate(max_length - added, direction=self.truncation_side)
         return backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
@@ -175,11 +174,11 @@ class Tokenizer:
     def decode(
         self, ids: Any, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
     ) -> str:
-        """Turn one sequence of ids (list, numpy or jax, or a single id) into text.
+        """Convert one sequence of ids (list, numpy or jax array, or a single id) to text.
 
-        `clean_up_tokenization_spaces` takes away the spaces before punctuation and English contractions
-        (None: as the config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in
-        HF, because models pad their vocabularies; a negative id is an error.
+        `clean_up_tokenization_spaces` removes the spaces before punctuation and English contractions (None: as the
+        config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in HF, because models pad
+        their vocabularies; a negative id is an error.
         """
         text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
         return clean_up(text) if self._cleans_up(clean_up_tokenization_spaces) else text
@@ -187,10 +186,10 @@ class Tokenizer:
     def batch(self, texts: Sequence[str], *, max_length: int | None = None) -> Batch:
         """Encode texts and left-pad them to the longest.
 
-        Pads with pad, else eos, else unk, else id 0: the mask makes the choice irrelevant to the model.
+        Pads with the pad id, else eos, else unk, else 0. The mask makes the choice irrelevant to the model.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
-            raise TypeError(f"batch takes a list of str, got {type(texts).__name__}; give [text] for one text")
+            raise TypeError(f"batch takes a list of str, got {type(texts).__name__}: pass [text] for one text")
         return self.pad([self.encode(text, max_length=max_length) for text in texts])
 
     def chat(
@@ -205,9 +204,9 @@ class Tokenizer:
     ) -> Batch:
         """Render conversations with the chat template, encode and left-pad them.
 
-        A conversation is a list of {"role": ..., "content": ...} dicts; a single one may come without the
-        list around it. The template writes BOS and the like itself: none is added. `max_length` cuts at the
-        config's `truncation_side`; on the right that is the generation prompt. The rest is as in
+        A conversation is a list of {"role": ..., "content": ...} dicts; a single one may come without the list around
+        it. The template writes BOS and other special tokens itself; none are added. `max_length` truncates at the
+        config's `truncation_side`: on the right, that removes the generation prompt. The other arguments are those of
         `render_chat`.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
@@ -231,10 +230,10 @@ class Tokenizer:
     ) -> str:
         """Render one conversation as HF's `apply_chat_template(tokenize=False)`.
 
-        `tools` are JSON schemas and choose the template "tool_use" where there is one. `template_kwargs`
-        are further variables of the template and win over the special tokens' names. It runs in a sandbox
-        with what 4.41.1 gives it and later releases added: `tojson` without HTML escapes, `break` and
-        `continue`, generation blocks, and `strftime_now`, with which some templates print today's date.
+        `tools` are JSON schemas and select the template "tool_use" if there is one. `template_kwargs` are further
+        variables of the template and override the special tokens' names. The template runs in a sandbox, with the
+        functions of 4.41.1 and of later releases: `tojson` without HTML escapes, `break` and `continue`, generation
+        blocks, and `strftime_now`, with which some templates print today's date.
         """
         return chat_template.render(
             self._templates,
@@ -248,7 +247,7 @@ class Tokenizer:
     def decode_batch(
         self, out: Any, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
     ) -> list[str]:
-        """Decode what was generated in each row of a `GenerateOutput`, without prompt and padding."""
+        """Decode the generated tokens of each row of a `GenerateOutput`, without prompt and padding."""
         sequences, lengths, start = np.asarray(out.sequences), np.asarray(out.lengths), int(out.prompt_width)
         return [
             self.decode(row[start : start + length], skip_special_tokens, clean_up_tokenization_spaces)
@@ -256,13 +255,14 @@ class Tokenizer:
         ]
 
     def token_bytes(self) -> list[bytes | None]:
-        """Return what each id adds to a text; None for a special token and for an id without a token.
+        """Return the bytes that each id adds to a text; None for a special token and for an id without a token.
 
         The list is as long as the vocabulary with the added tokens. Joined, the bytes of a text's ids are the text in
-        UTF-8; those of one token may be part of a character. A SentencePiece token that starts with a space has it
-        here wherever it stands, though `decode` leaves out the space in front of a whole text.
+        UTF-8; a single token may contribute only part of a character. A SentencePiece token with a leading space keeps
+        it here, although `decode` drops the space at the beginning of a whole text.
 
-        Raises ConfigError for a tokenizer whose text is not its tokens' one after the other.
+        Raises:
+            ConfigError: the tokenizer's text is not the concatenation of its tokens' text.
         """
         return list(self._token_bytes)
 
@@ -278,12 +278,12 @@ class Tokenizer:
         return self.clean_up_tokenization_spaces if choice is None else choice
 
     def _rebuild_post_processor(self, add_bos: bool, add_eos: bool) -> None:
-        """Follow HF's LlamaTokenizerFast, which replaces the post-processor of tokenizer.json."""
+        """Replace the post-processor of tokenizer.json, as HF's LlamaTokenizerFast does."""
         added = []
         for name, wanted in (("bos_token", add_bos), ("eos_token", add_eos)):
             token, token_id = self._special(name)
             if wanted and token is None:
-                raise ConfigError(f"add_{name} is true but there is no {name}; set one of them right")
+                raise ConfigError(f"add_{name} is true but there is no {name}: correct one of the two")
             added.append([(token, token_id)] if wanted else [])
         before, after = added
         template = [*(token for token, _ in before), "$A", *(token for token, _ in after)]
@@ -298,10 +298,10 @@ class Tokenizer:
     def pad(self, rows: Sequence[Sequence[int]]) -> Batch:
         """Left-pad rows of ids to the longest, as `batch` does."""
         if not rows:
-            raise InputError("the list is empty; give at least one prompt")
+            raise InputError("the list is empty: pass at least one prompt")
         for i, row in enumerate(rows):
             if not row:
-                raise InputError(f"prompt {i} has no token at all; a prompt needs at least one, e.g. BOS")
+                raise InputError(f"prompt {i} has no tokens: a prompt needs at least one, such as BOS")
         choices = (self.pad_token_id, self.eos_token_id, self.unk_token_id, 0)
         pad = next(choice for choice in choices if choice is not None)
         width = max(map(len, rows))
@@ -314,7 +314,7 @@ class Tokenizer:
 
 
 def clean_up(text: str) -> str:
-    """Take away the spaces that HF's `clean_up_tokenization` takes away, in its order."""
+    """Remove the spaces that HF's `clean_up_tokenization` removes, in its order."""
     for mark in (".", "?", "!", ","):
         text = text.replace(" " + mark, mark)
     text = text.replace(" ' ", "'")
@@ -324,17 +324,17 @@ def clean_up(text: str) -> str:
 
 
 def id_list(ids: Any) -> list[int]:
-    """Check one sequence of token ids, or a single one, of whatever kind and return it as a list."""
+    """Check one sequence of token ids, or a single id, of any type and return it as a list."""
     array = np.atleast_1d(np.asarray(ids))
     if array.size == 0:
         return []
     if array.dtype.kind not in "iu":
-        raise TypeError(f"token ids are integers, got {array.dtype}")
+        raise TypeError(f"token ids must be integers, got {array.dtype}")
     if array.ndim > 1:
-        raise InputError(f"one sequence of ids is decoded at a time, got shape {array.shape}; go row by row")
+        raise InputError(f"one sequence of ids is decoded at a time, got shape {array.shape}: decode row by row")
     if array.min() < 0 or array.max() >= 2**32:
         wrong = array[(array < 0) | (array >= 2**32)][0]
-        raise InputError(f"{wrong} is not a token id; ids are at least 0 and below 2**32")
+        raise InputError(f"{wrong} is not a token id: ids are at least 0 and below 2**32")
     return array.tolist()
 
 
@@ -346,7 +346,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{file} is damaged: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds a JSON {type(content).__name__}; it has to hold an object")
+        raise ConfigError(f"{file} must contain a JSON object, got {type(content).__name__}")
     return content
 
 
@@ -381,7 +381,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not isinstance(value, kind):
             wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ConfigError(f"{name} of the tokenizer's config is {value!r}; it has to be a {wanted}")
+            raise ConfigError(f"{name} of the tokenizer's config must be a {wanted}, got {value!r}")
 
 
 def _content(token: Any) -> str | None:
@@ -400,13 +400,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
     additional = list(config.get("additional_special_tokens") or ())
     for name, token in (*named.items(), *(("additional_special_tokens", token) for token in additional)):
         if not isinstance(_content(token), str):
-            raise ConfigError(f"{name} of the tokenizer's config is {token!r}; it has to be a string")
+            raise ConfigError(f"{name} of the tokenizer's config must be a string, got {token!r}")
     special = {_content(token): token for token in (*named.values(), *additional)}
 
     listed: dict[int, Mapping[str, Any]] = {}
     for index, token in (config.get("added_tokens_decoder") or {}).items():
         if not str(index).isdecimal() or not isinstance(token, Mapping) or "content" not in token:
-            raise ConfigError(f"added_tokens_decoder has {index!r}: {token!r}; it has to map ids to tokens")
+            raise ConfigError(f"added_tokens_decoder must map ids to tokens, got {index!r}: {token!r}")
         listed[int(index)] = token
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     known |= {_content(token) for token in listed.values()}
@@ -421,8 +421,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
     for index, token in listed.items():
         if backend.token_to_id(token["content"]) != index:
             raise ConfigError(
-                f"tokenizer_config.json gives the added token {token['content']!r} the id {index}, with this "
-                f"tokenizer.json it is {backend.token_to_id(token['content'])}; the files do not match"
+                f"the added token {token['content']!r} has the id {index} in tokenizer_config.json and "
+                f"{backend.token_to_id(token['content'])} with this tokenizer.json: the files do not match"
             )
     names: dict[str, Any] = {name: _content(token) for name, token in named.items()}
     if additional:

@@ -1,4 +1,4 @@
-"""The state of a training run on the disk: one file, replaced as a whole, so that a kill leaves the one before."""
+"""The state of a training run on disk: one file, replaced as a whole, so that a kill leaves the previous one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ State = TypeVar("State")
 
 
 def write_state(directory: Path, state, settings: str) -> None:
-    """Write a tree of float32 and int32 arrays; `settings` says what run it belongs to."""
+    """Write a tree of float32 and int32 arrays; `settings` identifies the run that it belongs to."""
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / _PARTIAL
     with open(partial, "wb") as stream:
         with zipfile.ZipFile(stream, "w") as archive:
             _write_array(archive, "settings", _digest(settings))
             for name, leaf in _by_name(state).items():
-                # A copy: a jax array that was itself looked at from numpy cannot be overwritten by the next step.
+                # A copy: a jax array that numpy has viewed cannot be overwritten by the next step.
                 _write_array(archive, name, np.asarray(jnp.array(leaf)))
         stream.flush()
         os.fsync(stream.fileno())
@@ -38,10 +38,10 @@ def write_state(directory: Path, state, settings: str) -> None:
 
 
 def read_state(directory: Path, like: State, settings: str) -> State | None:
-    """Read what `write_state` wrote into a tree of the form of `like`; None where nothing was written.
+    """Read the state that `write_state` wrote into a tree with the structure of `like`; None if there is none.
 
     Raises:
-        InputError: the file is of a run with other settings, or damaged.
+        InputError: the file belongs to a run with other settings, or is damaged.
     """
     file = directory / _FILE
     if not file.is_file():
@@ -52,15 +52,15 @@ def read_state(directory: Path, like: State, settings: str) -> State | None:
                 leaves = [jnp.array(arrays[name]) for name in _by_name(like)]
                 return jax.tree.unflatten(jax.tree.structure(like), leaves)
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise InputError(f"{file} is damaged: {error}; remove {directory} to begin anew") from error
+        raise InputError(f"{file} is damaged: {error}; remove {directory} to start again") from error
     raise InputError(
-        f"{directory} holds the state of a run with other settings or data: "
-        "give those again to go on with it, or remove it to begin anew"
+        f"{directory} has the state of a run with other settings or data: "
+        "use those again to resume it, or remove it to start again"
     )
 
 
 def remove_state(directory: Path) -> None:
-    """Remove what `write_state` wrote; the directory goes too unless something else is in it."""
+    """Remove the state that `write_state` wrote, and the directory if it is then empty."""
     for name in (_FILE, _PARTIAL):
         (directory / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -69,10 +69,10 @@ def remove_state(directory: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keep other processes from training in `directory`, which is made, and removed again if it stays empty.
+    """Prevent other processes from training in `directory`, which is created, and removed if it stays empty.
 
     Raises:
-        InputError: another process trains there.
+        InputError: another process is training there.
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock = os.open(directory, os.O_RDONLY)
@@ -80,9 +80,9 @@ def alone_in(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f"another process trains in {directory}: wait for it, or write elsewhere") from error
+            raise InputError(f"another process trains in {directory}: wait for it, or choose another") from error
         except OSError:
-            pass  # some network file systems have no locks
+            pass  # some network file systems do not support locks
         yield
     finally:
         os.close(lock)

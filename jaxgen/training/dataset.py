@@ -1,4 +1,4 @@
-"""Texts and conversations as rows to train on."""
+"""Texts and conversations as rows of training data."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from jaxgen.errors import InputError
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training.train import TrainBatch
 
-IGNORED = -100  # the label of a token that nothing is learnt from
+IGNORED = -100  # the label of a token without a loss
 
 
 class Example(NamedTuple):
-    """One text: its ids, and the labels, which are the ids or `IGNORED`. The first label is never learnt."""
+    """One text: its ids, and its labels, each the id or `IGNORED`. The first label is never used."""
 
     ids: list[int]
     labels: list[int]
 
 
 def text_example(tokenizer: Tokenizer, text: str) -> Example:
-    """Return a plain text, all of which is learnt, with the eos token at its end."""
+    """Return a plain text, all of it labelled, with the eos token at its end."""
     ids = _ended(tokenizer, tokenizer.encode(text))
     return Example(ids, ids)
 
 
 def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
-    """Return a conversation of which only the assistant's answers are learnt, with the token that ends each.
+    """Return a conversation in which only the assistant's answers are labelled, with the token that ends each.
 
-    The ids are those of the whole conversation, except that no token reaches from a question into its answer or the
-    other way round: when an answer is generated, its question's tokens are fixed. What follows the last answer is
-    left out.
+    The ids are those of the whole conversation, except that no token spans the boundary between a question and its
+    answer: when an answer is generated, the tokens of its question are fixed. Messages after the last answer are left
+    out.
 
     Raises:
         InputError: no answer, or one at the very beginning; a template that renders the same beginning differently
             when more follows.
-        TypeError: no list of messages.
+        TypeError: `conversation` is not a list of messages.
     """
     if not isinstance(conversation, Sequence) or not all(isinstance(message, Mapping) for message in conversation):
-        raise TypeError('a conversation is a list of messages, {"role": "...", "content": "..."}')
+        raise TypeError('a conversation must be a list of messages, {"role": "...", "content": "..."}')
     ids: list[int] = []
     labels: list[int] = []
     done = last = ""
@@ -51,13 +51,13 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
         if message.get("role") != "assistant":
             continue
         if index == 0:
-            raise InputError("the conversation begins with an answer: put what it answers before it")
+            raise InputError("the conversation begins with an answer: put the question before it")
         question = tokenizer.render_chat(conversation[:index])
         answered = tokenizer.render_chat(conversation[: index + 1], add_generation_prompt=False)
         if not question.startswith(done) or not answered.startswith(question):
             raise InputError(
                 "the chat template changes the beginning of a conversation when more follows, so its answers "
-                'cannot be told apart: train on "text" instead'
+                'cannot be located: train on "text" instead'
             )
         asked, answer = question[len(done) :], answered[len(question) :].rstrip()
         before, learnt = _after(tokenizer, last, asked), _after(tokenizer, asked, answer)
@@ -72,11 +72,11 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
 def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
     """Read a JSONL file of `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}` lines.
 
-    A completion is learnt as the answer to its prompt: a conversation where the tokenizer has a chat template, one
-    text where it has none.
+    A prompt and its completion are a conversation if the tokenizer has a chat template, otherwise one text in which
+    only the completion is labelled.
 
     Raises:
-        InputError: a line that is none of these, by its number.
+        InputError: a line of another form; the message has its number.
     """
     examples = []
     with open(file, "rb") as lines:
@@ -86,7 +86,7 @@ def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
             try:
                 example = _example(tokenizer, _parsed(line.rstrip()))
                 if len(example.ids) < 2:
-                    raise InputError("less than two tokens, so nothing is to be predicted")
+                    raise InputError("fewer than two tokens, so there is nothing to predict")
                 examples.append(example)
             except (ValueError, TypeError) as error:
                 raise InputError(f"{file}, line {number}: {error}") from error
@@ -101,7 +101,7 @@ def _parsed(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"no JSON: {error.msg} at character {error.pos + 1}") from error
+        raise InputError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
         raise InputError("the JSON is nested too deeply") from error
 
@@ -135,7 +135,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids of `text` as they are after `before`, or alone where a token would reach across."""
+    """Return the ids of `text` as they are after `before`, or alone if a token would span the boundary."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:
@@ -144,9 +144,12 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Put examples into rows of `width` tokens, each in the first of the last 64 rows that has room for it.
+    """Pack examples into rows of `width` tokens, each into the first of the last 64 rows with enough space.
 
-    Returns the rows, numpy arrays, and the number of examples that were longer than a row and lost their end.
+    Returns the rows, numpy arrays, and the number of examples that were longer than a row and were cut.
+
+    Raises:
+        InputError: `width` is less than 2.
     """
     if width < 2:
         raise InputError(f"a row must have at least 2 tokens, one to predict the other from, got {width}")
@@ -163,7 +166,7 @@ def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
             room.append(width)
         rows[row].append(example)
         room[row] -= size
-        first_open = max(first_open, len(rows) - 64)  # so that a long list stays linear
+        first_open = max(first_open, len(rows) - 64)  # keeps the time linear in the number of examples
     return _rows(rows, width), cut
 
 
@@ -185,12 +188,14 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
 def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
     """Return `batches(step)`: `rows` rows of the data, in a new order in each epoch.
 
-    The batch of a step depends on the arguments alone. Where fewer rows are left at an epoch's end than a batch needs,
-    the next epoch's come in.
+    The batch of a step depends on the arguments alone. The last batch of an epoch is filled with rows of the next one.
+
+    Raises:
+        InputError: no data, or `rows` is less than 1.
     """
     count = data.ids.shape[0]
     if count == 0 or rows < 1:
-        raise InputError(f"there must be at least one row to train on and one per batch, got {count} and {rows}")
+        raise InputError(f"there must be at least one row of data and one row per batch, got {count} and {rows}")
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray:

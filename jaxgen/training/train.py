@@ -1,6 +1,6 @@
-"""Training: the loss of the forward pass, a pure step on optax, and a loop that survives being killed.
+"""Training: the loss of the forward pass, a pure step on optax, and a loop that resumes after being killed.
 
-The step is a function of a state and a batch, to be jitted and put into a loop of one's own:
+The step is a function of a state and a batch; jit it and call it in a loop of your own:
 
 >>> step = jax.jit(functools.partial(train_step, model=cfg.model, cfg=TrainConfig(steps=1000)))  # doctest: +SKIP
 >>> state = TrainState.create(params, TrainConfig(steps=1000))                                   # doctest: +SKIP
@@ -32,21 +32,21 @@ from jaxgen.training.lora import attach
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How to train: AdamW (arXiv 1711.05101) with clipped gradients, a linear warm-up and a cosine decay.
+    """Settings of training: AdamW (arXiv 1711.05101) with gradient clipping, linear warm-up and cosine decay.
 
     Attributes:
-        steps: optimizer steps in all.
-        learning_rate: the highest, reached after `warmup` steps.
-        warmup: steps of linear rise from 0.
-        final_rate: the lowest rate, reached at the end, as a share of the highest.
+        steps: the total number of optimizer steps.
+        learning_rate: the peak, reached after `warmup` steps.
+        warmup: the number of steps in which the rate rises linearly from 0.
+        final_rate: the rate at the end, as a fraction of the peak.
         b1, b2, eps: AdamW's.
-        weight_decay: per step and unit of rate, of matrices only, not of biases and norms.
-        clip: the largest global norm of the gradient.
-        accumulate: micro-batches per step, which share the batch's rows evenly; the gradient is the whole batch's.
-        dtype: in which the model computes; the weights that are trained stay float32.
-        remat: compute each layer anew for its gradient rather than keep it: less memory, a third more time.
-        lora_scale: what low-rank updates are multiplied with, where they are what is trained.
-        seed: of dropout.
+        weight_decay: AdamW's, for matrices only, not for biases and norms.
+        clip: the maximum global norm of the gradient.
+        accumulate: the number of equal micro-batches per step; the gradient is that of the whole batch.
+        dtype: the dtype of the forward and backward pass; the trained weights stay float32.
+        remat: recompute each layer in the backward pass: less memory, a third more time.
+        lora_scale: the factor of low-rank updates, if those are trained.
+        seed: the seed of dropout.
     """
 
     steps: int
@@ -65,7 +65,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
-        """Refuse what makes no sense."""
+        """Check the values."""
         at_least = {"steps": 1, "warmup": 0, "accumulate": 1, "final_rate": 0, "weight_decay": 0, "seed": 0}
         for name, least in at_least.items():
             if not getattr(self, name) >= least:
@@ -104,12 +104,12 @@ def _matrices(params):
 
 @flax.struct.dataclass
 class TrainState:
-    """All that training changes.
+    """State that a training step changes.
 
     Attributes:
-        params: float32, what is trained: the model's parameters, or low-rank updates of them.
+        params: float32, the trained parameters: the model's, or low-rank updates of them.
         optimizer: optax's state.
-        step: int32[], how many steps were done.
+        step: int32[], the number of completed steps.
     """
 
     params: Any
@@ -118,7 +118,7 @@ class TrainState:
 
     @classmethod
     def create(cls, params, cfg: TrainConfig) -> TrainState:
-        """Begin with `params`, copied to float32."""
+        """Return the initial state, with `params` copied to float32."""
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
 
@@ -129,10 +129,9 @@ class TrainBatch:
 
     Attributes:
         ids: int32[R, T].
-        labels: int32[R, T], the ids again, -100 where nothing is to be learnt: padding, a text's first token,
+        labels: int32[R, T], the ids again, or -100 for tokens without a loss: padding, a text's first token,
             questions.
-        segments: int32[R, T], which of its row's texts a token belongs to, counted from 1; 0 for padding, which
-            comes last.
+        segments: int32[R, T], the number of the token's text in its row, from 1; 0 for padding, which comes last.
     """
 
     ids: jax.Array | np.ndarray
@@ -142,13 +141,13 @@ class TrainBatch:
 
 @flax.struct.dataclass
 class Metrics:
-    """What a step reports: float32[] each.
+    """Metrics of a step, float32[] each.
 
     Attributes:
-        loss: mean cross-entropy per label, before the step.
-        gradient_norm: before clipping.
-        learning_rate: of this step.
-        tokens: labels that counted.
+        loss: the mean cross-entropy per label, before the step.
+        gradient_norm: the global norm before clipping.
+        learning_rate: the rate of this step.
+        tokens: the number of labels.
     """
 
     loss: jax.Array
@@ -174,14 +173,14 @@ def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = F
 def train_step(
     state: TrainState, batch: TrainBatch, frozen=None, *, model: ModelConfig, cfg: TrainConfig
 ) -> tuple[TrainState, Metrics]:
-    """Take one step: a pure function, to be jitted with `model` and `cfg` as constants.
+    """Take one step: a pure function; jit it with `model` and `cfg` as constants.
 
     Args:
-        state: where training is; donate it where it is not needed again.
-        batch: rows for this step.
-        frozen: the model's parameters where `state.params` are low-rank updates (`lora.init`); else None.
+        state: the state before the step; donate it if it is not needed again.
+        batch: the rows of this step.
+        frozen: the model's parameters if `state.params` are low-rank updates (`lora.init`); else None.
         model: the model's shape.
-        cfg: how to train.
+        cfg: the settings.
     """
     model = dataclasses.replace(model, dtype=cfg.dtype)
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
@@ -193,7 +192,7 @@ def train_step(
         return batch_loss(params, part, model, remat=cfg.remat, rngs=rngs)
 
     total, count, gradient = _accumulate(jax.value_and_grad(loss, has_aux=True), state.params, batch, dropout, cfg)
-    count = jnp.maximum(count, 1.0)  # a batch without any label teaches nothing
+    count = jnp.maximum(count, 1.0)  # a batch without any label has a gradient of 0
     gradient = jax.tree.map(lambda leaf: leaf / count, gradient)
     with jax.numpy_dtype_promotion("standard"):
         updates, optimizer = cfg.optimizer().update(gradient, state.optimizer, state.params)
@@ -237,28 +236,28 @@ def train(
     """Train and return the trained parameters, float32.
 
     Args:
-        params: where to begin: the model's parameters or low-rank updates.
-        batches: gives the batch of a step, the same one each time that it is asked: resuming relies on it.
+        params: the initial values: the model's parameters or low-rank updates.
+        batches: returns the batch of a step. Resuming relies on it returning the same batch for the same step.
         model: the model's shape.
-        cfg: how to train.
+        cfg: the settings.
         frozen: as in `train_step`.
-        directory: where the state is kept every `save_every` steps. A run that was killed goes on from there and
-            ends with the same bits as one that was not.
-        run: names everything that the result depends on beside `cfg` and `model`; a state of another run in
-            `directory` is refused.
-        save_every, report_every: steps.
-        report: called with a line on progress.
+        directory: the state is saved here every `save_every` steps. A run that was killed resumes from it and ends
+            with the same bits as one that was not killed.
+        run: identifies everything else that the result depends on; a state of another run in `directory` is refused.
+        save_every: the number of steps between saved states.
+        report_every: the number of steps between reports.
+        report: called with a line of progress.
 
     Raises:
-        InputError: `directory` holds the state of a run with other settings.
-        ConfigError: training diverges: the loss is no number any more.
+        InputError: `directory` has the state of a run with other settings.
+        ConfigError: training diverged: the loss is not finite.
     """
     begin = functools.partial(TrainState.create, params, cfg)
     settings = _settings(model, cfg, run)
     state = None if directory is None else read_state(directory, jax.eval_shape(begin), settings)
     if state is None:
         state = begin()
-    del params, begin  # the state has copies; where the caller keeps none, the memory is free
+    del params, begin  # the state has copies; without the caller's references, the memory is freed
     step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
@@ -267,17 +266,17 @@ def train(
         meter.count(metrics, int(np.sum(np.asarray(batch.segments) > 0)))
         done = step + 1
         if done % report_every == 0 or done == cfg.steps:
-            meter.say(done, metrics)
+            meter.report_step(done, metrics)
         if directory is not None and (done % save_every == 0 or done == cfg.steps):
             write_state(directory, state, settings)
     return state.params
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
-    """Tell whether `train` with these arguments would go on from a state in `directory`.
+    """Return whether `train` with these arguments would resume from a state in `directory`.
 
     Raises:
-        InputError: there is a state of a run with other settings, or a damaged one.
+        InputError: the state belongs to a run with other settings, or is damaged.
     """
     return read_state(directory, {}, _settings(model, cfg, run)) is not None
 
@@ -287,8 +286,8 @@ def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
 
 
 def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
-    """Return the mean cross-entropy per label of all of `data`, computed in `dtype`, `rows` rows at a time."""
-    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # empty rows to fill the last ones up, so that one program does
+    """Return the mean cross-entropy per label of `data`, computed in `dtype`, `rows` rows at a time."""
+    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # empty rows fill the last batch, so that one program is enough
     ids, segments = np.pad(data.ids, lacking), np.pad(data.segments, lacking)
     labels = np.pad(data.labels, lacking, constant_values=-100)
     total = count = 0.0
@@ -306,7 +305,7 @@ def _sums(params, batch: TrainBatch, model: ModelConfig, dtype: str):
 
 
 class _Meter:
-    """Says how training goes; reads a step's numbers only when it says something, so that steps queue up."""
+    """Progress reports. A step's numbers are read only for a report, so that steps queue up on the device."""
 
     def __init__(self, steps: int, report: Callable[[str], None]):
         self.steps, self.report = steps, report
@@ -318,7 +317,7 @@ class _Meter:
         self.waiting.append(metrics)
         self.tokens += tokens
 
-    def say(self, step: int, metrics: Metrics) -> None:
+    def report_step(self, step: int, metrics: Metrics) -> None:
         losses = np.array([float(m.loss) for m in self.waiting])
         labels = np.array([float(m.tokens) for m in self.waiting])
         loss = np.sum(losses * labels) / max(1.0, np.sum(labels))

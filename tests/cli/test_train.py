@@ -219,7 +219,7 @@ class TestGoingOn:
             (work / "state.npz").write_bytes(damaged)
             status, err = run()
             assert (status, "is damaged" in err) == (2, True)
-            assert f"remove {work} to begin anew" in err
+            assert f"remove {work} to start again" in err
 
     @pytest.mark.slow
     def test_killed_at_random_moments(self, checkpoint, data, tmp_path):
@@ -277,7 +277,7 @@ class TestMistakes:
             ([], {"steps": 0}, "--steps: 0 must be at least 1"),
             ([], {"learning_rate": "inf"}, "--learning-rate: inf must be above 0 and finite"),
             ([], {"warmup": 1}, "--warmup: 1 must be at least 0 and below 1"),
-            ([], {"clip": "much"}, "--clip: 'much' is no number"),
+            ([], {"clip": "much"}, "--clip: 'much' is not a number"),
             ([], {"batch": 8, "accumulate": 3}, "--batch 8 cannot be divided into --accumulate 3 parts"),
             ([], {"width": 513}, "--width 513 is more than the 512 tokens that the model holds"),
             ([], {"width": 1}, "at least 2 tokens"),

@@ -15,7 +15,7 @@ from jaxgen import Tokenizer
 from jaxgen.demo import PATH
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+GALLERY = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
 CARD = (PATH / "README.md").read_text(encoding="utf-8")
 
 
@@ -56,7 +56,7 @@ def test_held_out_loss_is_that_of_the_card(demo):
 
 
 def test_the_gallery_is_not_picked():
-    prompts = re.findall(r"^> \*\*(.*)\*\*$", README, re.MULTILINE)
+    prompts = re.findall(r"^> \*\*(.*)\*\*$", GALLERY, re.MULTILINE)
     assert prompts == [request.prompt for request in corpus.requests(1, 10)]
 
 

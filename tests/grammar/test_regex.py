@@ -89,13 +89,13 @@ def test_bounded_repetitions_are_compiled_at_once(pattern):
         ("(a$|b)c?", r"has \$ inside"),
         (r"\Aa", r"has \\A inside"),
         ("a)|(b", "not opened"),
-        ("[", "no regular expression"),
+        ("[", "not a regular expression"),
         ("(?=a)b", "look-around"),
         (r"(a)\1", "back-reference"),
         (r"a\b", "word bound"),
         ("[a&&b]", "matches no"),
         ("\ud800", "surrogates"),
-        ("a(", "no regular expression"),
+        ("a(", "not a regular expression"),
     ],
 )
 def test_bad_patterns(pattern, words):

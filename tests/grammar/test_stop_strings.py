@@ -267,7 +267,7 @@ class TestErrors:
             ([], InputError, "stop_strings must not be empty"),
             ("", InputError, "stop_strings must not be empty"),
             (["a", ""], InputError, "stop_strings must not be empty"),
-            (["a", 3], TypeError, "stop_strings must be a str or a list of them, got .*3"),
+            (["a", 3], TypeError, "stop_strings must be a str or a list of str, got .*3"),
             (b"a", TypeError, "stop_strings must be a str"),
             (None, TypeError, "stop_strings must be a str"),
             ({"a"}, TypeError, "stop_strings must be a str"),

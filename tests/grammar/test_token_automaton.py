@@ -203,7 +203,7 @@ def test_stacks_that_cannot_be(tok):
     automaton = automaton_of("a", tok)
     with pytest.raises(InputError, match=r"\[1024, 1030\]"):
         TokenAutomaton.stack([automaton, automaton_of("a", tok, vocab_size=1030)])
-    with pytest.raises(InputError, match="3 rows are no multiple of the 2 prompts"):
+    with pytest.raises(InputError, match="3 rows are not a multiple of the 2 prompts"):
         TokenAutomaton.stack([automaton, automaton]).begin(3)
     assert automaton.begin(3).shape == (3,)
 
@@ -291,7 +291,7 @@ def test_a_sentencepiece_space_in_front():
 def test_wrong_types(tok):
     with pytest.raises(TypeError, match=r"jaxgen\.Tokenizer"):
         TokenAutomaton.from_regex("a", tok.backend)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a pattern is a str"):
+    with pytest.raises(TypeError, match="a pattern must be a str"):
         TokenAutomaton.from_regex(3, tok)  # type: ignore[arg-type]
 
 

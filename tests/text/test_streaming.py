@@ -293,7 +293,7 @@ class TestTextIteratorStreamer:
 
     def test_several_sequences(self):
         cfg = GenerationConfig(model=model_config(), do_sample=True, num_return_sequences=3, max_new_tokens=2)
-        with pytest.raises(InputError, match="prints one row, and there are num_return_sequences=3"):
+        with pytest.raises(InputError, match="prints one sequence, got num_return_sequences=3"):
             generate(random_params(cfg.model), [[1]], None, cfg, streamer=TextStreamer(BYTE_LEVEL))
 
     def test_with_generate(self):

@@ -294,7 +294,7 @@ class TestBatch:
             llama().batch("hell")
         with pytest.raises(InputError, match="empty"):
             llama().batch([])
-        with pytest.raises(InputError, match="prompt 1 has no token"):
+        with pytest.raises(InputError, match="prompt 1 has no tokens"):
             byte_level().batch(["a", ""])
 
     def test_decode_batch(self):
@@ -385,9 +385,9 @@ class TestChat:
         tok = byte_level(chat_template="{{ tools[0].name }} {{ documents[0].title }}")
         assert tok.render_chat(USER, tools=[{"name": "f"}], documents=[{"title": "d"}]) == "f d"
         for wrong in ({"name": "f"}, "f", [3]):
-            with pytest.raises(TypeError, match="tools has to be a list of dicts"):
+            with pytest.raises(TypeError, match="tools must be a list of dicts"):
                 tok.render_chat(USER, tools=wrong)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="documents has to be a list of dicts"):
+        with pytest.raises(TypeError, match="documents must be a list of dicts"):
             tok.chat(USER, documents=["d"])  # type: ignore[list-item]
 
     def test_named_templates(self):
@@ -444,7 +444,7 @@ class TestChat:
             byte_level().chat("hi")
         with pytest.raises(InputError, match="empty"):
             byte_level().chat([])
-        with pytest.raises(InputError, match="prompt 0 has no token"):
+        with pytest.raises(InputError, match="prompt 0 has no tokens"):
             byte_level(chat_template="").chat([USER])
 
 

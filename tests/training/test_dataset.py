@@ -90,7 +90,7 @@ class TestConversations:
             ([SAY_HELLO], "has no answer"),
             ([], "has no answer"),
             ([HELLO, SAY_HELLO], "begins with an answer"),
-            ([{"role": "user"}, HELLO], 'message 0 has no "content"'),
+            ([{"role": "user"}, HELLO], 'message 0 must have a "content"'),
         ],
     )
     def test_conversations_without_anything_to_learn(self, conversation, message):
@@ -143,19 +143,19 @@ class TestTexts:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            (b"{", "line 3: no JSON: .* at character 2"),
+            (b"{", "line 3: not valid JSON: .* at character 2"),
             (b'{"text": "\xff"}', "line 3: not UTF-8: .* at byte 11"),
-            (b"[" * 100_000, "line 3: (the JSON is nested too deeply|no JSON)"),
+            (b"[" * 100_000, "line 3: (the JSON is nested too deeply|not valid JSON)"),
             (b'["hello"]', "line 3: each line must be"),
             (b'{"text": ""}', "line 3: each line must be"),
             (b'{"text": 5}', "line 3: each line must be"),
             (b'{"text": "a", "id": 1}', "line 3: each line must be .* got .*id"),
             (b'{"prompt": "a"}', "line 3: each line must be"),
-            (b'{"messages": "hello"}', "line 3: a conversation is a list of messages"),
-            (b'{"messages": 5}', "line 3: a conversation is a list of messages"),
-            (b'{"messages": [{"role": "user", "content": "a"}, "b"]}', "line 3: a conversation is a list"),
+            (b'{"messages": "hello"}', "line 3: a conversation must be a list of messages"),
+            (b'{"messages": 5}', "line 3: a conversation must be a list of messages"),
+            (b'{"messages": [{"role": "user", "content": "a"}, "b"]}', "line 3: a conversation must be a list"),
             (b'{"messages": [{"role": "user", "content": "a"}]}', "line 3: the conversation has no answer"),
-            (b'{"messages": [{"role": 1, "content": "a"}, {"role": "assistant"}]}', 'line 3: message 0 has no "role"'),
+            (b'{"messages": [{"role": 1, "content": "a"}, {"role": "assistant"}]}', 'must have a "role"'),
             (b'{"text": "\\ud800"}', "line 3: the text is not valid Unicode"),
         ],
     )
@@ -169,7 +169,7 @@ class TestTexts:
         with pytest.raises(InputError, match="no line to train on"):
             read_examples(tmp_path / "data", byte_level())
         (tmp_path / "data").write_text('{"text": "a"}')
-        with pytest.raises(InputError, match="line 1: less than two tokens"):
+        with pytest.raises(InputError, match="line 1: fewer than two tokens"):
             read_examples(tmp_path / "data", byte_level(eos_token=None))
 
 

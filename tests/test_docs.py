@@ -1,0 +1,129 @@
+"""README and docs: their code and commands run as they stand, their links lead somewhere, their names exist."""
+
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import convert.__main__
+from benchmarks.terminal import draw, screen
+from jaxgen.cli import main as cli
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+CHAPTERS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *CHAPTERS]
+OTHER_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "benchmarks/README.md", "tests/goldens/README.md")]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+STORY = 'jaxgen "Tell me a story about a brave fox who lost a key"'
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each fenced block."""
+    return FENCED.findall(page.read_text("utf-8"))
+
+
+def prose(page: Path) -> str:
+    return FENCED.sub("", page.read_text("utf-8"))
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A working directory in which paths of the clone can be read."""
+    (tmp_path / "jaxgen").symlink_to(ROOT / "jaxgen")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_command(command: str, monkeypatch, capsys) -> str:
+    """Run a line of a shell block and return its stdout."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    if match := re.fullmatch(r'pip install -e (?:\.|"\.\[(\w+)\]")', command):
+        assert match[1] is None or match[1] in extras
+        return ""
+    if command == "python -m pytest":
+        return ""  # this is it
+    piped, _, last = command.rpartition(" | ")
+    words = shlex.split(last)
+    if words[0] != "jaxgen" and words[:3] != ["python", "-m", "convert"]:
+        return subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
+    if piped:
+        given = subprocess.run(piped, shell=True, capture_output=True, text=True, check=True)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given.stdout))
+    capsys.readouterr()
+    status = cli.main(words[1:]) if words[0] == "jaxgen" else convert.__main__.main(words[3:])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return out
+
+
+def run_page(page: Path, monkeypatch, capsys) -> dict[str, str]:
+    """Run the blocks of a page in their order; return what each command printed."""
+    names: dict = {}
+    printed = {}
+    for language, text in blocks(page):
+        if language == "python":
+            exec(compile(text, named(page), "exec"), names)
+        elif language == "sh":
+            for command in text.splitlines():
+                printed[command] = run_command(command, monkeypatch, capsys)
+    return printed
+
+
+def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, monkeypatch, capsys):
+    printed = run_page(README, monkeypatch, capsys)
+    picture = (ROOT / "jaxgen" / "demo" / "terminal.svg").read_text("utf-8")
+    assert picture == draw(screen(f"$ {STORY}\n{printed[STORY]}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in CHAPTERS if blocks(page)], ids=named)
+def test_chapter_runs(page, clone, monkeypatch, capsys):
+    printed = run_page(page, monkeypatch, capsys)
+    assert all(out for command, out in printed.items() if not re.match(r"jaxgen train|echo", command))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_blocks_say_their_language(page):
+    assert {language for language, _ in blocks(page)} <= {"python", "sh", "text"}
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_readme_is_short_and_links_every_chapter():
+    text = README.read_text("utf-8")
+    assert len(text.splitlines()) <= 200
+    assert [named(page) for page in CHAPTERS if f"({named(page)}" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=named)
+def test_modules_and_files_that_are_named_exist(page):
+    text = page.read_text("utf-8")
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), module
+    for path in re.findall(r"(?:jaxgen|convert|demo|benchmarks|tests|docs)(?:/\w+)*/\w+\.(?:py|md|svg)\b", text):
+        assert (ROOT / path).is_file(), path
