@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, StepHook, StopReason, TokenAutomaton
+from jaxgen.config.options import BUILT
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.modes import MODES
 from jaxgen.decoding.sample import draw
@@ -215,3 +216,7 @@ def test_the_contracts_hold_with_guidance(mode):
     plain, other = run(MODES["sample"], copies, **options), run(mode, copies, **options)
     assert (plain.sequences == other.sequences).all()
     np.testing.assert_allclose(plain.scores, other.scores, atol=1e-4)
+
+
+def test_the_modes_that_are_offered_are_built():
+    assert set(MODES) == BUILT
