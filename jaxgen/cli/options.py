@@ -103,5 +103,5 @@ def generation_fields(options: argparse.Namespace) -> dict[str, Any]:
     fields = {name: value for name, value in values.items() if value is not None}
     for option in OFFERED:
         if option.instead_of and option.name in fields:
-            fields.setdefault(option.instead_of, OPTIONS[option.instead_of].unread)
+            fields.setdefault(option.instead_of, OPTIONS[option.instead_of].kind.neutral)
     return fields

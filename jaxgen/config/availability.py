@@ -79,7 +79,8 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:
     """Reset options that the compiled loop does not read, so that they do not affect which program runs."""
     unread = [*cfg.unread(), *(option for option in OPTIONS.values() if option.host)]
-    fields = {option.name: option.unread for option in unread if getattr(cfg, option.name) is not option.unread}
+    unread = {option.name: option.kind.neutral for option in unread}
+    fields = {name: neutral for name, neutral in unread.items() if getattr(cfg, name) is not neutral}
     if cfg.pad_token_id is None and not is_tracer(cfg.eos_token_id):
         # As in the loop; here so that the program is that of a given pad id.
         fields["pad_token_id"] = (eos_list(cfg.eos_token_id) or [0])[0]

@@ -167,7 +167,7 @@ class GenerationConfig(GenerationOptions):
         sized = isinstance(self.max_new_tokens, int) and self.max_length == OPTIONS["max_length"].default
         static = {"max_new_tokens": self.max_new_tokens} if sized else {}
         given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
-        leaves = [None if value is kind.off else kind.leaf(value) for kind, value in given]
+        leaves = [None if value is kind.neutral else kind.leaf(value) for kind, value in given]
         return tuple(leaves), (tuple([values[name] for name in _STATIC]), tuple(static.items()))
 
     @classmethod
@@ -177,7 +177,7 @@ class GenerationConfig(GenerationOptions):
         values, sized = static
         vars(config).update(zip(_STATIC, values, strict=True))
         for (name, option), leaf in zip(TRACED.items(), leaves, strict=True):
-            vars(config)[name] = option.kind.off if leaf is None else leaf
+            vars(config)[name] = option.kind.neutral if leaf is None else leaf
         vars(config).update(sized)
         return config
 

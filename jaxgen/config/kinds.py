@@ -43,15 +43,15 @@ class Kind:
     Attributes:
         traced: the value is an argument of the compiled program. Otherwise it is a part of the program.
         type_name: the type as the option reference shows it.
-        off: the value that leaves everything as it is.
+        neutral: the value that leaves everything as it is; of a static kind, the default.
         per_prompt: one value per prompt is allowed.
         ranks: the number of axes that each array of a leaf has where it is one value for all prompts.
-        optional: None is allowed and means the default.
+        optional: None is allowed and means a default other than None.
     """
 
     traced: bool = False
     type_name: str = ""
-    off: Any = None
+    neutral: Any = None
     per_prompt: bool = False
     ranks: Any = 0
     optional: bool = False
@@ -97,8 +97,11 @@ class Static(Kind):
         return not value
 
 
+@dataclasses.dataclass(frozen=True)
 class Anything(Static):
     """A value that is not checked."""
+
+    neutral: Any = None
 
     def parse(self, name: str, value: Any) -> Any:
         """Return a hashable form of the value."""
@@ -109,6 +112,7 @@ class Anything(Static):
 class Flag(Static):
     """True or False."""
 
+    neutral: bool | None = False
     optional: bool = False
     type_name = "bool"
 
@@ -124,7 +128,8 @@ class Flag(Static):
 class Whole(Static):
     """A whole number of at least `least`."""
 
-    least: int
+    neutral: int | None = None
+    least: int = 0
     optional: bool = False
     type_name = "int"
 
@@ -141,7 +146,6 @@ class Whole(Static):
 class Seconds(Static):
     """A number of seconds."""
 
-    optional = True
     type_name = "float"
 
     def is_off(self, value: Any) -> bool:
@@ -159,10 +163,10 @@ class Seconds(Static):
 
 
 class Choice(Static):
-    """One of some values."""
+    """One of some values, the first of which is the default."""
 
     def __init__(self, *values: Any):
-        self.values = values
+        self.values, self.neutral = values, values[0]
         self.type_name = " or ".join(dict.fromkeys(type(value).__name__ for value in values if value is not None))
 
     def parse(self, name: str, value: Any) -> Any:
@@ -177,7 +181,6 @@ class Choice(Static):
 class Text(Static):
     """A string or several."""
 
-    optional = True
     type_name = "str or list"
 
     def parse(self, name: str, value: Any) -> str | tuple[str, ...]:
@@ -194,19 +197,20 @@ class Text(Static):
 # --- Traced values ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Number(Kind):
     """A finite number, or one per prompt. Leaf: a scalar or `[B]`.
 
     Attributes:
-        off: the value that leaves everything as it is.
+        neutral: the value that leaves everything as it is.
         also_off: another spelling of it.
         above, least, most, below: bounds; `above` and `below` are excluded.
         hint: what to do about a value outside of the bounds.
         per_prompt: one value per prompt is allowed.
     """
 
-    off: Any = None
+    neutral: Any = None
+    _: dataclasses.KW_ONLY
     also_off: Any = None
     above: float | None = None
     least: float | None = None
@@ -220,14 +224,14 @@ class _Number(Kind):
 
     def is_off(self, value: Any) -> bool:
         """Whether the value leaves everything as it is."""
-        return value is None or (isinstance(value, int | float) and value in (self.off, self.also_off))
+        return value is None or (isinstance(value, int | float) and value in (self.neutral, self.also_off))
 
     def parse(self, name: str, value: Any) -> Any:
         """Return a Python number, an array `[B]` of the right dtype, or the value that means off."""
         if isinstance(value, bool | str | bytes | complex | Mapping):
             raise TypeError(f"{name} must be a number, got {value!r}")
         if self.is_off(value):
-            return self.off
+            return self.neutral
         try:
             array: Any = value if is_tracer(value) else np.asarray(value)
         except ValueError as error:
@@ -251,7 +255,7 @@ class _Number(Kind):
         if array.ndim:
             return array
         number = (int if must_be_whole else float)(value)
-        return self.off if self.is_off(number) else number
+        return self.neutral if self.is_off(number) else number
 
     def leaf(self, value: Any) -> Any:
         """Return None where the option is off, else a number or array of its dtype."""

@@ -101,7 +101,7 @@ class Option:
 
     def parse(self, value: Any) -> Any:
         """Return the normal form of a value; see `Kind.parse`."""
-        if value is None and self.kind.optional:
+        if value is None and (self.kind.optional or self.default is None):
             return self.default
         return self.kind.parse(self.name, value)
 
@@ -119,14 +119,10 @@ class Option:
             return bool(value) != bool(self.default)
         return value != self.default and self.is_on(value) and value not in ((), {})
 
-    @functools.cached_property
-    def unread(self) -> Any:
-        """The value for a mode that does not read the option: off, or the default of a static one."""
-        return self.kind.off if self.kind.traced else self.default
 
-
-def _option(default: Any, kind: Kind, doc: str, group: str, **record: Any) -> Any:
-    """Declare a field of `GenerationOptions` by its record."""
+def _option(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
+    """Declare a field of `GenerationOptions` by its record. The default is the kind's neutral value unless given."""
+    default = kind.neutral if default is ... else default
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})
 
 
@@ -138,7 +134,7 @@ _late_score = functools.partial(_option, group=SCORES, stage=AFTER_GRAMMAR, comm
 _output = functools.partial(_option, group=OUTPUT)
 _beams = functools.partial(_option, group=MODES, modes=BEAMS)
 _assisted = functools.partial(_option, group=MODES, modes=(ASSISTED,))
-_refused = functools.partial(_option, None, Anything(), "", group=REFUSED)
+_refused = functools.partial(_option, Anything(), "", group=REFUSED)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,7 +143,6 @@ class GenerationOptions:
 
     # Length and end
     max_new_tokens: Number | None = _length(
-        None,
         Integer(above=0),
         "the maximum number of tokens to generate; takes precedence over max_length",
         hf="MaxLengthCriteria",
@@ -157,8 +152,7 @@ class GenerationOptions:
         examples=(5, 7),
     )
     max_length: int = _length(
-        20,
-        Whole(1, optional=True),
+        Whole(20, least=1, optional=True),
         "the maximum number of tokens of prompt and answer together",
         hf="MaxLengthCriteria",
         differs="padding is not counted",
@@ -167,7 +161,6 @@ class GenerationOptions:
         instead_of="max_new_tokens",
     )
     max_time: float | None = _length(
-        None,
         Seconds(),
         "the number of seconds after which no further tokens are started",
         hf="MaxTimeCriteria",
@@ -176,7 +169,6 @@ class GenerationOptions:
         command=True,
     )
     stop_strings: str | tuple[str, ...] | None = _length(
-        None,
         Text(),
         "texts that end a row once its newest token completes one",
         hf="StopStringCriteria",
@@ -187,7 +179,6 @@ class GenerationOptions:
         command="; can be given several times",
     )
     eos_token_id: Any = _length(
-        None,
         TokenIds(),
         "the id that ends a row, or a list of such ids",
         hf="EosTokenCriteria",
@@ -195,23 +186,20 @@ class GenerationOptions:
         examples=([1, 2], [3]),
     )
     # Choosing a token
-    do_sample: bool = _choice(False, Flag(), "draw tokens; otherwise the most likely one is chosen", command=True)
+    do_sample: bool = _choice(Flag(), "draw tokens; otherwise the most likely one is chosen", command=True)
     num_return_sequences: int = _choice(
-        1,
-        Whole(1),
+        Whole(1, least=1),
         "the number of sequences to draw per prompt",
         differs="the prompt is computed once",
         command="; several are printed at the end, separated by blank lines",
     )
     temperature: Number = _warper(
-        1.0,
-        Real(off=1.0, above=0, hint="for greedy decoding set do_sample=False"),
+        Real(1.0, above=0, hint="for greedy decoding set do_sample=False"),
         "divide the scores by this; values above 1 flatten the distribution",
         hf="TemperatureLogitsWarper",
         examples=(0.5, 1.5),
     )
     top_h: Number | None = _warper(
-        None,
         Real(above=0, most=1),
         "draw from the most likely tokens that make up this share of the entropy",
         hf="TopHLogitsWarper",
@@ -219,52 +207,46 @@ class GenerationOptions:
         examples=(0.9, 0.95),
     )
     top_k: Number | None = _warper(
-        50,
-        Integer(off=0, least=0),
+        Integer(0, least=0),
         "draw from the k most likely tokens, ties included; 0 for all",
         hf="TopKLogitsWarper",
+        default=50,
         modes=(SAMPLE, CONTRASTIVE),
         examples=(40, 80),
     )
     top_p: Number = _warper(
-        1.0,
-        Real(off=1.0, least=0, most=1),
+        Real(1.0, least=0, most=1),
         "draw from the most likely tokens that together reach this probability",
         hf="TopPLogitsWarper",
         differs="in a tie the highest ids are kept, as in a stable sort",
         examples=(0.9, 0.95),
     )
     min_p: Number | None = _warper(
-        None,
         Real(also_off=0.0, least=0, most=1),
         "draw from tokens at least this fraction as likely as the most likely one",
         hf="MinPLogitsWarper",
         examples=(0.001, 0.01),
     )
     typical_p: Number = _warper(
-        1.0,
-        Real(off=1.0, above=0, most=1),
+        Real(1.0, above=0, most=1),
         "draw from the tokens whose surprise is closest to the expected one and that together reach this probability",
         hf="TypicalLogitsWarper",
         examples=(0.9, 0.95),
     )
     epsilon_cutoff: Number = _warper(
-        0.0,
-        Real(off=0.0, least=0, below=1),
+        Real(0.0, least=0, below=1),
         "draw from tokens at least this likely",
         hf="EpsilonLogitsWarper",
         examples=(1e-4, 1e-3),
     )
     eta_cutoff: Number = _warper(
-        0.0,
-        Real(off=0.0, least=0, below=1),
+        Real(0.0, least=0, below=1),
         "draw from tokens at least this likely; the limit is lower where the entropy is high",
         hf="EtaLogitsWarper",
         examples=(1e-4, 1e-3),
     )
     # Scores, in the order in which they are applied
     guidance_scale: Number | None = _score(
-        None,
         Real(also_off=1.0),
         "classifier-free guidance: how far to move away from what follows the negative prompt; 1 is off",
         stage=GUIDANCE,
@@ -273,7 +255,6 @@ class GenerationOptions:
         examples=(1.5, 0.5),
     )
     sequence_bias: Any = _score(
-        None,
         SequenceBias(),
         "add a bias to tokens, and to the last token of sequences, {(id, ...): bias}",
         hf="SequenceBiasLogitsProcessor",
@@ -283,8 +264,7 @@ class GenerationOptions:
         examples=({(11, 12): 0.5}, {(13,): -0.5, (14, 15): 1.0}),
     )
     encoder_repetition_penalty: Number = _score(
-        1.0,
-        Real(off=1.0, above=0),
+        Real(1.0, above=0),
         "above 1: encourage tokens of the prompt; below 1: discourage them",
         hf="EncoderRepetitionPenaltyLogitsProcessor",
         differs="applied to every sequence of a prompt, as in later releases",
@@ -292,8 +272,7 @@ class GenerationOptions:
         examples=(1.1, 1.3),
     )
     repetition_penalty: Number = _score(
-        1.0,
-        Real(off=1.0, above=0),
+        Real(1.0, above=0),
         "above 1: discourage tokens that occurred before, in the prompt or the answer",
         hf="RepetitionPenaltyLogitsProcessor",
         differs="padding is not penalised",
@@ -301,21 +280,18 @@ class GenerationOptions:
         examples=(1.1, 1.3),
     )
     frequency_penalty: Number = _score(
-        0.0,
-        Real(off=0.0),
+        Real(0.0),
         "subtract this from a token's score for each time that it was generated; OpenAI's range is -2 to 2",
         since="jaxgen",
         examples=(0.5, -0.5),
     )
     presence_penalty: Number = _score(
-        0.0,
-        Real(off=0.0),
+        Real(0.0),
         "subtract this from the score of every token that was generated before; OpenAI's range is -2 to 2",
         since="jaxgen",
         examples=(0.5, -0.5),
     )
     no_repeat_ngram_size: int = _score(
-        0,
         Whole(0, optional=True),
         "no n-gram of this size occurs twice in prompt and answer",
         hf="NoRepeatNGramLogitsProcessor",
@@ -323,7 +299,6 @@ class GenerationOptions:
         examples=(3,),
     )
     encoder_no_repeat_ngram_size: int = _score(
-        0,
         Whole(0, optional=True),
         "no n-gram of this size from the prompt occurs again",
         hf="EncoderNoRepeatNGramLogitsProcessor",
@@ -331,7 +306,6 @@ class GenerationOptions:
         examples=(3,),
     )
     bad_words_ids: Any = _score(
-        None,
         TokenSequences(),
         "sequences of ids that are never generated",
         hf="NoBadWordsLogitsProcessor",
@@ -340,8 +314,7 @@ class GenerationOptions:
         examples=([[11], [12, 13]], [[14, 15]]),
     )
     min_length: Number = _score(
-        0,
-        Integer(off=0, least=0),
+        Integer(0, least=0),
         "the minimum number of tokens of prompt and answer together before an eos token; ignored if min_new_tokens is "
         "set",
         group=LENGTH,
@@ -352,7 +325,6 @@ class GenerationOptions:
         examples=(1, 2),
     )
     min_new_tokens: Number | None = _score(
-        None,
         Integer(least=0),
         "the minimum number of tokens to generate before an eos token",
         group=LENGTH,
@@ -362,7 +334,6 @@ class GenerationOptions:
         examples=(1, 2),
     )
     forced_bos_token_id: Number | None = _late_score(
-        None,
         TokenId(),
         "the token after a prompt of one token",
         hf="ForcedBOSTokenLogitsProcessor",
@@ -370,21 +341,18 @@ class GenerationOptions:
         examples=(5, 6),
     )
     forced_eos_token_id: Any = _late_score(
-        None,
         TokenIds(),
         "the id, or a list of ids to choose from, of the last token that the budget allows",
         hf="ForcedEOSTokenLogitsProcessor",
         examples=([1, 2], [3, 4, 5]),
     )
     remove_invalid_values: bool = _late_score(
-        False,
         Flag(),
         "replace NaN by 0 and infinities by the largest finite numbers",
         hf="InfNanRemoveLogitsProcessor",
         examples=(True,),
     )
     exponential_decay_length_penalty: tuple | None = _late_score(
-        None,
         DecayPair(),
         "(start, factor): after start generated tokens, raise the eos scores exponentially",
         hf="ExponentialDecayLengthPenalty",
@@ -393,21 +361,15 @@ class GenerationOptions:
         examples=((2, 1.1), (3, 1.2)),
     )
     suppress_tokens: Any = _late_score(
-        None,
-        TokenIds(),
-        "tokens that are never generated",
-        hf="SuppressTokensLogitsProcessor",
-        examples=([9], [8, 7]),
+        TokenIds(), "tokens that are never generated", hf="SuppressTokensLogitsProcessor", examples=([9], [8, 7])
     )
     begin_suppress_tokens: Any = _late_score(
-        None,
         TokenIds(),
         "tokens that are never generated first",
         hf="SuppressTokensAtBeginLogitsProcessor",
         examples=([9], [8, 7]),
     )
     forced_decoder_ids: Any = _late_score(
-        None,
         PlacedTokens(),
         "[[position, id], ...]: the tokens at these positions of the row, counted from the prompt's first token",
         hf="ForceTokensLogitsProcessor",
@@ -415,7 +377,6 @@ class GenerationOptions:
         examples=([[5, 20]], [[4, 21], [6, 22]]),
     )
     watermarking_config: Any = _late_score(
-        None,
         Watermark(),
         "a WatermarkingConfig: mark the text statistically",
         hf="WatermarkLogitsProcessor",
@@ -425,7 +386,6 @@ class GenerationOptions:
         examples=({"bias": 1.0}, {"bias": 2.0, "greenlist_ratio": 0.5, "hashing_key": 7}),
     )
     renormalize_logits: bool = _score(
-        False,
         Flag(),
         "turn the final scores into log-probabilities",
         stage=RENORMALIZE,
@@ -434,48 +394,35 @@ class GenerationOptions:
     )
     # Output and input
     output_scores: bool = _output(
-        False, Flag(), "return the scores that each token was chosen from: steps * rows * V * 4 bytes"
+        Flag(), "return the scores that each token was chosen from: steps * rows * V * 4 bytes"
     )
-    output_logits: bool | None = _output(
-        None, Flag(optional=True), "return the model's logits at each step: as many bytes"
-    )
+    output_logits: bool | None = _output(Flag(None), "return the model's logits at each step: as many bytes")
     output_logprobs: str | None = _output(
-        None,
         Choice(None, "logits", "scores"),
         "return each chosen token's log-probability: with 'logits' under the model's distribution, with 'scores' under "
         "the one that it was chosen from",
         since="jaxgen",
     )
-    top_logprobs: int = _output(0, Whole(0), "return those of the n most likely tokens too", since="jaxgen")
-    output_hidden_states: bool = _output(False, Flag(), "return the hidden states of all layers")
-    output_attentions: bool = _output(False, Flag(), "return the attention weights of all layers")
-    return_dict_in_generate: bool = _output(
-        False, Flag(), "no effect: the result is always a GenerateOutput", host=True
-    )
+    top_logprobs: int = _output(Whole(0), "return those of the n most likely tokens too", since="jaxgen")
+    output_hidden_states: bool = _output(Flag(), "return the hidden states of all layers")
+    output_attentions: bool = _output(Flag(), "return the attention weights of all layers")
+    return_dict_in_generate: bool = _output(Flag(), "no effect: the result is always a GenerateOutput", host=True)
     pad_token_id: Number | None = _output(
-        None,
-        TokenId(per_prompt=False),
-        "the id that follows a row's end; by default the first eos id",
-        examples=(0, 1),
+        TokenId(per_prompt=False), "the id that follows a row's end; by default the first eos id", examples=(0, 1)
     )
-    bos_token_id: int | None = _output(
-        None, Whole(0, optional=True), "the token to start from if no prompt is given", host=True
-    )
+    bos_token_id: int | None = _output(Whole(None), "the token to start from if no prompt is given", host=True)
     prefill_chunk_size: int | None = _output(
-        None,
-        Whole(1, optional=True),
+        Whole(None, least=1),
         "process prompts in pieces of this many tokens, to save memory",
         since="later",
         command=True,
     )
     use_cache: bool = _output(
-        True,
-        Flag(optional=True),
+        Flag(True, optional=True),
         "only True is offered",
         refused="is not offered: generation always uses the cache; leave it out",
     )
     cache_implementation: str | None = _output(
-        None,
         Anything(),
         "only 'static' is offered",
         host=True,
@@ -483,58 +430,50 @@ class GenerationOptions:
         offered=("static",),
     )
     # Other decode modes
-    num_beams: int = _beams(1, Whole(1), "the number of beams", hf="BeamSearchScorer")
-    num_beam_groups: int = _beams(1, Whole(1), "the number of groups of beams", modes=(GROUP_BEAM,))
+    num_beams: int = _beams(Whole(1, least=1), "the number of beams", hf="BeamSearchScorer")
+    num_beam_groups: int = _beams(Whole(1, least=1), "the number of groups of beams", modes=(GROUP_BEAM,))
     diversity_penalty: Number = _beams(
-        0.0,
-        Real(off=0.0),
+        Real(0.0),
         "how strongly groups of beams avoid each other's tokens",
         hf="HammingDiversityLogitsProcessor",
         modes=(GROUP_BEAM,),
     )
-    length_penalty: Number = _beams(1.0, Real(off=1.0), "the exponent of the length in a beam's score")
-    early_stopping: bool | str = _beams(False, Choice(True, False, "never"), "when beam search ends")
-    constraints: tuple | None = _beams(None, Anything(), "constraints of beam search", modes=(CONSTRAINED,))
-    force_words_ids: tuple | None = _beams(
-        None, Anything(), "sequences of ids that must be generated", modes=(CONSTRAINED,)
-    )
+    length_penalty: Number = _beams(Real(1.0), "the exponent of the length in a beam's score")
+    early_stopping: bool | str = _beams(Choice(False, True, "never"), "when beam search ends")
+    constraints: tuple | None = _beams(Anything(), "constraints of beam search", modes=(CONSTRAINED,))
+    force_words_ids: tuple | None = _beams(Anything(), "sequences of ids that must be generated", modes=(CONSTRAINED,))
     penalty_alpha: Number | None = _option(
-        None,
         Real(also_off=0.0, least=0),
         "how strongly contrastive search avoids repetition",
         group=MODES,
         modes=(CONTRASTIVE,),
     )
     prompt_lookup_num_tokens: int | None = _assisted(
-        None, Whole(1, optional=True), "the number of tokens that prompt lookup proposes"
+        Whole(None, least=1), "the number of tokens that prompt lookup proposes"
     )
     max_matching_ngram_size: int | None = _assisted(
-        None, Whole(1, optional=True), "the size of the n-gram that prompt lookup searches for"
+        Whole(None, least=1), "the size of the n-gram that prompt lookup searches for"
     )
-    num_assistant_tokens: int = _assisted(5, Whole(1, optional=True), "the number of tokens that an assistant proposes")
-    num_assistant_tokens_schedule: str = _assisted("heuristic", Anything(), "how that number changes")
+    num_assistant_tokens: int = _assisted(
+        Whole(5, least=1, optional=True), "the number of tokens that an assistant proposes"
+    )
+    num_assistant_tokens_schedule: str = _assisted(Anything("heuristic"), "how that number changes")
     assistant_confidence_threshold: float | None = _assisted(
-        None, Anything(), "an assistant stops when it is less sure than this", since="later"
+        Anything(), "an assistant stops when it is less sure than this", since="later"
     )
     assistant_early_exit: int | None = _assisted(
-        None, Anything(), "the layer after which the model itself proposes tokens", since="later"
+        Anything(), "the layer after which the model itself proposes tokens", since="later"
     )
-    assistant_lookbehind: int | None = _assisted(
-        None, Anything(), "tokens to compare between two tokenizers", since="later"
-    )
-    target_lookbehind: int | None = _assisted(
-        None, Anything(), "tokens to compare between two tokenizers", since="later"
-    )
-    is_assistant: bool | None = _assisted(None, Anything(), "this config is an assistant's", since="later")
-    dola_layers: Any = _option(
-        None, Anything(), "the layers that DoLa contrasts", group=MODES, modes=(DOLA,), since="later"
-    )
+    assistant_lookbehind: int | None = _assisted(Anything(), "tokens to compare between two tokenizers", since="later")
+    target_lookbehind: int | None = _assisted(Anything(), "tokens to compare between two tokenizers", since="later")
+    is_assistant: bool | None = _assisted(Anything(), "this config is an assistant's", since="later")
+    dola_layers: Any = _option(Anything(), "the layers that DoLa contrasts", group=MODES, modes=(DOLA,), since="later")
     token_healing: bool | None = _option(
-        None, Anything(), "generate the prompt's last token again", group=MODES, modes=(), since="later"
+        Anything(), "generate the prompt's last token again", group=MODES, modes=(), since="later"
     )
     # Refused by name
     decoder_start_token_id: int | None = _option(
-        None, Whole(0, optional=True), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
+        Whole(None), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
     )
     low_memory: bool | None = _refused(
         refused="is not offered: rows share the prompt's cache already; leave it out", offered=(False,)
@@ -551,9 +490,7 @@ class GenerationOptions:
         since="5", refused="is not offered: the cache is as long as the request needs; leave it out"
     )
     return_legacy_cache: bool | None = _refused(
-        since="later",
-        refused="is not offered: GenerateOutput.to_hf() returns tuples; leave it out",
-        offered=(False,),
+        since="later", refused="is not offered: GenerateOutput.to_hf() returns tuples; leave it out", offered=(False,)
     )
 
 

@@ -18,7 +18,7 @@ _KINDS = {
     "bias": Real(per_prompt=False),
     "hashing_key": Unsigned(per_prompt=False),
     "seeding_scheme": Choice("lefthash", "selfhash"),
-    "context_width": Whole(1),
+    "context_width": Whole(1, least=1),
 }
 _TRACED = tuple(name for name, kind in _KINDS.items() if kind.traced)
 _STATIC = tuple(name for name, kind in _KINDS.items() if not kind.traced)
