@@ -25,7 +25,6 @@ _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 # So few queries, a step of decoding, read each key block in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
-# A loop of unknown length in each layer has its price on an accelerator: there decoding takes larger blocks.
 _ACCELERATOR_BLOCK = 4096
 
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -81,10 +80,15 @@ def attention(
         None. A query that may see nothing, which only padding is, gets a finite result.
     """
     steps, slots = q.shape[2], sum(part.slots for part in parts)
-    if dropout is not None or with_weights or (steps <= _AT_ONCE_QUERIES and slots <= _AT_ONCE_SLOTS):
+    if dropout is not None or with_weights or all_at_once(steps, slots):
         out, weights = _at_once(q, parts, seen, dropout)
         return out, weights if with_weights else None
     return _in_blocks(q, tuple(parts), seen), None
+
+
+def all_at_once(steps: int, slots: int) -> bool:
+    """Return whether T queries have all their scores with S slots in one array."""
+    return steps <= _AT_ONCE_QUERIES and slots <= _AT_ONCE_SLOTS
 
 
 def _at_once(
@@ -93,8 +97,9 @@ def _at_once(
     """Attend with all scores in one array; also return the weights."""
     batch, heads, steps, size = q.shape
     blocks = [part.block(0, part.slots) for part in parts]
-    scores = [_scores(q, k, seen.mask(index)) for index, (k, _) in enumerate(blocks)]
-    weights = jax.nn.softmax(scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1), axis=-1)
+    scores = _join([_product(q, k, "bkqh,bksh->bkqs") for k, _ in blocks])
+    mask = _join([seen.mask(index) for index in range(len(parts))])
+    weights = jax.nn.softmax(_masked(scores / math.sqrt(size), mask), axis=-1)
     if dropout is not None:
         weights = dropout(weights)
 
@@ -108,15 +113,18 @@ def _at_once(
 @jax.custom_vjp
 def _in_blocks(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
     """Attend block by block, in the platform's form."""
-    few = q.shape[2] <= _FEW_QUERIES
-    if few:
-        forms = {
-            "cpu": functools.partial(_over_keys, size=_KEY_BLOCK),
-            "default": functools.partial(_over_keys, size=_ACCELERATOR_BLOCK),
-        }
+    if q.shape[2] <= _FEW_QUERIES:
+        forms = {"cpu": functools.partial(_over_keys, size=_KEY_BLOCK), "default": _on_accelerator}
     else:
         forms = {"cpu": _over_rows_and_heads, "default": _over_queries}
     return lax.platform_dependent(q, parts, seen, **forms)
+
+
+def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
+    """Attend from few queries; a loop of unknown length in each layer costs more there than a few thousand slots."""
+    if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
+        return _at_once(q, parts, seen)[0]
+    return _over_keys(q, parts, seen, _ACCELERATOR_BLOCK)
 
 
 def _keep_inputs(q: jax.Array, parts: tuple[Part, ...], seen: Visibility):
@@ -194,7 +202,8 @@ def _over_keys(
             mask = seen.of_keys(index, start, block).mask(0)
             if part.slots % block:  # the last block begins within the one before
                 mask &= (start + jnp.arange(block) >= number * block)[None, None, :]
-            return _absorb(state, _scores(q, k, mask), v)
+            scores = _product(q, k, "bkqh,bksh->bkqs") / math.sqrt(width)
+            return _absorb(state, _masked(scores, mask), v)
 
         if block == part.slots:
             state = absorb(0, state)
@@ -216,10 +225,17 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
     return new, total, out * faded + _product(weights, v, "bkqs,bksh->bkqh")
 
 
-def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
-    """float32[B, K, G, T, S]: scores of `q [B, N, T, H]` and `k [P, K, S, H]`, the lowest where the mask is False."""
-    scores = _product(q, k, "bkqh,bksh->bkqs") / math.sqrt(q.shape[-1])
+def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Make the scores `[B, K, G, T, S]` the lowest number where `mask bool[B, T, S]` is False.
+
+    The scale comes first: rounded twice in different ways, the lowest numbers would differ by more than an exponential
+    can take.
+    """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
+
+
+def _join(parts: list[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:

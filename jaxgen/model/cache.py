@@ -259,7 +259,8 @@ def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     def of_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
         return buffer.at[slots].set(new, mode="drop", unique_indices=True)
 
-    return jax.vmap(jax.vmap(of_head, in_axes=(0, 0, None)))(buffer, new, slots)
+    slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
+    return jax.vmap(jax.vmap(of_head))(buffer, new, slots)
 
 
 def as_stored(x: jax.Array, dtype: str) -> jax.Array:

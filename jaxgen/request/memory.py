@@ -20,6 +20,7 @@ from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
+from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
 
@@ -47,7 +48,7 @@ def weights_bytes(path: str | PathLike[str], dtype: Any = None) -> int:
 
 
 def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
-    """Return the bytes of `KVCache.create(model, rows, slots)` on this backend."""
+    """Return the bytes of `KVCache.create(model, rows, slots)`."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots)))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
@@ -129,8 +130,9 @@ class _Request:
         if self.on_cpu and dtype == np.float16:  # XLA's CPU program keeps a float32 copy of them all
             weights += _weights(self.checkpoint, np.dtype(np.float32))
         cache = cache_bytes(model, self.prompts, width) + cache_bytes(model, rows, capacity)
-        # Scores, exponentials and weights are there at once on a CPU, by XLA's memory analysis.
-        attention = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
+        # By XLA's memory analysis scores, exponentials and weights are in memory at once on a CPU.
+        scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
+        attention = scores if all_at_once(width, width) else 0  # else only blocks of them
         logits = 4 * rows * model.vocab_size * (1 + self.records * capacity)
         return weights + cache + attention + logits
 
