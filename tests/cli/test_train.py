@@ -281,9 +281,9 @@ class TestMistakes:
             ([], {"batch": 8, "accumulate": 3}, "--batch 8 cannot be divided into --accumulate 3 parts"),
             ([], {"width": 513}, "--width 513 exceeds the model's context of 512 tokens"),
             ([], {"width": 1}, "at least 2 tokens"),
-            ([], {"width": 10}, "nothing is to be learnt from the first 10 tokens of any line: raise --width"),
+            ([], {"width": 10}, "nothing to learn from in the first 10 tokens of any line: raise --width"),
             ([], {"lora": -1}, "--lora -1 must be at least 0"),
-            ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: give --lora RANK too"),
+            ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: set --lora RANK too"),
             ([], {"dtype": "int8"}, "--dtype"),
         ],
     )
@@ -315,7 +315,7 @@ class TestMistakes:
         backend.add_tokens(["[NEW]"])
         save(base, backend)
         data.write_text('{"text": "[NEW] words"}')
-        assert f"gives the id {VOCABULARY} and the model has {VOCABULARY} tokens" in run(model=base)[1]
+        assert f"produced the id {VOCABULARY}, but the model has {VOCABULARY} tokens" in run(model=base)[1]
 
     def test_too_little_memory(self, run, monkeypatch):
         monkeypatch.setattr(finetune, "free_bytes", lambda device: 1000)
