@@ -278,7 +278,7 @@ class TestMistakes:
             ([], {"steps": 0}, "--steps: 0 must be at least 1"),
             ([], {"learning_rate": "inf"}, "--learning-rate: inf must be above 0 and finite"),
             ([], {"warmup": 1}, "--warmup: 1 must be at least 0 and below 1"),
-            ([], {"clip": "much"}, "--clip: 'much' is no number"),
+            ([], {"clip": "much"}, "--clip: 'much' is not a number"),
             ([], {"batch": 8, "accumulate": 3}, "--batch 8 cannot be divided into --accumulate 3 parts"),
             ([], {"width": 513}, "--width 513 is more than the 512 tokens that the model holds"),
             ([], {"width": 1}, "at least 2 tokens"),
