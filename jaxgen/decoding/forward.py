@@ -90,7 +90,7 @@ def run_model(
         inputs, rows = _before(run, rows, prompt, cache, following)
     last = jnp.maximum(prompt.length - 1, 0)
     chunk = run.cfg.prefill_chunk_size
-    if chunk is not None and chunk < prompt.ids.shape[1]:
+    if chunk is not None and chunk < prompt.ids.shape[1] and not all_logits:
         return _in_chunks(run, inputs, cache, last, chunk), rows
     return _in_one_pass(run, inputs, cache, None if all_logits else last), rows
 

@@ -61,12 +61,10 @@ class Prefilled:
 
     Attributes:
         rows: one row per prompt, with nothing generated.
-        cache: keys and values of the prompts.
-        read: the model's output for each prompt's last token.
+        read: the model's output for each prompt's last token, with the cache that has the prompts.
     """
 
     rows: Rows
-    cache: KVCache
     read: Forward
 
 
@@ -146,13 +144,13 @@ def prefill(run: Run, request: Request) -> Prefilled:
         read, rows = run_model(run, rows, prompt, cache, following=run.capacity)
     columns = columns_of(request.mask, prompt.length[: rows.count])
     rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
-    return Prefilled(rows, read.cache, read)
+    return Prefilled(rows, read)
 
 
 def continuation_of(run: Run, request: Request) -> Continuation:
     """Run the prompts through the model and return the cache, with nothing generated."""
     prefilled = prefill(run, request)
-    history, kv = prefilled.rows.history, guidance.conditional(run.cfg, prefilled.cache)
+    history, kv = prefilled.rows.history, guidance.conditional(run.cfg, prefilled.read.cache)
     return Continuation(kv, prefilled.rows.prefilled, history.total_length)
 
 

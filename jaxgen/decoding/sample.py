@@ -55,7 +55,7 @@ class Sample:
     def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
         """Choose the first token of each sequence."""
         copies = run.cfg.num_return_sequences
-        rows, cache = prefilled.rows.fork(copies), prefilled.cache.fork(copies, run.capacity)
+        rows, cache = prefilled.rows.fork(copies), prefilled.read.cache.fork(copies, run.capacity)
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
         return SampleState(extend(run, rows, read, 0, rows.live), cache)
 

@@ -1,5 +1,7 @@
-"""Logits warpers: they shape the distribution that sampling draws from. Pure functions, scores float32[rows, V] in and
-out, −inf for a token that cannot be drawn. A value is a scalar or float32[rows, 1], one value per row.
+"""Logits warpers: functions `(scores, value) -> scores` that shape the distribution that sampling draws from.
+
+Each is named as its option. Scores are float32[rows, V], −inf for a token that cannot be drawn. A value is a scalar or
+float32[rows, 1], one value per row.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def top_k(scores: jax.Array, k: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
 def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
     """Keep the smallest set of most probable tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
-    A token is kept where the mass of all tokens above it is below p, at least `min_tokens_to_keep`. Of equal
-    scores at the boundary those of the highest index are kept, as a stable ascending sort has it. p = 1 keeps all.
+    A token is kept if the mass of all tokens above it is below p; at least `min_tokens_to_keep` are kept. Of equal
+    scores at the boundary, those of the highest index are kept, as by a stable ascending sort. p = 1 keeps all.
     """
     rows = scores.shape[0]
     p = jnp.broadcast_to(jnp.reshape(p, (-1,)), (rows,))
@@ -45,7 +47,7 @@ def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
     threshold = jnp.minimum(threshold, least)
 
     above, equal = bits > threshold[:, None], bits == threshold[:, None]
-    # How many of the tokens at the threshold: as many as start below p, and what min_tokens_to_keep lacks.
+    # The number of tokens to keep at the threshold: those that start below p, and those min_tokens_to_keep lacks.
     each = jnp.max(jnp.where(equal, probs, 0.0), axis=-1)
     wanted = jnp.ceil((p - mass(above)) / jnp.where(each > 0, each, 1.0))
     lacking = min_tokens_to_keep - jnp.sum(above, axis=-1, dtype=jnp.int32)
@@ -64,9 +66,8 @@ def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
 def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
     """Keep the tokens whose surprise is nearest to the expected one, until their mass is reached.
 
-    `TypicalLogitsWarper` (arXiv 2202.00666). The most probable token can be among those that go. Of tokens equally
-    near at the boundary all are kept, of the `min_tokens_to_keep` nearest ones those of the lowest index. mass = 1
-    keeps all.
+    `TypicalLogitsWarper` (arXiv 2202.00666). The most probable token may be removed. Tokens that are equally near at
+    the boundary are all kept. Among the `min_tokens_to_keep` nearest, the lowest index wins. mass = 1 keeps all.
     """
     rows = scores.shape[0]
     mass = jnp.broadcast_to(jnp.reshape(mass, (-1,)), (rows,))

@@ -27,13 +27,13 @@ from jaxgen.errors import InputError
 def watermark(scores: jax.Array, ids: jax.Array, length: jax.Array, config: WatermarkingConfig) -> jax.Array:
     """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with green lists of our own.
 
-    With "selfhash" all tokens of the vocabulary are tried. Transformers tries the 40 best, to save time that the
-    hash does not need; so a token that sampling may draw is marked however unlikely it is, as the paper has it.
+    "selfhash" tries every token of the vocabulary. Transformers tries the 40 most likely ones, to save time that this
+    hash does not take. So every token that sampling may draw is marked if it is green, as in the paper.
 
     Args:
         scores: float32[rows, V].
         ids: int32[rows, W], the tokens of a row from column 0 on.
-        length: int32[rows], how many there are; rows with fewer than `context_width` are left alone.
+        length: int32[rows], the number of tokens; rows with fewer than `context_width` are not marked.
         config: ratio, bias, key and scheme.
     """
     width = config.context_width
@@ -45,12 +45,12 @@ def watermark(scores: jax.Array, ids: jax.Array, length: jax.Array, config: Wate
 
 
 def green(context, token, config: WatermarkingConfig):
-    """Tell which tokens are green after their contexts; the same of numpy's arrays as of jax's.
+    """Return which tokens are green after their contexts. Arrays of numpy and of jax give the same result.
 
     Args:
-        context: int32[..., C], the tokens before, the last one last. Of these "lefthash" takes one and "selfhash"
+        context: int32[..., C], the tokens before, the last one last. "lefthash" depends on one of them, "selfhash" on
             `context_width - 1`.
-        token: int32[...]; it broadcasts with the context's leading axes, of which there is one at least.
+        token: int32[...]; it broadcasts with the context's leading axes, at least one.
         config: its ratio and key may be traced.
 
     Returns:
@@ -66,12 +66,12 @@ def green(context, token, config: WatermarkingConfig):
         seed = _hash(_hash(key, token), token)
         for other in others:
             seed = least(seed, _hash(_hash(key, other), token))
-    # Of the hash 24 bits, which float32 holds exactly, as a number from 0 to 1.
+    # 24 bits of the hash, which float32 represents exactly, as a number from 0 to 1.
     return (_hash(seed, token) >> np.uint32(8)).astype(np.float32) * np.float32(2**-24) < ratio
 
 
 def _hash(seed, token):
-    """Hash a uint32 and an id to a uint32; both are mixed, as neighbours must have nothing in common."""
+    """Hash a uint32 and an id to a uint32; both are mixed, so that neighbours have nothing in common."""
     return _mix(seed ^ _mix(token.astype(np.uint32) + np.uint32(0x9E3779B9)))
 
 
@@ -84,7 +84,7 @@ def _mix(x):
 
 @dataclasses.dataclass(frozen=True)
 class WatermarkDetectorOutput:
-    """What the detector says of each row: the fields of transformers' class, as numpy arrays `[B]`.
+    """The detector's result for each row: the fields of transformers' class, as numpy arrays `[B]`.
 
     Attributes:
         num_tokens_scored: int64, tokens that have their whole context in the row.
@@ -136,7 +136,7 @@ class WatermarkDetector:
         self.ignore_repeated_ngrams = ignore_repeated_ngrams
 
     def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
-        """Look at text, best without its prompt, which was not marked.
+        """Test text, best without its prompt, which was not marked.
 
         >>> start = out.prompt_width                                                          # doctest: +SKIP
         >>> detect(out.sequences[:, start:], out.attention_mask[:, start:]).prediction        # doctest: +SKIP
@@ -171,15 +171,13 @@ class WatermarkDetector:
         )
 
     def _count(self, row: int, tokens: np.ndarray) -> tuple[int, int]:
-        """Return how many tokens of a row are scored, and how many are green."""
+        """Return the number of tokens of a row that are scored, and the number of green ones."""
         if len(tokens) and tokens[0] == self.bos_token_id:
             tokens = tokens[1:]
         width = self.config.context_width
         if len(tokens) <= width:
-            raise InputError(
-                f"row {row} has {len(tokens)} tokens to look at, context_width={width} needs more: leave the row out"
-            )
-        # What a token's colour depends on, itself included.
+            raise InputError(f"row {row} has {len(tokens)} tokens, context_width={width} needs more: leave the row out")
+        # The number of tokens that a token's colour depends on, itself included.
         size = width if self.config.seeding_scheme == "selfhash" else width + 1
         ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)
         if self.ignore_repeated_ngrams:

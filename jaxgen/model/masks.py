@@ -43,7 +43,7 @@ class Visibility:
         return seen if self.first is None else seen & (keys >= self.first[:, :, None])
 
     def span(self, part: int) -> tuple[jax.Array, jax.Array]:
-        """Two int32[]: no query of any row sees a slot of the part before the first or from the second on."""
+        """Begin and end, each int32[], of the slots of a part that some query of some row may see."""
         keys, last = self.keys[part], jnp.max(self.queries, axis=1, keepdims=True)
         first = jnp.zeros_like(last) if self.first is None else jnp.min(self.first, axis=1, keepdims=True)
         if self.window is not None:
@@ -61,13 +61,13 @@ class Visibility:
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1, axis=0), self)
 
     def query_blocks(self, size: int) -> tuple[jax.Array, jax.Array | None]:
-        """Cut `queries` and `first` into blocks, `[blocks, B, size]`; queries that fill the last one see nothing."""
+        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last one is filled up with its last query."""
 
-        def cut(x: jax.Array, fill: int) -> jax.Array:
-            x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=fill)
+        def cut(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
             return x.reshape(x.shape[0], -1, size).swapaxes(0, 1)
 
-        return cut(self.queries, -1), None if self.first is None else cut(self.first, EMPTY)
+        return cut(self.queries), None if self.first is None else cut(self.first)
 
 
 def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:

@@ -57,11 +57,10 @@ def test_a_span_is_the_filled_part_or_the_window():
     assert end <= begin
 
 
-def test_query_blocks_are_filled_up_with_queries_that_see_nothing():
-    seen = Visibility(jnp.arange(5)[None], (jnp.arange(5)[None],), jnp.zeros((1, 5), jnp.int32))
-    queries, first = seen.query_blocks(3)
-    assert queries.tolist() == [[[0, 1, 2]], [[3, 4, -1]]]
-    assert not Visibility(queries[1], seen.keys, first[1]).mask(0)[0, 2].any()
+def test_query_blocks_are_filled_up_with_the_last_query():
+    queries, first = Visibility(jnp.arange(5)[None], (), jnp.arange(5)[None] - 2).query_blocks(3)
+    assert queries.tolist() == [[[0, 1, 2]], [[3, 4, 4]]]
+    assert first.tolist() == [[[-2, -1, 0]], [[1, 2, 2]]]
 
 
 def test_padding_does_not_count_in_the_order_and_is_no_key():

@@ -90,7 +90,7 @@ class Refill(Sample):
         self.slots = slots
 
     def begin(self, run, prefilled):
-        rows, cache = prefilled.rows.fork(1), prefilled.cache
+        rows, cache = prefilled.rows.fork(1), prefilled.read.cache
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), 1)
         rows = extend(run, rows, read, 0, rows.live)
         pool = SampleState(rows, cache.flatten(cache.slots + run.capacity))
