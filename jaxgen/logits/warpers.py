@@ -1,7 +1,7 @@
 """Logits warpers: functions `(scores, value) -> scores` that shape the distribution that sampling draws from.
 
-Each is named as its option. Scores are float32[rows, V], −inf for a token that cannot be drawn. A value is a scalar or
-float32[rows, 1], one value per row.
+Each is named after its option. Scores are float32[rows, V], −inf for a token that cannot be drawn. A value is a scalar
+or float32[rows, 1], one value per row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def top_k(scores: jax.Array, k: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
 def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
     """Keep the smallest set of most probable tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
-    A token is kept if the mass of all tokens above it is below p; at least `min_tokens_to_keep` are kept. Of equal
-    scores at the boundary, those of the highest index are kept, as by a stable ascending sort. p = 1 keeps all.
+    A token is kept if the tokens above it have less mass than p. At least `min_tokens_to_keep` tokens are kept. Ties at
+    the boundary keep the highest ids, as in a stable ascending sort. p = 1 keeps all.
     """
     rows = scores.shape[0]
     p = jnp.broadcast_to(jnp.reshape(p, (-1,)), (rows,))
@@ -47,7 +47,7 @@ def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
     threshold = jnp.minimum(threshold, least)
 
     above, equal = bits > threshold[:, None], bits == threshold[:, None]
-    # The number of tokens to keep at the threshold: those that start below p, and those min_tokens_to_keep lacks.
+    # The number of ties to keep at the threshold: enough to reach p, and enough for min_tokens_to_keep.
     each = jnp.max(jnp.where(equal, probs, 0.0), axis=-1)
     wanted = jnp.ceil((p - mass(above)) / jnp.where(each > 0, each, 1.0))
     lacking = min_tokens_to_keep - jnp.sum(above, axis=-1, dtype=jnp.int32)
@@ -64,7 +64,7 @@ def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
 
 
 def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
-    """Keep the tokens whose surprise is nearest to the expected one, until their mass is reached.
+    """Keep the tokens whose surprise is nearest to the expected one, until their total probability reaches `mass`.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most probable token may be removed. Tokens that are equally near at
     the boundary are all kept. Among the `min_tokens_to_keep` nearest, the lowest index wins. mass = 1 keeps all.
@@ -86,15 +86,15 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -
 def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
     """Keep the tokens at least as probable as the cutoff: `EpsilonLogitsWarper` (arXiv 2210.15191).
 
-    The `min_tokens_to_keep` most probable ones, and all that equal the last of them, are kept anyway. A cutoff of 0
-    keeps all.
+    The `min_tokens_to_keep` most probable tokens, and all that tie with the last of them, are always kept. A cutoff of
+    0 keeps all.
     """
     kept = jax.nn.softmax(scores, axis=-1) >= cutoff
     return jnp.where(kept | _reaches_kth(scores, min_tokens_to_keep), scores, BANNED)
 
 
 def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
-    """Cut like `epsilon_cutoff`, but lower where the entropy H is high: at `min(cutoff, sqrt(cutoff) * exp(-H))`.
+    """Cut like `epsilon_cutoff`, but lower if the entropy H is high: at `min(cutoff, sqrt(cutoff) * exp(-H))`.
 
     `EtaLogitsWarper` (arXiv 2210.15191).
     """
@@ -107,8 +107,8 @@ def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1
 def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     """Keep the most probable tokens whose entropy is at most `value` times that of the 100 most probable ones.
 
-    `TopHLogitsWarper` of release 5 (arXiv 2509.02510). The entropy is that of the 100 alone, each token has its term
-    in it, and the most probable token is kept anyway. A value of 1 keeps the 100.
+    `TopHLogitsWarper` of release 5 (arXiv 2509.02510). Both entropies are sums of the tokens' terms in the entropy of
+    the distribution over the 100. The most probable token is always kept. A value of 1 keeps the 100.
     """
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
@@ -129,7 +129,7 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 
 
 def _with_first(kept: jax.Array, order: jax.Array, count: int) -> jax.Array:
-    """Add the `count` tokens that are highest in `order float32[rows, V]`; one is taken to be kept already."""
+    """Add the `count` tokens that are highest in `order float32[rows, V]`; the highest is assumed kept."""
     if count == 1:
         return kept
     rows = jnp.arange(kept.shape[0])[:, None]
@@ -137,7 +137,7 @@ def _with_first(kept: jax.Array, order: jax.Array, count: int) -> jax.Array:
 
 
 def _reaches_kth(scores: jax.Array, k: int) -> jax.Array:
-    """bool[rows, V]: which scores are at least the k-th highest."""
+    """bool[rows, V]: True for scores that are at least the k-th highest."""
     if k == 1:
         return scores >= jnp.max(scores, axis=-1, keepdims=True)
     return scores >= lax.top_k(scores, min(k, scores.shape[-1]))[0][:, -1:]

@@ -1,12 +1,11 @@
 """The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed part of the vocabulary, and its detector.
 
-Which tokens are green is a function of key, context and token alone, one integer hash per token, so that marking
-costs O(V) and the detector needs neither model nor vocabulary. The green lists are not those of transformers, which
+The green tokens depend on key, context and token alone, by one integer hash per token, so that marking costs O(V) and
+the detector needs neither model nor vocabulary. The green lists are not those of transformers, which
 come from torch's generator and differ between its devices: text is detected by the library that marked it. They are
 the same on every backend and must stay the same in later releases.
 
-The key has 32 bits and the hash is not a cryptographic one: it keeps marks apart, it does not keep a determined
-reader of much marked text from imitating them.
+The key has 32 bits and the hash is not cryptographic: it separates keys but does not prevent forgery.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from jaxgen.errors import InputError
 
 
 def watermark(scores: jax.Array, ids: jax.Array, length: jax.Array, config: WatermarkingConfig) -> jax.Array:
-    """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with green lists of our own.
+    """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with jaxgen's own green lists.
 
-    "selfhash" tries every token of the vocabulary. Transformers tries the 40 most likely ones, to save time that this
-    hash does not take. So every token that sampling may draw is marked if it is green, as in the paper.
+    "selfhash" tries every token of the vocabulary. Transformers tries the 40 most likely ones, to save time, which this
+    hash does not need. So every token that sampling may draw is marked if it is green, as in the paper.
 
     Args:
         scores: float32[rows, V].
@@ -45,10 +44,10 @@ def watermark(scores: jax.Array, ids: jax.Array, length: jax.Array, config: Wate
 
 
 def green(context, token, config: WatermarkingConfig):
-    """Return which tokens are green after their contexts. Arrays of numpy and of jax give the same result.
+    """Return True for tokens that are green after their contexts; the same for arrays of numpy and of jax.
 
     Args:
-        context: int32[..., C], the tokens before, the last one last. "lefthash" depends on one of them, "selfhash" on
+        context: int32[..., C], the preceding tokens, in order. "lefthash" uses one of them, "selfhash"
             `context_width - 1`.
         token: int32[...]; it broadcasts with the context's leading axes, at least one.
         config: its ratio and key may be traced.
@@ -60,18 +59,18 @@ def green(context, token, config: WatermarkingConfig):
     if config.seeding_scheme == "lefthash":
         seed = _hash(key, context[..., -1])
     else:
-        # The smallest hash of a pair decides: most edits of the window's other tokens leave it as it is.
+        # The smallest hash of a pair decides, and most edits of the window's other tokens do not change it.
         least = np.minimum if isinstance(token, np.ndarray) else jnp.minimum
         others = [context[..., -back] for back in range(1, config.context_width)]
         seed = _hash(_hash(key, token), token)
         for other in others:
             seed = least(seed, _hash(_hash(key, other), token))
-    # 24 bits of the hash, which float32 represents exactly, as a number from 0 to 1.
+    # The hash's top 24 bits, which float32 represents exactly, as a number from 0 to 1.
     return (_hash(seed, token) >> np.uint32(8)).astype(np.float32) * np.float32(2**-24) < ratio
 
 
 def _hash(seed, token):
-    """Hash a uint32 and an id to a uint32; both are mixed, so that neighbours have nothing in common."""
+    """Hash a uint32 and an id to a uint32; both are mixed, so that the hashes of neighbours are unrelated."""
     return _mix(seed ^ _mix(token.astype(np.uint32) + np.uint32(0x9E3779B9)))
 
 
@@ -88,12 +87,12 @@ class WatermarkDetectorOutput:
 
     Attributes:
         num_tokens_scored: int64, tokens that have their whole context in the row.
-        num_green_tokens: int64, how many of them are green.
+        num_green_tokens: int64, the number of green tokens among them.
         green_fraction: float64, their share.
-        z_score: float64, by how many standard deviations there are more than in text that is not marked.
-        p_value: float64, how probable as many are in text that is not marked: the tail of the normal distribution.
-            (That of 4.41.1 has the square root of its approximation missing.)
-        prediction: bool, whether the z-score exceeds the threshold.
+        z_score: float64, the excess of green tokens over unmarked text, in standard deviations.
+        p_value: float64, the probability of such an excess in unmarked text: the tail of the normal distribution.
+            (4.41.1 omits the square root of its approximation.)
+        prediction: bool, True if the z-score exceeds the threshold.
         confidence: float64, 1 - p_value.
     """
 
@@ -107,7 +106,7 @@ class WatermarkDetectorOutput:
 
 
 class WatermarkDetector:
-    """Tell whether text was marked: `WatermarkDetector` of transformers, for the green lists of `watermark`.
+    """Detector of marked text: `WatermarkDetector` of transformers, for the green lists of `watermark`.
 
     >>> detect = WatermarkDetector(WatermarkingConfig())
     >>> text = np.random.default_rng(0).integers(0, 1000, (2, 200))
@@ -115,9 +114,9 @@ class WatermarkDetector:
     [False, False]
 
     Args:
-        config: what the text was marked with; of it ratio, key and scheme matter. Or the dict of one.
-        bos_token_id: a row's first token where it is this one is left out.
-        ignore_repeated_ngrams: count a token with the same context once, so that repetition is not taken for a mark.
+        config: the config that marked the text, or its dict; only ratio, key, scheme and context width are used.
+        bos_token_id: skipped if it is a row's first token.
+        ignore_repeated_ngrams: count a token with the same context once, so that repetition does not count as a mark.
             (In 4.41.1 this has no effect.)
     """
 
@@ -136,15 +135,15 @@ class WatermarkDetector:
         self.ignore_repeated_ngrams = ignore_repeated_ngrams
 
     def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
-        """Test text, best without its prompt, which was not marked.
+        """Test text, preferably without its prompt, which was not marked.
 
         >>> start = out.prompt_width                                                          # doctest: +SKIP
         >>> detect(out.sequences[:, start:], out.attention_mask[:, start:]).prediction        # doctest: +SKIP
 
         Args:
             ids: int[B, L].
-            attention_mask: `[B, L]`, 0 where ids is padding, wherever it is; left out, there is none.
-            z_threshold: of text that is not marked about 0.13 % exceeds 3.
+            attention_mask: `[B, L]`, 0 where ids is padding, anywhere; if left out, there is no padding.
+            z_threshold: about 0.13 % of unmarked text exceeds 3.
 
         Raises:
             InputError: a row without a token that has its context before it, or a mask of another shape.
@@ -177,7 +176,7 @@ class WatermarkDetector:
         width = self.config.context_width
         if len(tokens) <= width:
             raise InputError(f"row {row} has {len(tokens)} tokens, context_width={width} needs more: leave the row out")
-        # The number of tokens that a token's colour depends on, itself included.
+        # The number of tokens that decide if a token is green, including itself.
         size = width if self.config.seeding_scheme == "selfhash" else width + 1
         ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)
         if self.ignore_repeated_ngrams:

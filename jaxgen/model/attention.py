@@ -1,7 +1,7 @@
 """Grouped-query attention over a cache of one or several parts.
 
-Short inputs have all their scores at once. Longer ones go block by block over queries and keys, with the softmax of
-the blocks so far, so that no array grows with the square of the length. Which form is used follows from shapes.
+Short inputs compute all scores at once. Longer ones are processed block by block over queries and keys, with a running
+softmax, so that no array grows with the square of the length. The shapes determine the form.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxgen.model.cache import as_numbers
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
 
-# All scores at once up to so many queries and slots.
+# All scores at once up to this many queries and slots.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 # So few queries, a step of decoding, read each key block in one product for all rows and heads.
 _FEW_QUERIES = 16
@@ -37,7 +37,7 @@ class Part:
     Attributes:
         keys, values: each `[P, K, S, H]`, as a `KVCache` of `dtype` stores them. P divides B: row b reads row
             b // (B/P), so rows that share a part read it in one product.
-        dtype: what they are, static.
+        dtype: the dtype of their numbers, static.
     """
 
     keys: jax.Array
@@ -50,7 +50,7 @@ class Part:
         return self.keys.shape[2]
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
-        """Return keys and values of `size` slots as numbers, with `owner` those of one row and kv head alone."""
+        """Return keys and values of `size` slots as numbers; with `owner`, only those of one row and kv head."""
         rows, heads, _, width = self.keys.shape
         row, head = owner or (0, 0)
         shape = (rows, heads, size, width) if owner is None else (1, 1, size, width)
@@ -71,13 +71,13 @@ def attention(
     Args:
         q: rotated queries; head n reads kv head n // (N/K).
         parts: the parts of the cache, in order.
-        seen: which keys each query may see.
+        seen: the keys that each query may see.
         dropout: applied to the weights when training.
         with_weights: return them too. This and dropout need all scores at once, whatever the length.
 
     Returns:
         The attended values `[B, N, T, H]` in q's dtype, and the weights float32[B, N, T, S], S over all parts, or
-        None. A query that may see nothing, which only padding is, gets a finite result.
+        None. A query that may see nothing (only padding) gets a finite result.
     """
     steps, slots = q.shape[2], sum(part.slots for part in parts)
     if dropout is not None or with_weights or all_at_once(steps, slots):
@@ -87,7 +87,7 @@ def attention(
 
 
 def all_at_once(steps: int, slots: int) -> bool:
-    """Return whether T queries have all their scores with S slots in one array."""
+    """Return True if the scores of T queries with S slots are computed in one array."""
     return steps <= _AT_ONCE_QUERIES and slots <= _AT_ONCE_SLOTS
 
 
@@ -121,7 +121,7 @@ def _in_blocks(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.A
 
 
 def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
-    """Attend from few queries; a loop of unknown length in each layer costs more there than a few thousand slots."""
+    """Attend from few queries; a loop of unknown length in each layer would cost more than a few thousand slots."""
     if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
         return _at_once(q, parts, seen)[0]
     return _over_keys(q, parts, seen, _ACCELERATOR_BLOCK)
@@ -140,7 +140,7 @@ _in_blocks.defvjp(_keep_inputs, _gradients)
 
 
 def _over_queries(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
-    """Attend with all scores of one block of queries after the other."""
+    """Attend one block of queries at a time, with all of its scores."""
 
     @jax.checkpoint
     def attend(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
@@ -152,9 +152,9 @@ def _over_queries(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> ja
 
 
 def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
-    """Attend within one row and kv head after the other, where each product is one of two matrices.
+    """Attend within one row and kv head at a time, so that each product is one of two matrices.
 
-    XLA's CPU compiler does these several times faster than batched ones, and blocks past a row's end are left out.
+    On XLA's CPU these are several times faster than batched products, and blocks past a row's end are skipped.
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1]
@@ -164,14 +164,14 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], seen: Visibility
         index, q = inputs
         row, head = index // kv_heads, index % kv_heads
         owners = [(row // (batch // part.keys.shape[0]), head) for part in parts]
-        of_row = seen.of_row(row)
+        visible = seen.of_row(row)
 
-        def of_queries(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        def attend_block(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
             q, queries, first = block
-            return _over_keys(q, parts, dataclasses.replace(of_row, queries=queries, first=first), _KEY_BLOCK, owners)
+            return _over_keys(q, parts, dataclasses.replace(visible, queries=queries, first=first), _KEY_BLOCK, owners)
 
-        blocks = (_cut_queries(q[None], size), *of_row.query_blocks(size))
-        return _join_queries(lax.map(of_queries, blocks), steps)[0]
+        blocks = (_cut_queries(q[None], size), *visible.query_blocks(size))
+        return _join_queries(lax.map(attend_block, blocks), steps)[0]
 
     q = q.reshape(batch * kv_heads, heads // kv_heads, steps, width)
     return lax.map(attend, (jnp.arange(batch * kv_heads), q)).reshape(batch, heads, steps, width)
@@ -184,9 +184,9 @@ def _over_keys(
     size: int,
     owners: Sequence[tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:
-    """Attend to one block of `size` slots after the other, of those that some query sees, with a running softmax.
+    """Attend to one block of `size` slots at a time, skipping blocks that no query sees, with a running softmax.
 
-    With `owners`, `q [1, G, T, H]` are the queries of one row and kv head, which each part has at `owners[i]`.
+    With `owners`, `q [1, G, T, H]` are the queries of one row and kv head, and part i stores their keys at `owners[i]`.
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1] if owners is None else 1
@@ -200,7 +200,7 @@ def _over_keys(
             start = jnp.minimum(number * block, part.slots - block)
             k, v = part.block(start, block, None if owners is None else owners[index])
             mask = seen.of_keys(index, start, block).mask(0)
-            if part.slots % block:  # the last block begins within the one before
+            if part.slots % block:  # the last block overlaps the previous one
                 mask &= (start + jnp.arange(block) >= number * block)[None, None, :]
             scores = _product(q, k, "bkqh,bksh->bkqs") / math.sqrt(width)
             return _absorb(state, _masked(scores, mask), v)
@@ -228,8 +228,8 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     """Make the scores `[B, K, G, T, S]` the lowest number where `mask bool[B, T, S]` is False.
 
-    The scale comes first: rounded twice in different ways, the lowest numbers would differ by more than an exponential
-    can take.
+    Scores are scaled before they are masked: different roundings of a scaled lowest number would differ by more than an
+    exponential can represent.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
 
@@ -257,7 +257,7 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
 
 
 def _cut_queries(q: jax.Array, size: int) -> jax.Array:
-    """Cut `q [B, N, T, H]` into blocks `[blocks, B, N, size, H]`, the last one filled up with zeros."""
+    """Cut `q [B, N, T, H]` into blocks `[blocks, B, N, size, H]`, the last one padded with zeros."""
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -q.shape[2] % size), (0, 0)))
     return jnp.moveaxis(q.reshape(*q.shape[:2], -1, size, q.shape[3]), 2, 0)
 

@@ -1,11 +1,11 @@
 """The preallocated key-value cache.
 
-A row's tokens are stored in their order and without gaps, whatever the padding was: slot i has the row's i-th token.
-So a row attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is its beginning,
-and cropping only lowers `length`.
+A row's tokens are stored in order and without gaps, whatever the padding was: slot i has the row's i-th token. So a row
+attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is its beginning, and
+cropping only lowers `length`.
 
 A cache may extend another one, its `prefix`, of fewer rows and read only: rows b*c to b*c + c - 1 share prefix row b.
-Return sequences and beams share their prompt's keys and values in this way, and requests their system prompt's.
+In this way return sequences and beams share their prompt's keys and values, and requests share their system prompt.
 `select` copies only what the rows do not share. Slots are numbered consecutively, the prefix's first.
 """
 
@@ -23,7 +23,7 @@ from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
 from jaxgen.shapes import repeat_rows, resize_axis
 
-# The order of an empty slot: after every token.
+# The order of an empty slot. Sorts after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
@@ -37,9 +37,9 @@ class KVCache:
     Attributes:
         keys: one array per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, or the bits of 16-bit ones.
         values: likewise.
-        length: int32[B], how many slots of this part each row fills, from slot 0 on.
+        length: int32[B], the number of slots of this part that each row fills, from slot 0 on.
         prefix: the cache that this one extends, or None.
-        dtype: what keys and values are, static.
+        dtype: the dtype of keys and values, static.
     """
 
     keys: tuple[jax.Array, ...]
@@ -75,17 +75,17 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """How many rows, B."""
+        """The number of rows, B."""
         return self.keys[0].shape[0]
 
     @property
     def slots(self) -> int:
-        """How many slots this part has, S."""
+        """The number of slots of this part, S."""
         return self.keys[0].shape[2]
 
     @property
     def offset(self) -> int:
-        """The number of this part's first slot, which is how many slots the prefix has."""
+        """The number of this part's first slot, which is the number of slots of the prefix."""
         return 0 if self.prefix is None else self.prefix.offset + self.prefix.slots
 
     @property
@@ -95,14 +95,14 @@ class KVCache:
 
     @property
     def prefix_length(self) -> jax.Array:
-        """int32[B], how many tokens each row has in the prefix."""
+        """int32[B], the number of tokens of each row in the prefix."""
         if self.prefix is None:
             return jnp.zeros(self.rows, jnp.int32)
         return repeat_rows(self.prefix.total_length, self.rows)
 
     @property
     def total_length(self) -> jax.Array:
-        """int32[B], how many tokens each row has, the prefix's included."""
+        """int32[B], the number of tokens of each row, including the prefix's."""
         return self.prefix_length + self.length
 
     def flatten(self, slots: int) -> KVCache:
@@ -119,12 +119,12 @@ class KVCache:
         return merged
 
     def check_model(self, cfg: ModelConfig) -> None:
-        """Raise where this is the cache of another model."""
+        """Raise an error if the cache belongs to another model."""
         layers, (_, heads, _, size) = len(self.keys), self.keys[0].shape
         if (layers, heads, size) != (cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim):
             raise InputError(
-                f"the cache is of another model: it has {layers} layers, {heads} heads and head size {size}; this one "
-                f"{cfg.num_hidden_layers}, {cfg.num_key_value_heads} and {cfg.head_dim}"
+                f"the cache belongs to another model: it has {layers} layers, {heads} heads and head size {size}; this "
+                f"one {cfg.num_hidden_layers}, {cfg.num_key_value_heads} and {cfg.head_dim}"
             )
 
     def crop(self, length: jax.Array | int) -> KVCache:
@@ -135,14 +135,14 @@ class KVCache:
         return _crop(self, self.check_length(length))
 
     def check_length(self, length: jax.Array | int) -> jax.Array:
-        """Return a length to crop to as an array; raise unless it is one integer or one per row."""
+        """Return a length to crop to as an array; raise an error unless it is one integer or one per row."""
         length = jnp.asarray(length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.shape not in ((), (self.rows,)):
             raise InputError(f"length must be one integer or one per row, [{self.rows}], got {length!r}")
         return length
 
     def reorder(self, rows: jax.Array) -> KVCache:
-        """Return a copy in one part with other rows: row i is row `rows[i]`, int32[n]; some may come several times."""
+        """Return a copy in one part with other rows: row i is row `rows[i]`, int32[n]; numbers may repeat."""
         rows = jnp.asarray(rows)
         if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1 or not len(rows):
             raise InputError(f"rows must be integers of shape [n], at least one, got {rows.dtype}{list(rows.shape)}")
@@ -153,8 +153,8 @@ class KVCache:
     def select(self, rows: jax.Array) -> KVCache:
         """Return this cache with other rows over the same prefix: row i is row `rows[i]`, int32[B].
 
-        Row `rows[i]` must share row i's prefix row, as beams of one prompt do; that is not checked. The prefix is left
-        alone and the structure stays, so that a compiled loop can carry the cache; `reorder` is for any other rows.
+        Row `rows[i]` must share row i's prefix row, as beams of one prompt do; this is not checked. Prefix and
+        structure are unchanged, so that a compiled loop can carry the cache. For other rows use `reorder`.
         """
         own = dataclasses.replace(self, prefix=None)
         own = jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), own)
@@ -163,11 +163,11 @@ class KVCache:
     def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
         """Return this cache with row `rows[i]`, int32[n], replaced by row i of `source`, a cache of n rows.
 
-        Parts of as many rows as the cache are written; parts that rows share stay. Only the inserted rows move, also
-        in a compiled loop. A row number out of range inserts nothing; the others must differ.
+        Parts with as many rows as the cache are written; shared parts are unchanged. Only the inserted rows are copied,
+        also in a compiled loop. A row number out of range inserts nothing; the others must be distinct.
 
         Raises:
-            InputError: `source` is not made of parts like this cache's.
+            InputError: `source` has other parts than this cache.
         """
         sizes, given = ([(part.keys[0].shape[1:], part.dtype) for part in cache.parts] for cache in (self, source))
         owned = [part.rows == self.rows for part in self.parts]
@@ -176,7 +176,7 @@ class KVCache:
                 f"source must have the same parts, ([K, S, H], dtype) = {sizes}, got {given}, and a row of its own "
                 "wherever this cache's rows have one"
             )
-        # Indices of a scatter are promised to be unique: each row that is dropped gets a number of its own.
+        # Each dropped row gets its own number, because the scatter promises unique indices.
         dropped = self.rows + jnp.arange(source.rows, dtype=jnp.int32)
         rows = jnp.where((rows >= 0) & (rows < self.rows), rows, dropped)
 
@@ -191,10 +191,9 @@ class KVCache:
         return result
 
     def expand(self, copies: int) -> KVCache:
-        """Return a copy in one part with each row `copies` times, as `repeat_interleave`.
+        """Return a copy in one part with each row repeated `copies` times, like `repeat_interleave`.
 
-        `generate` does not need it: a cache of fewer rows is shared by as many prompts as there are to each, and read
-        from one place.
+        `generate` does not need this: several prompts can share a row.
         """
         if not isinstance(copies, int) or copies < 1:
             raise InputError(f"copies must be a whole number of at least 1, got {copies!r}")
@@ -209,15 +208,15 @@ class KVCache:
         return dataclasses.replace(keep, prefix=prefix)
 
     def pad_rows(self, rows: int) -> KVCache:
-        """Return this cache, of one part, with empty rows after its own, `rows` in all."""
+        """Return this cache, which must have one part, padded with empty rows to `rows` rows."""
         return jax.tree.map(lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), self)
 
     def drop_last(self, count: jax.Array) -> KVCache:
-        """Forget the last `count int32[B]` tokens of each row, all of them in this part. Later tokens replace them."""
+        """Drop the last `count int32[B]` tokens of each row, which must be in this part. Later tokens replace them."""
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:
-        """int32[B, S]: which of its row's tokens, counted from 0, a slot of this part holds; `EMPTY` for none."""
+        """int32[B, S]: the index of the token in each slot of this part; `EMPTY` for an empty slot."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         return jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
 
@@ -252,15 +251,15 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
 def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     """Return `buffer [B, K, S, H]` with `new [B, K, T, H]` at `slots int32[B, T]`; slots past the end are dropped.
 
-    Both are numbers, or bits. A scatter per row and head: XLA does it in place in a loop, whether the rows write to
-    one slot or each to its own, and under a mesh on each device alone.
+    Both are numbers, or bits. A scatter per row and head: in a loop XLA does it in place, whether the rows write to one
+    slot or each to its own, and under a mesh locally on each device.
     """
 
-    def of_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    def write_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
         return buffer.at[slots].set(new, mode="drop", unique_indices=True)
 
     slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
-    return jax.vmap(jax.vmap(of_head))(buffer, new, slots)
+    return jax.vmap(jax.vmap(write_head))(buffer, new, slots)
 
 
 def as_stored(x: jax.Array, dtype: str) -> jax.Array:
@@ -270,7 +269,7 @@ def as_stored(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def as_numbers(x: jax.Array, dtype: str) -> jax.Array:
-    """Return what a cache of `dtype` stores as numbers."""
+    """Convert the stored form of a cache of `dtype` to numbers."""
     return x if x.dtype == jnp.dtype(dtype) else jax.lax.bitcast_convert_type(x, dtype)
 
 

@@ -1,12 +1,12 @@
-"""The decoder-only transformer of all `FAMILIES`: ids in, logits and cache out; it knows nothing of decoding.
+"""The decoder-only transformer for all `FAMILIES`: ids in, logits and cache out; it knows nothing of decoding.
 
 Dimensions, here and in every shape of the package:
     B rows, T new tokens, S cache slots, N heads, K key-value heads, G = N/K, H head size, D model width,
     F mlp width, V vocabulary, L layers.
 
 Parameters have Hugging Face's names and shapes: params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"] is
-[N*H, D]. What is computed in float32 whatever the weights' dtype is what transformers 4.41.1 computes so: RMSNorm,
-the angles of RoPE, the softmax of attention, the loss.
+[N*H, D]. As in transformers 4.41.1, these use float32 whatever the weights' dtype: RMSNorm, the angles of RoPE, the
+softmax of attention, the loss.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Tokens:
         cos, sin: `[B, T, H]`, the rotation of their positions.
         slots: int32[B, T], their slots in the cache's last part; padding and overflow past its end. None without a
             cache.
-        seen: which keys they may see, without the layer's window.
+        seen: the keys that they may see, without the layer's window.
         output_attentions: return the attention weights, static.
     """
 
@@ -134,7 +134,7 @@ class Embedding(nn.Module):
     cfg: ModelConfig
 
     def setup(self):
-        """Get the table [V, D]."""
+        """Declare the table [V, D]."""
         init, shape = nn.initializers.normal(self.cfg.initializer_range), (self.cfg.vocab_size, self.cfg.hidden_size)
         self.weight: jax.Array | Weight = parameter(self, "weight", shape, init, self.cfg.dtype)
 
@@ -160,8 +160,8 @@ class Attention(nn.Module):
         batch, steps, _ = x.shape
 
         def project(heads: int, name: str) -> jax.Array:
-            heads_of = Linear(heads * cfg.head_dim, cfg.attention_bias, cfg, name=name)(x)
-            return heads_of.reshape(batch, steps, heads, cfg.head_dim).swapaxes(1, 2)
+            projected = Linear(heads * cfg.head_dim, cfg.attention_bias, cfg, name=name)(x)
+            return projected.reshape(batch, steps, heads, cfg.head_dim).swapaxes(1, 2)
 
         q = project(cfg.num_attention_heads, "q_proj")
         k = project(cfg.num_key_value_heads, "k_proj")
@@ -219,7 +219,7 @@ class DecoderLayer(nn.Module):
 
 
 class Layers(nn.Module):
-    """The stack. One layer is traced and the others reuse its program; each keeps its own parameters."""
+    """The stack of layers. One layer is traced and the others reuse its program, each with its own parameters."""
 
     cfg: ModelConfig
     remat: bool
@@ -227,12 +227,12 @@ class Layers(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, tokens: _Tokens, cache: KVCache | None):
         """Return the input of each layer and the last one's output, the attention weights and the cache."""
-        layer_of = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
+        decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
             parts = cache.parts if cache else ()
             parts = tuple(Part(part.keys[index], part.values[index], part.dtype) for part in parts)
-            x, weights, last = layer_of(self.cfg, window, name=str(index))(x, tokens, parts)
+            x, weights, last = decoder_layer(self.cfg, window, name=str(index))(x, tokens, parts)
             states.append(x)
             attentions.append(weights)
             written.append(last)
@@ -270,7 +270,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         cfg: the model's shape.
-        remat: whether gradients recompute the inside of each layer instead of storing it (`jax.checkpoint`).
+        remat: gradients recompute the inside of each layer instead of storing it (`jax.checkpoint`).
     """
 
     cfg: ModelConfig
@@ -298,30 +298,30 @@ class CausalLM(nn.Module):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> ModelOutput:
-        """Run the model on T new tokens per row. Attention dropout is on where a "dropout" rng is given.
+        """Run the model on T new tokens per row. Attention dropout is on if a "dropout" rng is given.
 
         Args:
-            ids: int32[B, T], or give `inputs_embeds [B, T, D]` instead.
-            inputs_embeds: what the ids would be embedded to.
-            attention_mask: `[B, T]`, 0 where a new token is padding, on whichever side; all ones by default.
+            ids: int32[B, T], or pass `inputs_embeds [B, T, D]` instead.
+            inputs_embeds: embeddings, used in place of the ids'.
+            attention_mask: `[B, T]`, 0 where a new token is padding, on either side; all ones by default.
                 Padding is neither seen nor stored. (Unlike transformers', it never covers tokens of the cache.)
-            position_ids: int32[B, T] for RoPE; by default a token's order in its row, padding not counted.
-                Who sees whom is decided by that order whatever the positions are.
+            position_ids: int32[B, T] for RoPE; by default a token's index in its row, padding not counted.
+                Attention follows that order, whatever the positions are.
             segment_ids: int32[B, T], for training on rows packed with several texts: neighbours with the same number
                 are one text, which sees only itself and whose positions begin at 0. Not with a cache.
-            cache: holds the tokens before these, and takes these; None for a pass on its own.
+            cache: the preceding tokens; the new ones are appended. None for a pass without a cache.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the
-                first free one. Tokens from there on are forgotten.
-            key_mask: bool[B, n], which of a row's first n tokens may be attended to; padding is not counted. By
+                first free one. Cached tokens from there on are discarded.
+            key_mask: bool[B, n], which of a row's first n tokens, padding not counted, may be attended to. By
                 default all of them.
-            labels: int32[B, T], the ids again, with -100 where no loss is wanted; they are shifted here.
+            labels: int32[B, T], the ids again, with -100 where no loss is wanted; the model shifts them.
             logits_to_keep: n for the last n positions, 0 for all, or int32[B, n] positions per row.
             output_hidden_states: return them.
             output_attentions: return them.
 
         Raises:
-            InputError: shapes that do not fit, or a write past the cache's end. Where the position is traced and
-                the end passed, the row's logits are NaN: nothing is overwritten.
+            InputError: shapes that do not fit, or a write past the cache's end or leaving a gap. If the position is
+                traced, the row's logits are NaN instead, and nothing is overwritten.
         """
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and not keeps_all:
@@ -404,11 +404,11 @@ class CausalLM(nn.Module):
         first = None
         if cache is None:
             if cache_position is not None:
-                raise InputError("cache_position was given without a cache: give both or neither")
+                raise InputError("cache_position was given without a cache: pass both or neither")
             order = row_order(mask, jnp.zeros(batch, jnp.int32))
             slots, overflow, orders = None, None, [key_order(order, mask)]
             if segment_ids is not None:
-                first = first_of_segment(order, _whole("segment_ids", segment_ids, batch, steps))
+                first = first_of_segment(order, _per_token("segment_ids", segment_ids, batch, steps))
         else:
             if segment_ids is not None:
                 raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
@@ -417,7 +417,7 @@ class CausalLM(nn.Module):
             cache.check_model(self.cfg)
 
         if position_ids is not None:
-            positions = _whole("position_ids", position_ids, batch, steps)
+            positions = _per_token("position_ids", position_ids, batch, steps)
         else:
             positions = order if first is None else order - first
         cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, dtype)
@@ -430,7 +430,7 @@ class CausalLM(nn.Module):
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
         if (ids is None) == (inputs_embeds is None):
-            raise InputError("give exactly one of ids and inputs_embeds")
+            raise InputError("pass exactly one of ids and inputs_embeds")
         if ids is not None:
             return self.embed(ids)
         assert inputs_embeds is not None
@@ -441,7 +441,7 @@ class CausalLM(nn.Module):
         return inputs_embeds.astype(self.cfg.dtype)
 
 
-def _whole(name: str, values: jax.Array, batch: int, steps: int) -> jax.Array:
+def _per_token(name: str, values: jax.Array, batch: int, steps: int) -> jax.Array:
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((batch, steps), (1, steps)):
         raise InputError(
@@ -457,7 +457,7 @@ def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array
     if attention_mask.shape != (batch, steps):
         raise InputError(
             f"attention_mask must have the new tokens' shape, {[batch, steps]}, got {list(attention_mask.shape)}; "
-            "the cache knows its own tokens"
+            "the mask must not cover cached tokens"
         )
     return attention_mask.astype(bool)
 

@@ -13,7 +13,7 @@ from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# A field without a default changes the numbers: transformers would fill in a guess.
+# A field without a default changes the results: transformers would fill in a guess.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1),
     "hidden_size": whole(1),
@@ -48,7 +48,7 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-# Keys that would change the numbers unless they have one of these values
+# Keys that would change the results unless they have one of these values
 _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False, None),
     "partial_rotary_factor": (1, None),
@@ -60,7 +60,7 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
 }
 
-# Keys that do not affect the numbers that the model computes
+# Keys that do not affect the model's results
 _IRRELEVANT = frozenset(
     # bookkeeping, and how torch should run the model
     "_name_or_path _attn_implementation _attn_implementation_autoset _commit_hash attn_implementation "
@@ -78,14 +78,14 @@ _IRRELEVANT = frozenset(
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
 )
 
-# Keys that have code of their own
+# Keys that have their own code
 _SPECIAL = {"model_type", "architectures", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
 _KNOWN = frozenset(_SPECIAL | set(_FIELDS) | set(_CONSTANTS) | _IRRELEVANT)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its base and, for a stretched context, how it is stretched.
+    """Rotary position embedding: its base and, for a stretched context, the parameters of the stretching.
 
     `type` is default, linear, dynamic, llama3 or yarn, as in transformers' `ROPE_INIT_FUNCTIONS`. Each of the fields
     after `theta` belongs to some types only and is None for the others.
@@ -109,14 +109,14 @@ class RopeConfig:
         """Read `rope_theta` with `rope_scaling`, or `rope_parameters`, from a config.json.
 
         Raises:
-            ConfigError: a type that is not built, or parameters that are missing, unknown or invalid.
+            ConfigError: a type that is not implemented, or parameters that are missing, unknown or invalid.
         """
         source, given = _rope_entry(config)
         rope_type = given.pop("rope_type", None)
         theta = given.pop("rope_theta")
         if rope_type not in _ROPE_TYPES:
             raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}")
-        if rope_type == "default":  # transformers keeps the original length there and ignores it
+        if rope_type == "default":  # transformers writes the original length there and ignores it
             given.pop("original_max_position_embeddings", None)
         if rope_type == "yarn":
             given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -127,7 +127,7 @@ class RopeConfig:
             fields["truncate"] = flag(None)
         values, problems = read_fields(fields, given)
         if given.pop("partial_rotary_factor", 1) != 1:
-            problems.append("partial_rotary_factor other than 1 is not built")
+            problems.append("partial_rotary_factor other than 1 is not implemented")
         if unknown := sorted(set(given) - set(fields)):
             problems.append(f"unknown: {', '.join(unknown)}")
         problems = [f"{source} (rope_type {rope_type}): {problem}" for problem in problems]
@@ -151,13 +151,18 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a checkpoint that its weights do not say. Hashable, hence static under jit.
+    """Everything about a checkpoint that is not determined by its weights. Hashable, hence static under jit.
 
-    Fields have the names of config.json where it has them. `attention_bias` means the biases of the query, key and
-    value projections, `output_bias` that of the attention's output projection. `qk_norm`: queries and keys are normed.
-    `windows` has for each layer the number of tokens that a token attends to, itself included, or None for all of
-    them. `dtype` is that of the checkpoint's weights. `cpu_tiles` is not part of a checkpoint: whether a CPU's program
-    uses its tile units (AMX), which the platform's name does not tell; see `for_this_machine` in model/linear.py.
+    Fields have the names of config.json if it has them.
+
+    Attributes:
+        attention_bias: biases of the query, key and value projections.
+        output_bias: bias of the attention's output projection.
+        qk_norm: queries and keys are normed.
+        windows: for each layer the number of tokens that a token attends to, including itself; None for all.
+        dtype: the dtype of the checkpoint's weights.
+        cpu_tiles: not part of a checkpoint: CPU programs use the tile units (AMX), which the platform's name does not
+            imply; see `for_this_machine` in model/linear.py.
     """
 
     model_type: str
@@ -185,7 +190,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the positions are made for; a scaled RoPE stretches it."""
+        """Number of tokens that the model was trained for; a scaled RoPE stretches it."""
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings
         return max(self.max_position_embeddings, int(original * (self.rope.factor or 1)))
 
@@ -194,19 +199,19 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE may be spelled `rope_theta` and `rope_scaling`, or `rope_parameters`; the dtype `torch_dtype` or `dtype`.
-        A value that changes numbers has no default, except for what the tensors themselves prove when they are read
+        A value that changes results has no default, except for values that the tensors confirm when they are read
         (biases, the head size). Sliding windows are those of transformers 5: a token sees at most `sliding_window`
         tokens, itself included (4.41.1: one more). Qwen has them only if `use_sliding_window`, in layers from
         `max_window_layers` on (4.41.1: in every layer).
 
         Raises:
-            ConfigError: everything that is missing, unknown, contradictory or not built, in one message.
+            ConfigError: everything that is missing, unknown, contradictory or not implemented, in one message.
         """
         if not isinstance(config, Mapping):
             raise TypeError(f"config must be the content of a config.json, a dict, got {type(config).__name__}")
         model_type = config.get("model_type")
         if model_type not in FAMILIES:
-            raise ConfigError(f"model_type {model_type!r} is not built; it must be one of {', '.join(FAMILIES)}")
+            raise ConfigError(f"model_type {model_type!r} is not implemented; it must be one of {', '.join(FAMILIES)}")
         family = FAMILIES[model_type]
         values, problems = _read(config, family)
         if problems:
@@ -269,7 +274,7 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
         problems.append(f"architectures must be a list with {family.architecture}, got {architectures!r}")
     for key, allowed in _CONSTANTS.items():
         if key in config and config[key] not in allowed:
-            problems.append(f"{key}={config[key]!r} is not built")
+            problems.append(f"{key}={config[key]!r} is not implemented")
     for key in sorted(set().union(*(other.keys for other in FAMILIES.values())) - family.keys):
         if config.get(key) not in (None, False):
             readers = [name for name, other in FAMILIES.items() if key in other.keys]
@@ -316,7 +321,7 @@ def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     source = "rope_scaling" if new is None else "rope_parameters"
     given = {name: value for name, value in (new or old or {}).items() if value is not None}
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise ConfigError(f"{source} has one entry per layer type; only one RoPE for all layers is built")
+        raise ConfigError(f"{source} has one entry per layer type; only one RoPE for all layers is implemented")
     old_name = given.pop("type", None)
     if old_name is not None and given.setdefault("rope_type", old_name) != old_name:
         raise ConfigError(f"{source}: type and rope_type differ: keep rope_type")

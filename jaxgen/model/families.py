@@ -19,7 +19,7 @@ class WindowRule:
         keys: the keys of config.json that it reads.
         read: maps a config whose values have the right types to one entry per layer, the window in tokens or None.
             Raises `ConfigError` if values are missing or contradict each other.
-        write: maps the rest of a config and the windows to the entries from which `read` gets these windows.
+        write: the inverse of `read`: maps the rest of a config and the windows to the entries that describe them.
     """
 
     keys: tuple[str, ...]

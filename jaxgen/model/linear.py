@@ -1,4 +1,4 @@
-"""Products with weights and look-ups in them: how they are done on each platform, in each dtype."""
+"""Products with weights and look-ups in them, as implemented for each platform and dtype."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def linear(
 ) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch stores it.
 
-    Products are accumulated in float32. float32 operands are never rounded to a shorter format on the way, as in
-    torch, whatever `jax_default_matmul_precision` says.
+    Products are accumulated in float32. float32 operands are never rounded to a shorter format, as in torch,
+    regardless of `jax_default_matmul_precision`.
 
-    `tiles`: use the form for CPUs that multiply tiles of bfloat16, where lowered for a CPU; see `for_this_machine`.
+    `tiles`: use the form for CPUs that multiply tiles of bfloat16, if lowered for a CPU; see `for_this_machine`.
     """
     out = product(x.reshape(-1, x.shape[-1]), weight, tiles)
     if bias is not None:
@@ -60,16 +60,16 @@ def precision(dtype) -> lax.Precision | None:
 
 
 def for_this_machine(model: ModelConfig) -> ModelConfig:
-    """Return `model` with the fields set that depend on the machine: for programs that are compiled and run here.
+    """Return `model` with machine-specific fields set, for programs that are compiled and run here.
 
-    Leave it out for programs that run elsewhere, such as exported ones: without it they run on every machine.
+    Do not call it for programs that run elsewhere, such as exported ones: without it they run on every machine.
     """
     return dataclasses.replace(model, cpu_tiles=_has_tiles())
 
 
 @functools.cache
 def _has_tiles() -> bool:
-    """Return whether this CPU has AMX for bfloat16."""
+    """Return True if this CPU has AMX for bfloat16."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
 
@@ -82,7 +82,7 @@ def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
 def _narrow_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply 16-bit operands, with gradients that are 16-bit products too, as in torch.
 
-    jax's own gradient has a float32 factor, because the result is float32, and converts the other one to it.
+    jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
     return _contract(rows, weight, 1, 1)
 
@@ -115,8 +115,8 @@ def _contract(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int
 def _two_rows(row: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply one row, `[1, D]`, together with a row of zeros.
 
-    XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop keeps that copy of all of them;
-    with two rows or more it reads them as they are.
+    XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop stores that copy of all of them;
+    with two rows or more it reads them without converting.
     """
     return _product(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
 
@@ -140,8 +140,8 @@ def _gather(ids: jax.Array, table: jax.Array) -> jax.Array:
 def _gather_in_branch(ids: jax.Array, table: jax.Array) -> jax.Array:
     """Look up rows inside a branch.
 
-    XLA's CPU compiler converts a 16-bit table to float32 to gather from it and, in a loop, keeps that copy of the whole
-    table. It does not move the conversion out of a branch, and there converts only the rows that are read.
+    XLA's CPU compiler converts a 16-bit table to float32 to gather from it and, in a loop, stores that whole copy. It
+    does not move the conversion out of a branch, and there converts only the rows that are read.
     """
     return lax.cond(jnp.any(ids < table.shape[0]), _gather, _gather_nothing, ids, table)
 

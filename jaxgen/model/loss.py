@@ -9,11 +9,11 @@ from jaxgen.errors import InputError
 
 
 def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the cross-entropies of the next tokens, summed where their label is not -100, and how many those are.
+    """Return the cross-entropies of the next tokens, summed over the labels that are not -100, and the number of these.
 
     Args:
         logits: float32[B, T, V].
-        labels: int32[B, T], the ids again; position t is to predict label t + 1. A label that is neither -100 nor a
+        labels: int32[B, T], the ids again; position t predicts label t + 1. A label that is neither -100 nor a
             token makes the sum NaN.
     """
     labels = jnp.asarray(labels)
@@ -28,6 +28,6 @@ def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ja
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean over the labels that are not -100; NaN where there is none, as in torch."""
+    """Return the mean over the labels that are not -100; NaN if there is none, as in torch."""
     total, count = next_token_loss(logits, labels)
     return total / count

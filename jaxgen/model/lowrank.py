@@ -11,7 +11,7 @@ from jaxgen.model.linear import look_up, product
 
 @flax.struct.dataclass
 class LowRank:
-    """The matrix `weight + b a`, computed without adding the two.
+    """The matrix `weight + b a`, without materialising the sum.
 
     Attributes:
         weight: `[F, D]`.

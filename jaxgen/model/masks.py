@@ -1,4 +1,7 @@
-"""Slots of new tokens, and which tokens attend to which. Both follow from a token's order in its row."""
+"""Slots of new tokens, and the tokens that each may attend to.
+
+Both follow from a token's order: its index in its row, padding not counted.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from jaxgen.model.cache import EMPTY, KVCache
 
 @flax.struct.dataclass
 class Visibility:
-    """Which keys each query may see, as one number per token: masks `[B, T, S]` are made block by block.
+    """The keys that each query may see, as one number per token: masks `[B, T, S]` are made block by block.
 
     A query sees itself and the tokens before it, at most `window` in all.
 
     Attributes:
-        queries: int32[B, T], the order of each query in its row.
-        keys: per part of the cache int32[B, S], the order of the token in each slot; `EMPTY` where there is none or
-            it is hidden.
+        queries: int32[B, T], the order of each query; padding queries have any order.
+        keys: per part of the cache int32[B, S], the order of the token in each slot; `EMPTY` for an empty slot or a
+            hidden token.
         first: int32[B, T], the order of the first token that a query may see; None for 0.
-        window: most tokens that a query may see, static; None for all.
+        window: the most tokens that a query may see, static; None for all.
     """
 
     queries: jax.Array
@@ -34,7 +37,7 @@ class Visibility:
     window: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def mask(self, part: int) -> jax.Array:
-        """bool[B, T, S]: True where the query may see the key of a part."""
+        """bool[B, T, S]: True if the query may see the key of the part."""
         keys = self.keys[part][:, None, :]
         queries = self.queries[:, :, None]
         seen = keys <= queries
@@ -43,7 +46,7 @@ class Visibility:
         return seen if self.first is None else seen & (keys >= self.first[:, :, None])
 
     def span(self, part: int) -> tuple[jax.Array, jax.Array]:
-        """Begin and end, each int32[], of the slots of a part that some query of some row may see."""
+        """The range [begin, end) of slots of a part that any query may see, two int32[]."""
         keys, last = self.keys[part], jnp.max(self.queries, axis=1, keepdims=True)
         first = jnp.zeros_like(last) if self.first is None else jnp.min(self.first, axis=1, keepdims=True)
         if self.window is not None:
@@ -61,7 +64,7 @@ class Visibility:
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1, axis=0), self)
 
     def query_blocks(self, size: int) -> tuple[jax.Array, jax.Array | None]:
-        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last one is filled up with its last query."""
+        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last one is padded with its last query."""
 
         def cut(x: jax.Array) -> jax.Array:
             x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
@@ -71,7 +74,7 @@ class Visibility:
 
 
 def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
-    """int32[B, T]: the order of each token in its row, padding not counted, when `start [B]` tokens precede."""
+    """int32[B, T]: the order of each token in its row, padding not counted, after `start [B]` tokens."""
     return start[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
 
 
@@ -115,7 +118,7 @@ def allocate_slots(
     length = start + jnp.sum(mask, axis=-1, dtype=jnp.int32)
     _check_fits(cache, start, length)
     order = slots + cache.prefix_length[:, None]
-    # Each dropped token has a slot of its own past the end: a scatter's indices are promised to be unique.
+    # Each dropped token gets its own slot past the end, because the scatter promises unique indices.
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
     misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) with transformers' ways of stretching the context."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) with transformers' methods of stretching the context."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype)
     Args:
         cfg: the model.
         positions: int32[B, T].
-        valid: bool[B, T], False where the token is padding. Only the dynamic type looks at it: a row's base
-            grows with the row's own longest position. (transformers takes the longest of the batch.)
+        valid: bool[B, T], False for padding. Only the dynamic type reads it: a row's base grows with the row's own
+            longest position. (transformers uses the longest of the batch.)
         dtype: of the result; angles are always float32.
     """
     if cfg.rope.type == "dynamic":
@@ -38,7 +38,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return float32[H/2] radians per position and the factor on cosines and sines (1 but for yarn).
+    """Return float32[H/2] radians per position and the factor on cosines and sines (1 except for yarn).
 
     Follows transformers' `ROPE_INIT_FUNCTIONS`; linear: kaiokendev; llama3: the Llama 3.1 release;
     yarn: arXiv 2309.00071.
@@ -71,7 +71,7 @@ def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) 
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    """Keep short wavelengths, divide long ones by the factor, and blend between."""
+    """Leave short wavelengths unchanged, divide the frequency of long ones by the factor, and blend between."""
     assert rope.factor
     assert rope.low_freq_factor
     assert rope.high_freq_factor

@@ -42,7 +42,7 @@ class Weight(Protocol):
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
     """Return a layer's own parameter: an array, or a `Weight` if `shape` is that of a matrix.
 
-    Every layer gets its parameters here. Under `init` they are created as arrays of `dtype`.
+    Every layer declares its parameters here. Under `init` they are created as arrays of `dtype`.
 
     Raises:
         InputError: the parameter is missing or does not fit.

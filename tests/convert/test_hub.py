@@ -248,7 +248,7 @@ def test_what_cannot_be_had_is_said_in_one_line(fetch, hub):
         "owner/busy": ("InputError", ["503", "later"]),
         "owner/pickled": ("InputError", ["has no *.safetensors"]),
         "owner/bare": ("InputError", ["has no config.json"]),
-        "owner/other": ("ConfigError", ["owner/other", "'gpt2' is not built"]),
+        "owner/other": ("ConfigError", ["owner/other", "'gpt2' is not implemented"]),
         "owner/a--b": ("InputError", ["neither a directory nor a hub id"]),
     }
     hub.asked.clear()

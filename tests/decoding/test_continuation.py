@@ -165,7 +165,7 @@ def test_caches_that_do_not_fit():
     with pytest.raises(InputError, match="the cache has 3 rows and there are 1 prompts"):
         generate(PARAMS, [[1]], None, CFG, cache=first.cache)
     other = with_layers(MODEL, 1)
-    with pytest.raises(InputError, match="the cache is of another model"):
+    with pytest.raises(InputError, match="the cache belongs to another model"):
         generate(PARAMS, [[1]], None, CFG, cache=KVCache.create(other, 1, 8))
 
 

@@ -140,7 +140,7 @@ def test_faults_of_every_kind_are_reported_together():
         "missing: hidden_act",
         "vocab_size must be a whole number >= 1, got 0",
         "architectures must be a list with Qwen2ForCausalLM, got ['Other']",
-        "use_mrope=True is not built",
+        "use_mrope=True is not implemented",
         "mlp_bias=True: only model_type llama can have it",
         "unknown keys, which may change what the model computes: typo",
         "rope_scaling (rope_type linear): factor must be a number > 0, got -1",
