@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         TextStreamer as TextStreamer,
     )
     from jaxgen.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
-else:  # a type checker would take any name for one that __getattr__ returns
+else:  # a type checker would accept any name
 
     def __getattr__(name: str):
         if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""`jaxgen` and `python -m jaxgen`: the command in a process of its own."""
+"""`jaxgen` and `python -m jaxgen`: run the command as its own process."""
 
 import io
 import os
@@ -12,7 +12,7 @@ def _exit_on_interrupt() -> None:
     """Make Ctrl-C end the process at once with status 130.
 
     Python's own handler waits until compiled code returns, then raises wherever the program happens to be. Here a
-    thread waits for the signal, which runs while the main thread is in XLA.
+    thread waits for the signal, and threads run while the main thread is in XLA.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, or under nohup
         return
@@ -24,7 +24,7 @@ def _exit_on_interrupt() -> None:
         signal.sigwait({signal.SIGINT})
         os._exit(130)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in this thread, and in those that it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in this thread and those it starts
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -34,7 +34,7 @@ def main() -> NoReturn:
     from jaxgen.cli.main import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character must not end the text
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not abort the output
     sys.exit(run())
 
 

@@ -7,11 +7,11 @@ def power_of_two(size: int, least: int) -> int:
 
 
 def prompt_bucket(width: int) -> int:
-    """Round a prompt's width up: to a power of two, from 256 on to the half between two of them as well."""
+    """Round a prompt's width up to a power of two, from 256 upwards also to the midpoint between two powers."""
     power = power_of_two(width, 32)
     return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
 
 
 def capacity_for(new_tokens: int, recorded: bool) -> int:
-    """Round the number of new tokens up; less where scores of the whole vocabulary are kept for each."""
+    """Round the number of new tokens up, in finer steps if each token's scores are recorded."""
     return -(-new_tokens // 16) * 16 if recorded else prompt_bucket(max(new_tokens, 128))

@@ -1,4 +1,4 @@
-"""What jaxgen raises and the one category it warns in."""
+"""The errors that jaxgen raises and the one category of its warnings."""
 
 
 class JaxgenError(ValueError):
@@ -10,15 +10,15 @@ class ConfigError(JaxgenError):
 
 
 class NotBuiltYetError(JaxgenError):
-    """An option of transformers 4.41.1 that jaxgen knows by name but has no code for yet."""
+    """A feature that jaxgen recognises but has not implemented."""
 
 
 class InputError(JaxgenError):
-    """An array or text given to `generate`, the model or the tokenizer that it cannot take."""
+    """An invalid array or text passed to `generate`, the model or the tokenizer."""
 
 
 class GenerationError(JaxgenError):
-    """A run that could not go on: every token banned, scores that are not numbers."""
+    """A run that could not continue: every token banned, or scores that are NaN."""
 
 
 class JaxgenWarning(UserWarning):

@@ -1,8 +1,8 @@
-"""generate(): check the request, prepare it, run one decoder, shape the output.
+"""generate(): check the request, prepare it, run the decode mode, assemble the output.
 
-Called eagerly, it rounds prompt width and length up to buckets, so that few programs serve all requests, and gives the
-numbers of the config to the program as arguments. Called inside the caller's own `jax.jit` it is traced with the
-shapes that it is given.
+Called eagerly, it rounds prompt width and length up to buckets, so that few programs serve all requests, and passes
+the numbers of the config to the program as arguments. Inside the caller's own `jax.jit` it is traced with the shapes
+of its arguments.
 """
 
 from __future__ import annotations
@@ -61,41 +61,42 @@ def generate(
     >>> out = generate(params, batch.ids, jax.random.key(0), cfg, attention_mask=batch.attention_mask)  # doctest: +SKIP
 
     Args:
-        params: the parameters, a tree with Hugging Face's names, as `convert.load_hf` gives.
-        ids: int32[B, P], the prompts, padded to one width. None begins with `bos_token_id`.
+        params: the parameters, a tree with Hugging Face's names, as `convert.load_hf` returns.
+        ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation begins
+            with `bos_token_id`.
         key: None for greedy decoding; for sampling one `jax.random.key`, or `key[B]`, one per prompt. With one
             key, prompt b uses `fold_in(key, b)`.
-        cfg: what to do; `cfg.model` says for which model. Options are set with `cfg.replace`.
-        attention_mask: `[B, P]`, 0 where ids is padding, on whichever side. Left out, it follows from the pad id as
-            in transformers: pad tokens are padding unless the pad id is an eos id too.
-        inputs_embeds: `[B, P, D]`, what the model reads in place of the embeddings of `ids`. With ids None the
-            processors know, and the output has, only what is generated.
-        cache: the `cache` of an earlier output, or of `prefill`, to go on from: `ids` are then the new tokens only,
-            and the result is that of a run from the beginning. It has as many rows as there are prompts, or fewer that
-            divide them: then B / rows prompts share each. It is not changed.
-        logits_processor: functions `(history, scores float32[rows, V]) -> scores`, pure, with `history` a
-            `jaxgen.History`; they come after those of the config and before the warpers. A function is a part of the
-            compiled program: the same object again compiles nothing. One that holds arrays should be a pytree,
-            `jax.tree_util.Partial` or a `flax.struct.dataclass`, whose arrays are then arguments.
-        stopping_criteria: functions `(history, scores) -> bool[rows]`, pure, called with the new token in the history:
-            which rows end.
+        cfg: the options, with the model's shape in `cfg.model`. Options are set with `cfg.replace`.
+        attention_mask: `[B, P]`, 0 where ids is padding, on either side. If left out, it follows from the pad id as
+            in transformers: pad tokens are padding unless the pad id is also an eos id.
+        inputs_embeds: `[B, P, D]`, read by the model in place of the embeddings of `ids`. Without ids, the processors
+            and the output see only generated tokens.
+        cache: the `cache` of an earlier output, or of `prefill`, to continue from: `ids` are then the new tokens only,
+            and the result is that of a run from the beginning. It has B rows, or a divisor of that number: then
+            B / rows prompts share each row. It is not changed.
+        logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`, with `history` a
+            `jaxgen.History`. They are applied after those of the config and before the warpers. A function is part of
+            the compiled program: passing the same object again compiles nothing. If it closes over arrays, pass a
+            pytree, such as `jax.tree_util.Partial` or a `flax.struct.dataclass`: its arrays become arguments.
+        stopping_criteria: pure functions `(history, scores) -> bool[rows]` that return the rows to end; the history
+            already has the new token.
         prefix_allowed_tokens_fn: a `TokenAutomaton`; or a Python function `(row, ids) -> list of ids` that is called on
             the host in each step for each unfinished row, with its ids, int32[n], without padding.
-        negative_prompt_ids: int32[B, Q], for `guidance_scale`: what to guide away from; by default the last token of
-            each prompt.
-        negative_prompt_attention_mask: `[B, Q]`; left out, all of them are tokens.
-        streamer: its `put` gets the prompts and then each step's tokens, `end` is called at last.
+        negative_prompt_ids: int32[B, Q], the prompts that `guidance_scale` guides away from; by default the last token
+            of each prompt.
+        negative_prompt_attention_mask: `[B, Q]`; if left out, all of them are tokens.
+        streamer: its `put` receives the prompts and then each step's tokens, and finally `end` is called.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings`.
         hook: a `StepHook`.
-        assistant: not built yet.
-        **options: refused; a typo or an option of the config.
+        assistant: not implemented yet.
+        **options: anything else is refused, with a hint.
 
     Raises:
         InputError: ids, mask or key that do not fit the model, each other or the config.
         ConfigError: an option that cannot be honoured.
-        GenerationError: a row that cannot go on, as all tokens are banned or the scores are not numbers. Under the
+        GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN. Under the
             caller's own jit nothing raises: see `stop_reasons` of the output.
-        NotBuiltYetError: an option that jaxgen knows and cannot do yet.
+        NotBuiltYetError: an option that jaxgen recognises but has not implemented.
         TypeError: an argument of the wrong type.
 
     Gradients do not flow through it: tokens are integers. Use `CausalLM` for a differentiable forward pass.
@@ -123,7 +124,7 @@ def generate(
     traced = is_traced(params, cfg, inputs, extensions) or under_jit()
     for name, value in {"streamer": streamer, "max_time": cfg.max_time}.items():
         if traced and value is not None:
-            raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside of it")
+            raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside it")
     with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
         extensions = dataclasses.replace(extensions, allowed=allowed)
         prepared = prepare(params, cfg, inputs, extensions, eager=not traced)
@@ -136,10 +137,10 @@ def generate(
 def prefill(
     params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: Continuation | KVCache | None = None
 ) -> Continuation:
-    """Run prompts through the model and return the cache that holds them, for `generate(..., cache=)` to go on from.
+    """Run prompts through the model and return their cache, for `generate(..., cache=)` to continue from.
 
     A prefix that many requests share, a system prompt for example, is computed once and read from one place: a cache of
-    one row serves any number of prompts, and one of n rows any multiple of n.
+    one row serves any number of prompts, a cache of n rows any multiple of n.
 
     >>> system = prefill(params, [tok.encode(text)], cfg)                                        # doctest: +SKIP
     >>> out = generate(params, ids, key, cfg, attention_mask=mask, cache=system)                 # doctest: +SKIP
@@ -147,9 +148,9 @@ def prefill(
     Args:
         params: the parameters.
         ids: int32[B, P], the prompts.
-        cfg: `cfg.model`, the special tokens and `prefill_chunk_size` are looked at.
+        cfg: only `cfg.model`, the special tokens and `prefill_chunk_size` are read.
         attention_mask: `[B, P]`, as in `generate`.
-        cache: what comes before, as in `generate`.
+        cache: the tokens before the prompts, as in `generate`.
 
     Raises:
         InputError, ConfigError, TypeError: as `generate`.
@@ -157,7 +158,7 @@ def prefill(
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # ids per prompt are those of other prompts than these
+    if not is_traced(cfg):  # ids per prompt belong to other prompts
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -169,7 +170,7 @@ def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:
     if cfg.stop_strings is None:
         return None
     if tokenizer is None:
-        raise InputError("stop_strings are text: give the tokenizer too, generate(..., tokenizer=tokenizer)")
+        raise InputError("stop_strings are text: pass the tokenizer too, generate(..., tokenizer=tokenizer)")
     assert cfg.model is not None
     return StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
 
@@ -184,7 +185,7 @@ def _hook(given):
 
 @contextlib.contextmanager
 def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
-    """Give what the loop asks for the allowed tokens, and the calls of the host that it makes."""
+    """Yield what computes the allowed tokens, and the record of its host calls."""
     if given is None or isinstance(given, TokenAutomaton):
         yield given, None
         return
@@ -203,7 +204,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
 def _run(
     prepared: Prepared, mode: Mode, streamer: Streamer | None, seconds: float | None, calls: HostCalls | None
 ) -> GenerateOutput:
-    """Run an eager call and raise what failed in it."""
+    """Run an eager call and raise its failures."""
     if streamer is None and seconds is None:
         decoded = run_whole(prepared.run, prepared.request, mode)
     else:

@@ -1,4 +1,4 @@
-"""What generate() returns, and the forms that transformers has for it."""
+"""The output of generate(), and its transformers equivalents."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from jaxgen.request.prompts import is_traced
 
 @flax.struct.dataclass
 class GenerateOutput:
-    """What `generate` returns. Rows are in transformers' order: the R sequences of prompt 0, then of prompt 1.
+    """Output of `generate`. Rows are in transformers' order: the R sequences of prompt 0, then of prompt 1.
 
-    N is `max_new_tokens`, the largest where there is one per prompt.
+    N is `max_new_tokens`, the largest if there is one per prompt.
 
     Attributes:
-        sequences: int32[B*R, P + N], the prompt as given, the generated tokens, then the pad id. Of a prompt that was
-            given as embeddings alone only what was generated.
-        attention_mask: bool[B*R, P + N], which of them are tokens.
+        sequences: int32[B*R, P + N], the prompt as given, the generated tokens, then the pad id. For a prompt given as
+            embeddings, only the generated tokens.
+        attention_mask: bool[B*R, P + N], True for tokens, False for padding.
         lengths: int32[B*R], generated tokens per row, eos included.
         stop_reasons: int32[B*R], a `StopReason` per row.
         sequences_scores: float32[B*R], of beam search; else None.
         beam_indices: int32[B*R, N], of beam search; else None.
-        scores: float32[N, B*R, V], what the token of each step was chosen from, with `output_scores`; zeros in
-            steps after the last one.
-        logits: float32[N, B*R, V], what the model gave, with `output_logits`.
-        logprobs: float32[B*R, N], the log-probability of each generated token, with `output_logprobs`; 0 behind a
+        scores: float32[N, B*R, V], the scores that the token of each step was chosen from, with `output_scores`; zeros
+            in steps after the last one.
+        logits: float32[N, B*R, V], as the model returned them, with `output_logits`.
+        logprobs: float32[B*R, N], the log-probability of each generated token, with `output_logprobs`; 0 after a
             row's end.
         top_logprobs: float32[B*R, N, n], those of the n likeliest tokens, with `top_logprobs=n`.
         top_tokens: int32[B*R, N, n], these tokens.
         hidden_states: of all layers, with `output_hidden_states`.
         attentions: of all layers, with `output_attentions`.
-        cache: keys and values of all tokens but the last chosen one of each row; to go on from.
+        cache: to continue from: keys and values of all tokens but the last chosen one of each row, and the ids of all
+            tokens with their number.
         prompt_width: P, static.
     """
 
@@ -65,7 +66,7 @@ class GenerateOutput:
     def to_hf(self) -> HFOutput:
         """Return transformers' tuples, as numpy arrays: one entry per step, as many as the longest row has.
 
-        Not under jit: the number of steps is looked at.
+        Not under jit: it needs the number of steps.
         """
         steps = int(np.max(self.lengths))
         width = self.prompt_width
@@ -88,16 +89,16 @@ class GenerateOutput:
         """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
         assert self.cache is not None
         cache = self.cache.kv.flatten(self.cache.slots)
-        held = np.asarray(self.attention_mask)
+        tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
-        # All but the last chosen token are in the cache; what it holds besides came before the prompt.
-        before = length - (held.sum(axis=-1) - (np.asarray(self.lengths) > 0))
-        order = np.cumsum(held, axis=-1)[:, :width] - 1 + before[:, None]
-        held = (held[:, :width] & (order < length[:, None]))[:, None, :, None]
+        # All but the last chosen token are in the cache; anything more came before the prompt.
+        before = length - (tokens.sum(axis=-1) - (np.asarray(self.lengths) > 0))
+        order = np.cumsum(tokens, axis=-1)[:, :width] - 1 + before[:, None]  # each token's index in its row
+        cached = (tokens[:, :width] & (order < length[:, None]))[:, None, :, None]
         order = np.maximum(order, 0)[:, None, :, None]
 
         def columns(x: jax.Array) -> np.ndarray:
-            return np.where(held, np.take_along_axis(np.asarray(x), order, axis=2), 0)
+            return np.where(cached, np.take_along_axis(np.asarray(x), order, axis=2), 0)
 
         layers = (cache.layer(index) for index in range(len(cache.keys)))
         return tuple((columns(k), columns(v)) for k, v in layers)
@@ -105,7 +106,7 @@ class GenerateOutput:
 
 @dataclasses.dataclass(frozen=True)
 class HFOutput:
-    """`GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput` of transformers; None for what was not asked for.
+    """`GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput` of transformers; None for what was not requested.
 
     Attributes:
         sequences: `[rows, P + steps]`.
@@ -127,7 +128,7 @@ class HFOutput:
 
 
 def _layers_per_step(record: LayerRecording | None, rows: int, steps: int, tokens: bool):
-    """Cut a record into steps; `tokens`: whether the last axis is tokens, of which there is one more in each step."""
+    """Cut a record into steps. With `tokens`, the last axis is tokens and is one longer in each step."""
     if record is None:
         return None
     first = [np.asarray(x) for x in record.prefill]
@@ -140,19 +141,19 @@ def _layers_per_step(record: LayerRecording | None, rows: int, steps: int, token
 
 
 def raise_failures(decoded: Decoded) -> None:
-    """Raise where a row could not continue."""
+    """Raise an error if a row could not continue."""
     reasons = np.asarray(decoded.reasons)
     for reason, text in FAILURES.items():
         rows = np.flatnonzero(reasons == reason)
         if len(rows):
             step = int(np.asarray(decoded.lengths)[rows[0]])
-            raise GenerationError(f"row {rows[0]} cannot go on after {step} generated tokens: {text}")
+            raise GenerationError(f"row {rows[0]} cannot continue after {step} generated tokens: {text}")
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
-    """Return the result of a call, without what rounding sizes up has added.
+    """Return the result of a call, with rounding padding removed.
 
-    Eager results are cut by numpy, as each slice of a jax array would be compiled.
+    Eager results are cut by numpy, because each slice of a jax array would be compiled.
     """
     eager = all(isinstance(x, np.ndarray) for x in (prepared.ids, prepared.mask)) and not is_traced(decoded)
     xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: of any text in one forward pass, and of what generate chose from its scores."""
+"""Log-probabilities of given tokens: of any text in one forward pass, and of generate's choices from its scores."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.prepare import under_jit
 from jaxgen.request.prompts import is_traced, mask_of, token_ids
 
-# Logits that are held at a time unless `chunk` says otherwise: 128 MiB of float32.
-_HELD = 2**25
+# Logits in memory at a time unless `chunk` says otherwise: 128 MiB of float32.
+_LOGITS_AT_ONCE = 2**25
 
 
 def score(
@@ -47,31 +47,32 @@ def score(
     >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
     >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
 
-    One forward pass. Logits are computed for some positions at a time, and again for their gradient, so that those of
-    all are never held. It can be differentiated with respect to `params` and called under the caller's jit, where an
-    id that the vocabulary does not have gives NaN. Called eagerly, it rounds the width up to buckets, as `generate`
-    does, so that few programs are compiled.
+    One forward pass. Logits are computed for a few positions at a time, and again for their gradient, so that all
+    logits are never in memory together. `score` can be differentiated with respect to `params` and called under the
+    caller's jit, where an id outside the vocabulary gives NaN. Called eagerly, it rounds the width up to buckets, as
+    `generate` does, so that few programs are compiled.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], text padded to one width.
-        cfg: `cfg.model` says for which model. With `of="scores"` the config of `generate`; an option with one value
-            per prompt then holds for `num_return_sequences` rows each. To score other rows than those that `generate`
-            gave, set that to 1 and give one value per row.
-        attention_mask: `[B, L]`, 0 where ids is padding, wherever that is. Left out, it is inferred as in `generate`.
+        cfg: with `of="logits"` only `cfg.model` and the pad and eos ids, from which the mask is inferred, are read.
+            With `of="scores"` it is the config passed to `generate`; a value given per prompt then applies to R rows,
+            R = `num_return_sequences`. To score rows that `generate` did not return, set that to 1 and pass one value
+            per row.
+        attention_mask: `[B, L]`, 0 where ids is padding, anywhere. If left out, it is inferred as in `generate`.
         of: "logits" for the model's own distribution; "scores" for the one that greedy search or sampling chooses
-            from, after all processors and warpers of `cfg`: what `output_logprobs` gives under these names.
-        prompt_width: the columns in front are not scored. With `of="scores"` they are the prompts, and tokens are
-            generated in the columns behind, one in each until the row's end. The room for them, which
-            `forced_eos_token_id` and an automaton look at, is `max_new_tokens`, or what `max_length` leaves, or the
-            number of these columns where the default of both does not allow such rows.
+            from, after all processors and warpers of `cfg`. `output_logprobs` has the same names.
+        prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` they are the prompts,
+            and the columns after them are generated tokens, one per column until the row's end. The budget, on which
+            `forced_eos_token_id` and an automaton depend, is `max_new_tokens`, else what `max_length` leaves, else the
+            number of these columns.
         logits_processor: as in `generate`, for `of="scores"`.
         prefix_allowed_tokens_fn: a `TokenAutomaton`, for `of="scores"`.
-        top_logprobs: n, how many of the likeliest tokens to return for each position too.
-        chunk: positions, of all rows, whose logits are held at a time; by default what 128 MiB have room for.
+        top_logprobs: n, also return the n likeliest tokens for each position.
+        chunk: positions, of all rows, whose logits are in memory at a time; by default as many as fit into 128 MiB.
 
     Raises:
-        InputError: params, ids or mask that do not fit the model or each other; rows that `generate` cannot give.
+        InputError: params, ids or mask that do not fit the model or each other; rows that `generate` cannot return.
         ConfigError: `cfg` without a model or for another mode; `top_logprobs`, `chunk` or `prompt_width` out of range.
         TypeError: an argument of the wrong type.
     """
@@ -106,15 +107,15 @@ def score(
 
 
 def _chunk_size(given: int | None, columns: int, logits: int) -> int:
-    """Return how many columns a chunk has; `logits`: how many there are for one."""
+    """Return the number of columns in a chunk; one column has `logits` logits."""
     if given is not None:
         return min(int(given), columns)
-    chunks = -(-columns // max(1, _HELD // logits))
+    chunks = -(-columns // max(1, _LOGITS_AT_ONCE // logits))
     return -(-columns // chunks)
 
 
 def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | None:
-    """Return what processed scores depend on besides the config; None for the model's own distribution."""
+    """Return the rules that produce the scores, in addition to `cfg`; None for the model's own distribution."""
     if of not in ("logits", "scores"):
         raise ConfigError(
             "of must be 'logits', for the model's own distribution, or 'scores', for the one that generate chooses "
@@ -123,20 +124,20 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
     if of == "logits":
         for name, value in {"logits_processor": processors, "prefix_allowed_tokens_fn": allowed}.items():
             if value is not None:
-                raise ConfigError(f"{name} does nothing to the model's own distribution: set of='scores'")
+                raise ConfigError(f"{name} has no effect on the model's own distribution: set of='scores'")
         return None
     if cfg.mode not in ("greedy_search", "sample"):
         raise ConfigError(f"of='scores' is for greedy search and sampling, and cfg is for {cfg.mode}: use of='logits'")
     refuse_unbuilt(cfg)
     if cfg.on("guidance_scale"):
-        raise ConfigError("guidance_scale is not offered with of='scores', it needs other prompts: use of='logits'")
+        raise ConfigError("guidance_scale is not offered with of='scores', as it needs more prompts: use of='logits'")
     if allowed is not None and not isinstance(allowed, TokenAutomaton):
         raise TypeError(f"prefix_allowed_tokens_fn must be a TokenAutomaton here, got {type(allowed).__name__}")
     return Extensions(processors=functions("logits_processor", processors), allowed=allowed)
 
 
 def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int, traced: bool) -> Replay:
-    """Check that the rows are what `generate` gives, and return what their tokens were chosen by."""
+    """Return the replay, after checking that `generate` can return these rows."""
     if not start:
         raise ConfigError("of='scores' needs prompt_width, the first generated column: out.prompt_width of the output")
     rows, width = ids.shape
@@ -146,19 +147,19 @@ def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int
     check_grammar(extensions, cfg, prompts)
     if not is_traced(ids, mask, cfg.eos_token_id):
         _check_rows(cfg, ids, np.asarray(mask), start)
-    # Rows that the default length does not allow are of another origin: it says nothing of them.
+    # Rows longer than the default max_length did not come from generate, so the default limit does not apply.
     longest_row = width if is_traced(mask) else int(np.sum(mask, axis=-1).max())
     fits = cfg.max_length != GenerationConfig.max_length or longest_row <= cfg.max_length
     counts_prompt = not cfg.on("max_new_tokens") and fits
     longest = cfg.max_length if counts_prompt else np.iinfo(np.int32).max
     new_tokens = cfg.max_new_tokens if cfg.on("max_new_tokens") else width - start
     leaves = cfg if traced else normal_form(cfg)
-    # As a program gets the numbers, also where jax.disable_jit holds.
+    # As in a compiled program, also under jax.disable_jit().
     return Replay(jax.tree.map(jnp.asarray, leaves), extensions, jnp.asarray(new_tokens, jnp.int32), jnp.int32(longest))
 
 
 def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start: int) -> None:
-    """Raise for a row of `[rows, L]` that `generate` cannot have given."""
+    """Raise an error for a row of `[rows, L]` that `generate` cannot have returned."""
     tokens, live = ids[:, start:], mask[:, start:]
     ended = ~live
     if cfg.on("eos_token_id"):
@@ -167,8 +168,8 @@ def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start:
         ended |= np.any(tokens[:, :, None] == eos[:, None, :], axis=-1)
     ended = np.logical_or.accumulate(ended, axis=-1)
     problems = {
-        "has no token in front of prompt_width": ~np.any(mask[:, :start], axis=-1),
-        "goes on behind its end, an eos token or padding: give attention_mask and prompt_width of the output": np.any(
+        "has no token before prompt_width": ~np.any(mask[:, :start], axis=-1),
+        "has tokens after its end, an eos token or padding: pass attention_mask and prompt_width of the output": np.any(
             live[:, 1:] & ended[:, :-1], axis=-1
         ),
     }
@@ -194,13 +195,13 @@ def compute_transition_scores(
     >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
 
     With beams, the sum of a row over its tokens, divided by their number to the power of `length_penalty`, is its
-    `sequences_scores`. Unlike in transformers the result has as many steps as the scores. Without `beam_indices` what
-    is behind a row's end is the score of the pad id there: see `lengths` of the output.
+    `sequences_scores`. Unlike in transformers, the result has as many steps as the scores. Without `beam_indices`,
+    entries after a row's end are the scores of the pad id: see `lengths` of the output.
 
     Args:
         sequences: int32[rows, P + N].
         scores: float32[N, R, V], or N of float32[R, V]; R is the number of rows, or of beams of all prompts.
-        beam_indices: int32[rows, N], which of the R each token was chosen from, negative behind a row's end.
+        beam_indices: int32[rows, N], which of the R each token was chosen from, negative after a row's end.
         normalize_logits: make the scores log-probabilities first.
 
     Returns:
@@ -226,7 +227,7 @@ def compute_transition_scores(
         )
     rows = np.shape(sequences)[0]
     if beam_indices is None and rows != sources:
-        raise InputError(f"sequences has {rows} rows and scores {sources}: give the beam_indices of the same output")
+        raise InputError(f"sequences has {rows} rows and scores {sources}: pass the beam_indices of the same output")
     if beam_indices is not None and np.shape(beam_indices) != (rows, steps):
         raise InputError(
             f"beam_indices must have shape [rows, N] = {[rows, steps]}, got {list(np.shape(beam_indices))}"

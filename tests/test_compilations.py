@@ -104,7 +104,9 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
         fields = {}
         for name, option in VALUES.items():
             value, other = option.examples[which], option.examples[1 - which]
-            fields[name] = option.kind.together([value, other]) if per_prompt and option.kind.per_prompt else value
+            fields[name] = (
+                option.kind.per_prompt_value([value, other]) if per_prompt and option.kind.per_prompt else value
+            )
         return GenerationConfig(model=MODEL, do_sample=True, **fields)
 
     mask = np.ones((2, 3), int)

@@ -1,4 +1,4 @@
-"""Run the command: load a checkpoint and answer a prompt, a conversation or a file of prompts."""
+"""The `jaxgen` command's work: load a checkpoint and answer a prompt, a conversation or a file of prompts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ DEFAULT_NEW_TOKENS = 256
 
 
 def answer(options: argparse.Namespace) -> Stats:
-    """Print the answers to stdout, or to --output; return how long everything took.
+    """Print the answers to stdout, or to --output; return the timings.
 
-    Everything is checked before the weights are read, which can take long.
+    All input is checked before the weights are read, which can take long.
 
     Raises:
         JaxgenError: bad input, or a checkpoint that cannot be read.
@@ -71,12 +71,12 @@ def answer(options: argparse.Namespace) -> Stats:
 
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the arguments of generate() beside prompts and config."""
+    """Return the further keywords of generate()."""
     assert cfg.model is not None
     more: dict[str, Any] = {"tokenizer": tokenizer}
     if options.negative_prompt is not None:
         if not cfg.on("guidance_scale"):
-            raise InputError("--negative-prompt is for --guidance-scale: give that too")
+            raise InputError("--negative-prompt needs --guidance-scale: set that too")
         more["negative_prompt_ids"] = _encode_text(tokenizer, options, options.negative_prompt).ids
     if options.regex is not None:
         more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(
@@ -120,7 +120,7 @@ def _encode_text(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -
 
 
 def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> int:
-    """Return how many tokens may follow a prompt of `prompt` tokens."""
+    """Return the most new tokens after a prompt of `prompt` tokens."""
     assert cfg.model is not None
     context = cfg.model.context_length
     if prompt >= context:
@@ -131,7 +131,7 @@ def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> i
         if options.max_length <= prompt:
             raise InputError(
                 f"--max-length {options.max_length} counts the prompt, which has {prompt} tokens: raise it, "
-                "or give --max-new-tokens"
+                "or set --max-new-tokens"
             )
         new_tokens = int(options.max_length) - prompt
     elif options.max_new_tokens is not None:
@@ -140,8 +140,8 @@ def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> i
         return min(_default_new_tokens(cfg, prompt), context - prompt)
     if prompt + new_tokens > context:
         raise InputError(
-            f"the model holds {context} tokens, of which the prompt takes {prompt}: "
-            f"--max-new-tokens can be {context - prompt} at most"
+            f"the model's context is {context} tokens, and the prompt has {prompt}: "
+            f"--max-new-tokens can be at most {context - prompt}"
         )
     return new_tokens
 

@@ -1,4 +1,4 @@
-"""Command lines: what argparse would end the process for is an `InputError` here."""
+"""Parsing of command lines; a faulty one raises an `InputError` instead of ending the process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises, knows no abbreviations and offers the nearest option for a typo."""
+    """An argument parser that raises errors, accepts no abbreviations and suggests the nearest option for a typo."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of ending the process."""
+        """Raise an error instead of ending the process."""
         raise InputError(f"{message}; see {self.prog} --help")
 
     def read(self, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options and the words that are left over, none of which looks like an option."""
+        """Return the options and the remaining words; raise an error for an unknown option."""
         options, rest = self.parse_known_args(arguments)
         for word in rest:
             if word.startswith("-") and word != "-":

@@ -1,4 +1,4 @@
-"""Many prompts from a file, answered in batches."""
+"""Prompts from a file, answered in batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 
 class Line(NamedTuple):
-    """One line of the input: what it asked, as it is given back, its ids, and how many tokens may follow."""
+    """One line of the input: the request, which the output repeats, its token ids, and the most new tokens."""
 
     asked: dict[str, Any]
     ids: list[int]
@@ -33,13 +33,13 @@ class Line(NamedTuple):
 def read_lines(
     source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[int], int]
 ) -> list[Line]:
-    """Read a file, or stdin where `source` is "-". `budget`: how many tokens may follow a prompt of so many.
+    """Read a file, or stdin if `source` is "-". `budget` maps the length of a prompt to the most new tokens.
 
-    Its lines are prompts; or, where the first one is a JSON object, JSON objects with `prompt` or `messages`. Empty
-    lines are left out.
+    Each line is a prompt; or, if the first line is a JSON object, a JSON object with `prompt` or `messages`. Empty
+    lines are skipped.
 
     Raises:
-        InputError: a line that is none of these, by its number, or no line at all.
+        InputError: a line that is neither, by its number, or no line at all.
     """
     text = sys.stdin.read() if source == "-" else _read(Path(source))
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
@@ -68,9 +68,9 @@ def write_answers(
     stats: Stats,
     more: Mapping[str, Any],
 ) -> None:
-    """Answer the lines and write a JSON line for each answer, in the order of the input, as they are ready.
+    """Answer the lines, and write a JSON line for each answer as soon as its batch is ready, in the order of the input.
 
-    What a line gets depends on its place in the input and not on the other lines or the size of the batches. `more`:
+    The answer to a line depends on its place in the input, not on the other lines or on the batch size. `more`:
     further keywords of `generate`.
 
     Raises:
@@ -120,7 +120,7 @@ def _is_object(line: str) -> bool:
 def _entry(line: str) -> dict[str, Any]:
     entry = json.loads(line)
     if not isinstance(entry, Mapping) or ("prompt" in entry) == ("messages" in entry):
-        raise InputError('each line must be an object with "prompt" or "messages", as the first one is an object')
+        raise InputError('each line must be an object with "prompt" or "messages", because the first line is an object')
     if not isinstance(entry.get("prompt", ""), str):
         raise InputError(f'"prompt" must be a string, got {json.dumps(entry["prompt"])[:80]}')
     return dict(entry)
@@ -130,7 +130,7 @@ def _ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw
     template = tokenizer.chat_template is not None and not raw
     if not template:
         if "messages" in asked or system is not None:
-            raise InputError("messages and --system need a chat template: give prompts without --raw, or another model")
+            raise InputError("messages and --system need a chat template: leave out --raw, or choose another model")
         return _checked(tokenizer.encode(asked["prompt"]))
     messages = asked.get("messages") or [{"role": "user", "content": asked["prompt"]}]
     if system is not None and messages[0].get("role") != "system":

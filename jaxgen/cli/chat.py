@@ -1,4 +1,4 @@
-"""A conversation on a terminal that keeps its cache between turns."""
+"""A conversation in a terminal; the cache is reused from turn to turn."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from jaxgen.text.streaming import TextStreamer
 from jaxgen.text.tokenizer import Tokenizer
 
 HELP = """\
-/reset         forget everything that was said
-/system TEXT   begin anew with this system message; without TEXT with none
-/help          this
-/exit          leave, as the end of the input does (Ctrl-D)
-A line that ends with \\ goes on in the next one; between two lines of \"\"\" there can be any number."""
+/reset         forget the conversation
+/system TEXT   start over with this system message; without TEXT, with none
+/help          show this help
+/exit          quit, like the end of the input (Ctrl-D)
+End a line with \\ to continue it on the next, or enclose several lines in two lines of \"\"\"."""
 
 
 class Chat:
-    """What was said so far, and the cache that holds it.
+    """The conversation so far, and its cache.
 
     Attributes:
-        held: how many tokens the model holds. The oldest turns are forgotten where a conversation would be longer.
+        context: the model's context in tokens. If a conversation would be longer, the oldest turns are forgotten.
     """
 
-    def __init__(self, tokenizer: Tokenizer, held: int, system: str | None = None):
+    def __init__(self, tokenizer: Tokenizer, context: int, system: str | None = None):
         if tokenizer.chat_template is None:
-            raise InputError("--chat needs a chat template, which this tokenizer lacks: give a prompt")
-        self.tokenizer, self.held = tokenizer, held
+            raise InputError("--chat needs a chat template, which this tokenizer lacks: use a prompt instead")
+        self.tokenizer, self.context = tokenizer, context
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
-        """Begin anew."""
+        """Forget the conversation and start over with a system message, or with none."""
         self.system = system
         self.turns: list[dict[str, str]] = []
         self._forget_cache()
 
     def ask(self, text: str, params, cfg: GenerationConfig, key, stats: Stats, more: Mapping[str, Any]) -> int:
-        """Print the answer to `text`; return how many of the oldest messages had to be forgotten for it.
+        """Print the answer to `text`; return the number of oldest messages that were forgotten to make room.
 
         `more`: further keywords of `generate`.
 
         Raises:
-            InputError: the message alone is longer than the model holds.
+            InputError: the message alone exceeds the model's context.
         """
         most = int(np.max(np.asarray(cfg.max_new_tokens)))
         turns = [*self.turns, {"role": "user", "content": text}]
-        dropped = self._too_many(turns, min(most, self.held // 2))
+        dropped = self._too_many(turns, min(most, self.context // 2))
         turns = turns[dropped:]
         prompt = self._render(turns)
-        if not prompt.startswith(self._text):  # turns were dropped, or the template says earlier ones differently now
+        if not prompt.startswith(self._text):  # turns were dropped, or the template renders earlier ones differently
             self._forget_cache()
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = cfg.replace(max_new_tokens=min(most, self._left(prompt)))
@@ -71,29 +71,29 @@ class Chat:
         return dropped
 
     def _too_many(self, turns: list[dict[str, str]], room: int) -> int:
-        """Return how many of the oldest messages must go so that `room` tokens are left for the answer."""
+        """Return the number of oldest messages to drop so that `room` tokens are left for the answer."""
         for dropped in range(0, len(turns), 2):
             if self._left(self._render(turns[dropped:])) >= room:
                 return dropped
-        raise InputError(f"this message is too long: the model holds {self.held} tokens, answer included")
+        raise InputError(f"this message is too long: the model's context is {self.context} tokens, answer included")
 
     def _render(self, turns: list[dict[str, str]]) -> str:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return self.tokenizer.render_chat([*system, *turns])
 
     def _left(self, prompt: str) -> int:
-        return self.held - len(self.tokenizer.encode(prompt, add_special_tokens=False))
+        return self.context - len(self.tokenizer.encode(prompt, add_special_tokens=False))
 
     def _forget_cache(self) -> None:
         self._cache: Continuation | None = None
-        self._text = ""  # what the cache holds
+        self._text = ""  # the text of the cached tokens
 
 
 def converse(
     chat: Chat, params, cfg: GenerationConfig, key: jax.Array | None, stats: Stats, more: Mapping[str, Any]
 ) -> None:
-    """Read messages from stdin until its end, and answer each; the n-th one draws with `fold_in(key, n)`."""
-    _note("Say something. /help tells what else there is.")
+    """Read messages from stdin until its end, and answer each; the n-th answer is drawn with `fold_in(key, n)`."""
+    _note("Say something. /help lists the commands.")
     number = 0
     while (message := _read_message()) is not None:
         word, _, rest = message.strip().partition(" ")
@@ -108,7 +108,7 @@ def converse(
         elif word == "/system":
             chat.reset(rest.strip() or None)
         elif word.startswith("/") and word[1:].isalpha():
-            _note(f"{word} is no command; /help tells which there are")
+            _note(f"{word} is not a command; /help lists the commands")
         else:
             turn_key = None if key is None else jax.random.fold_in(key, number)
             try:
@@ -118,11 +118,11 @@ def converse(
                 continue
             number += 1
             if dropped:
-                _note(f"The oldest {dropped} messages were forgotten: the model holds {chat.held} tokens.")
+                _note(f"The oldest {dropped} messages were forgotten: the model's context is {chat.context} tokens.")
 
 
 def _read_message() -> str | None:
-    """Read one message, of several lines where it says so; None at the end of the input."""
+    """Read one message, which may span several lines; None at the end of the input."""
     line = _read_line("> ")
     if line is None:
         return None

@@ -14,14 +14,14 @@ from jaxgen.cli.options import parse
 from jaxgen.errors import JaxgenError, JaxgenWarning
 
 SHOWN_PROBLEMS = 3
-PROBLEM_WIDTH = 240  # a cut file would name all tensors that it lost
+PROBLEM_WIDTH = 240  # a truncated file would name all of its lost tensors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0: done; 1: the machine failed, for lack of memory for example; 2: bad input; 130: Ctrl-C; 141: stdout was closed.
-    An error is one line on stderr, and so is each warning.
+    0: done; 1: a failure of the machine, such as too little memory; 2: bad input; 130: Ctrl-C; 141: stdout was closed.
+    Each error and each warning is one line on stderr.
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
@@ -85,6 +85,6 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to nowhere, so that buffered text does not fail again at exit."""
+    """Redirect stdout to the null device, so that buffered text does not fail again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The options of `jaxgen "PROMPT"`: its own, and those of `GenerationConfig` that its records offer to the command.
+"""The options of `jaxgen "PROMPT"`: its own, and those of `GenerationConfig` whose records offer them to the command.
 
 Imports no jax.
 """
@@ -23,23 +23,27 @@ def parser() -> arguments.Parser:
         prog="jaxgen",
         usage='jaxgen [options] "PROMPT"\n       jaxgen [options] --chat\n       jaxgen [options] --input FILE\n'
         "       jaxgen train --help",
-        description="Continue a prompt with a checkpoint; without --model with the small one that comes with jaxgen. "
+        description="Continue a prompt with a checkpoint; without --model, with the bundled demo model. "
         "Text goes to stdout as it is generated, everything else to stderr.",
-        epilog="An option of generation that is left out has the value of the checkpoint's generation_config.json.",
+        epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
     )
     add = result.add_argument
     add("prompt", metavar="PROMPT", nargs="?", help="put it in quotes")
     add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
     add("--chat", action="store_true", help="start a conversation; /help lists its commands")
     add("--input", metavar="FILE", help="one prompt per line, or JSONL with prompt or messages; - is stdin")
-    add("--output", metavar="FILE", help="where the answers to --input go, as JSONL (default: stdout)")
+    add("--output", metavar="FILE", help="write the answers to --input there, as JSONL (default: stdout)")
     add("--batch-size", type=arguments.count, default=8, metavar="N", help="prompts of --input at once (default: 8)")
     add("--system", metavar="TEXT", help="a system message before each conversation")
-    add("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    add("--seed", type=arguments.seed, default=0, help="the seed of everything drawn (default: 0)")
+    add("--seed", type=arguments.seed, default=0, help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
-    add("--negative-prompt", metavar="TEXT", help="what --guidance-scale moves away from (default: the last token)")
+    add(
+        "--negative-prompt",
+        metavar="TEXT",
+        help="--guidance-scale moves away from this prompt (default: the last token)",
+    )
     add("--regex", metavar="PATTERN", help="answer with text that matches this regular expression")
     add("--json-schema", metavar="FILE", help="answer with JSON that follows this schema")
     groups: dict[str, Any] = {}
@@ -55,7 +59,7 @@ def parser() -> arguments.Parser:
 
 
 def _argument(option: Option) -> dict[str, Any]:
-    """Return how argparse reads the values of an option."""
+    """Return argparse's keywords for the values of an option."""
     if isinstance(option.kind, Flag):
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, Text):
@@ -74,9 +78,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command = parser()
     options, rest = command.read(argv)
     if rest:
-        command.error(f"{rest[0]!r} comes after the prompt {options.prompt!r}: put the whole prompt in quotes")
-    ways = {"a prompt": options.prompt is not None, "--chat": options.chat, "--input": options.input is not None}
-    chosen = [name for name, given in ways.items() if given]
+        command.error(f"{rest[0]!r} follows the prompt {options.prompt!r}: put the whole prompt in quotes")
+    sources = {"a prompt": options.prompt is not None, "--chat": options.chat, "--input": options.input is not None}
+    chosen = [name for name, given in sources.items() if given]
     if not chosen:
         command.error("no prompt: write it at the end, in quotes, or use --chat or --input")
     if len(chosen) > 1:
@@ -84,20 +88,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.regex is not None and options.json_schema is not None:
         command.error("--regex and --json-schema exclude each other: choose one")
     if options.output is not None and options.input is None:
-        command.error("--output is for the answers to --input: give that too, or redirect stdout")
+        command.error("--output is for the answers to --input: use that too, or redirect stdout")
     if options.chat and (options.num_return_sequences or 1) > 1:
-        command.error("--chat has one answer: leave out --num-return-sequences")
+        command.error("--chat gives one answer per message: leave out --num-return-sequences")
     if options.chat and (options.max_length is not None or options.min_length is not None):
         command.error("--max-length and --min-length count the prompt, which grows in a --chat: use --max-new-tokens")
     if options.raw and (options.chat or options.system is not None):
-        command.error("--raw means no chat template, which --chat and --system need: choose one")
+        command.error("--raw disables the chat template, which --chat and --system need: choose one")
     return options
 
 
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `GenerationConfig` that the command line sets.
 
-    A limit on the command line also resets the checkpoint's other spelling of it.
+    A limit on the command line also clears the checkpoint's alternative limit.
     """
     values = {option.name: getattr(options, option.name) for option in OFFERED}
     fields = {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""How long a run of the command spent on what."""
+"""Timings of a run of the command."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Stats:
 
     Attributes:
         load: seconds from the files to arrays on the device.
-        compile: seconds of tracing and compiling, whenever.
+        compile: seconds of tracing and compiling, in total.
         first: seconds from each request to its first token, compiling included.
         rest: seconds from each first token to the last.
-        tokens: how many were generated after a first one, in all rows.
+        tokens: the number of tokens generated after first ones, in all rows.
     """
 
     def __init__(self):
@@ -38,14 +38,14 @@ class Stats:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Time what is inside as loading."""
+        """Time the block as loading."""
         start = time.perf_counter()
         yield
         self.load = time.perf_counter() - start
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[Callable[[jax.Array], None]]:
-        """Time what is inside as generating; what is yielded takes the number of tokens per row."""
+        """Time the block as generating; call the yielded function with the number of tokens per row."""
         start, compiled = time.perf_counter(), self.compile
 
         def generated(lengths: jax.Array) -> None:
@@ -55,11 +55,11 @@ class Stats:
         self.rest += time.perf_counter() - start - (self.compile - compiled)
 
     def watch(self, streamer: Streamer) -> Streamer:
-        """Return a streamer that passes everything on and keeps the time."""
+        """Return a streamer that times the calls and passes them on."""
         return _Watched(streamer, self)
 
     def lines(self) -> list[str]:
-        """Return what is to be said."""
+        """Return the lines to print."""
         lines = [f"load {self.load:.2f} s, compile {self.compile:.2f} s"]
         if self.first:
             lines.append(
@@ -90,6 +90,6 @@ class _Watched:
         self.streamer.put(value)
 
     def end(self) -> None:
-        """Pass it on; the next `put` brings a prompt again."""
+        """Pass it on; the next `put` is a prompt again."""
         self.puts = 0
         self.streamer.end()

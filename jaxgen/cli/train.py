@@ -1,4 +1,4 @@
-"""The command `jaxgen train`: a checkpoint, fine-tuned on a JSONL file, as a new checkpoint."""
+"""The command `jaxgen train`: fine-tune a checkpoint on a JSONL file and write a new checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jaxgen.training.train import TrainBatch, TrainConfig, can_resume, evaluate,
 
 EPOCHS, WIDTH, WARMUP = 3, 1024, 0.03
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
-SAMPLE = 4096  # bytes of each tensor that tell one checkpoint from another
+SAMPLE = 4096  # bytes of each tensor that go into a checkpoint's fingerprint
 
 
 def parser() -> arguments.Parser:
@@ -45,51 +45,78 @@ def parser() -> arguments.Parser:
         usage="jaxgen train --data FILE --model DIR --out DIR [options]",
         description="Fine-tune a checkpoint: all weights, or with --lora low-rank updates that are "
         "merged into them at the end. Progress goes to stderr.",
-        epilog="A run that was ended goes on from the last saved state, in OUT.training, when the same command is "
-        "given again.",
+        epilog="To resume an interrupted run, repeat the command: it continues from the last saved state, in "
+        "OUT.training.",
     )
     add = result.add_argument
     add("--data", type=Path, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
-    add("--eval-data", type=Path, metavar="FILE", help="held-out data; its loss is said before and after")
+    add("--eval-data", type=Path, metavar="FILE", help="held-out data; its loss is reported before and after")
     add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
-    add("--out", type=Path, metavar="DIR", help="the directory to make")
+    add("--out", type=Path, metavar="DIR", help="the directory to create")
     add("--overwrite", action="store_true", help="replace the checkpoint --out")
     length = result.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
     length.add_argument("--steps", type=arguments.count, metavar="N", help="instead of --epochs")
     add("--batch", type=arguments.count, default=8, metavar="N", help="rows per step (default: 8)")
-    add("--width", type=arguments.count, metavar="N", help=f"tokens per row (default: {WIDTH} or the model's most)")
+    add(
+        "--width",
+        type=arguments.count,
+        metavar="N",
+        help=f"tokens per row (default: {WIDTH} or the model's context)",
+    )
     add("--learning-rate", type=arguments.positive, metavar="X", help=f"(default: {FULL_RATE}, --lora: {LORA_RATE})")
     add("--warmup", type=arguments.share, default=WARMUP, metavar="X", help=f"share of the steps (default: {WARMUP})")
     add("--weight-decay", type=arguments.share, default=0.0, metavar="X", help="(default: 0)")
     add("--clip", type=arguments.positive, default=1.0, metavar="X", help="the gradient's largest norm (default: 1)")
-    add("--accumulate", type=arguments.count, default=1, metavar="N", help="parts of a batch, one after the other")
-    add("--remat", action="store_true", help="compute layers twice rather than keep what they computed")
-    add("--dtype", choices=DTYPES, help="to compute in (default: bfloat16 for bfloat16 weights, else float32)")
-    add("--lora", type=arguments.whole, default=0, metavar="RANK", help="train updates of this rank (default: 0, all)")
+    add(
+        "--accumulate",
+        type=arguments.count,
+        default=1,
+        metavar="N",
+        help="split each batch into N parts, run one after the other",
+    )
+    add(
+        "--remat",
+        action="store_true",
+        help="compute layers twice instead of storing their results",
+    )
+    add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
+    add(
+        "--lora",
+        type=arguments.whole,
+        default=0,
+        metavar="RANK",
+        help="train updates of this rank (default: 0, all weights)",
+    )
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
     add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
     add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
-    add("--seed", type=arguments.seed, default=0, metavar="N", help="of rows' order and updates (default: 0)")
+    add(
+        "--seed",
+        type=arguments.seed,
+        default=0,
+        metavar="N",
+        help="for the rows' order and the updates (default: 0)",
+    )
     return result
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the command; `words` are what follows "train".
+    """Run the command; `words` are the words after "train".
 
     Raises:
         JaxgenError: bad input; nothing was written to --out.
         OSError: a file that cannot be read or written.
     """
     options = _parse(words)
-    # Everything is checked before the weights are read, which can take long.
+    # All input is checked before the weights are read, which can take long.
     _check_out(options)
     job = _prepare(options)
     out = options.out.resolve()
     work = out.with_name(f"{out.name}.training")
     with alone_in(work):
         if can_resume(work, model=job.model, cfg=job.cfg, run=job.run):
-            _say(f"going on from the state in {work}")
+            _say(f"resuming from the state in {work}")
         else:
             _say(f"the state is saved in {work} every {options.save_every} steps")
         _say_held_out(job, "before")
@@ -103,10 +130,10 @@ def main(words: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is to be done, all of it checked, with the weights still on the disk.
+    """A checked training job; the weights have not been read yet.
 
-    `config` and `generation` are the JSON files of the new checkpoint, `rows` the data, `run` names what the result
-    depends on beside `model` and `cfg`.
+    `config` and `generation` are the JSON files of the new checkpoint, `rows` the data. `run` identifies everything
+    else that the result depends on, in addition to `model` and `cfg`.
     """
 
     source: Checkpoint
@@ -125,20 +152,20 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     command = parser()
     options, rest = command.read(words)
     if rest:
-        command.error(f"{rest[0]!r} belongs to no option")
-    for name, what in (("data", "JSONL file"), ("model", "checkpoint to begin with"), ("out", "directory to make")):
+        command.error(f"{rest[0]!r} does not belong to an option")
+    for name, what in (("data", "JSONL file"), ("model", "checkpoint to start from"), ("out", "directory to create")):
         if getattr(options, name) is None:
-            command.error(f"--{name} is missing: give the {what}")
+            command.error(f"--{name} is missing: name the {what}")
     for name in ("data", "eval_data"):
         file = getattr(options, name)
         if file is not None and not file.is_file():
-            command.error(f"--{name.replace('_', '-')} {file} is no file")
+            command.error(f"--{name.replace('_', '-')} {file} is not a file")
     if options.batch % options.accumulate:
         command.error(f"--batch {options.batch} cannot be divided into --accumulate {options.accumulate} parts")
     if options.lora < 0:
         command.error(f"--lora {options.lora} must be at least 0")
     if options.lora_alpha is not None and not options.lora:
-        command.error("--lora-alpha scales low-rank updates: give --lora RANK too")
+        command.error("--lora-alpha scales low-rank updates: set --lora RANK too")
     return options
 
 
@@ -147,7 +174,7 @@ class _NothingToWriteYet(Exception):
 
 
 def _check_out(options: argparse.Namespace) -> None:
-    """Find now what would keep --out from being written at the end."""
+    """Raise now if --out could not be written at the end."""
     if Path(options.model).is_dir() and options.out.resolve() == Path(options.model).resolve():
         raise InputError(f"--model and --out are both {options.out}: choose another --out")
     with contextlib.suppress(_NothingToWriteYet), new_directory(options.out, overwrite=options.overwrite):
@@ -171,32 +198,33 @@ def _prepare(options: argparse.Namespace) -> _Job:
     _check_memory(job)
     _say(
         f"{len(examples):,} examples in {len(rows.ids):,} rows of {width} tokens, {np.sum(rows.labels != IGNORED):,} "
-        f"to learn; {cfg.steps:,} steps of {options.batch} rows in {cfg.dtype}"
+        f"to learn from; {cfg.steps:,} steps of {options.batch} rows in {cfg.dtype}"
     )
     return job
 
 
 def _width(wanted: int | None, model: ModelConfig) -> int:
-    held = model.context_length
-    if wanted is not None and wanted > held:
-        raise InputError(f"--width {wanted} is more than the {held} tokens that the model holds: lower it")
-    return min(WIDTH, held) if wanted is None else wanted
+    context = model.context_length
+    if wanted is not None and wanted > context:
+        raise InputError(f"--width {wanted} exceeds the model's context of {context} tokens: lower it")
+    return min(WIDTH, context) if wanted is None else wanted
 
 
 def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -> TrainBatch:
     largest = max(max(example.ids, default=0) for example in examples)
     if largest >= model.vocab_size:
         raise InputError(
-            f"the tokenizer gives the id {largest} and the model has {model.vocab_size} tokens: "
-            "the two do not belong together"
+            f"the tokenizer produced the id {largest}, but the model has {model.vocab_size} tokens: they do not match"
         )
     rows, cut = pack(examples, width)
     if not np.any(rows.labels != IGNORED):
-        raise InputError(f"{file}: nothing is to be learnt from the first {width} tokens of any line: raise --width")
+        raise InputError(
+            f"{file}: there is nothing to learn from in the first {width} tokens of any line: raise --width"
+        )
     if cut:
         warnings.warn(
-            f"{file}: {cut:,} of {len(examples):,} examples are longer than {width} tokens and lost their end: "
-            "raise --width to keep it",
+            f"{file}: {cut:,} of {len(examples):,} examples are longer than {width} tokens and were truncated: "
+            "raise --width to keep their ends",
             JaxgenWarning,
             stacklevel=2,
         )
@@ -222,9 +250,9 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 
 
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
-    """Return both configs, with the token that ends the answers among those that end generation.
+    """Return both configs, with the tokens that end the examples added to the eos ids.
 
-    A base model's chat template may end answers with a token that its generation_config.json does not know.
+    A base model's chat template may end answers with a token that is missing in its generation_config.json.
     """
     config, generation = source.config, source.generation
     known = eos_list(source.cfg.eos_token_id)
@@ -238,8 +266,8 @@ def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Examp
             return config | eos, None
         return config, generation | eos
     warnings.warn(
-        "not all examples end with a special token, so the model learns no end there: see eos_token of the tokenizer "
-        "or the end of its chat template",
+        "not all examples end with a special token, so the model does not learn to stop there: check eos_token of the "
+        "tokenizer or the end of its chat template",
         JaxgenWarning,
         stacklevel=2,
     )
@@ -247,7 +275,7 @@ def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Examp
 
 
 def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
-    """Return a digest of the rows, and of the checkpoint as its tensors' names, forms and first bytes tell it."""
+    """Return a digest of the rows, and of the checkpoint's tensors by their names, dtypes, shapes and first bytes."""
     digest = hashlib.sha256()
     for array in (rows.ids, rows.labels, rows.segments):
         digest.update(np.ascontiguousarray(array).data)
@@ -260,7 +288,7 @@ def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
 
 
 def _check_memory(job: _Job) -> None:
-    """Refuse what certainly needs more memory than is free: the weights and their moments, and the logits."""
+    """Raise an error if the weights, their moments and the logits need more memory than is free."""
     free = free_bytes(jax.local_devices()[0])
     count = sum(math.prod(tensor.shape) for tensor in job.source.tensors.values())
     weights = sum(tensor.nbytes for tensor in job.source.tensors.values()) if job.rank else 16 * count
@@ -305,7 +333,7 @@ def _begin(job: _Job, frozen):
 def _write(params, job: _Job, directory: Path) -> None:
     arrays = check_params(params, job.model)
     if infinite := [name for name, array in arrays.items() if not jnp.all(jnp.isfinite(array))]:
-        raise ConfigError(f"training made {infinite[0]} infinite or no number: lower --learning-rate")
+        raise ConfigError(f"training made {infinite[0]} infinite or NaN: lower --learning-rate")
     copy_tokenizer(job.source.path, directory)
     write_arrays(directory, job.config, job.generation, arrays)
 

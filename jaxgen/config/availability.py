@@ -1,4 +1,4 @@
-"""Which options generate() offers, and its errors about the others. All of it follows from the options' records."""
+"""The options that generate() offers, and its errors about the others, all derived from the options' records."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _UNBUILT = tuple(option for option in OPTIONS.values() if option.modes is not No
 
 
 def refuse_unbuilt(cfg: GenerationConfig) -> None:
-    """Raise for an option that is not offered, by its name.
+    """Raise an error for an option that is not offered, by its name.
 
-    Options of 4.41.1 whose modes are not chosen only draw a warning, as in transformers: see `warn_unused`.
+    Options of 4.41.1 that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
     """
     for option in _REFUSED:
         value = getattr(cfg, option.name)
@@ -41,47 +41,47 @@ def refuse_unbuilt(cfg: GenerationConfig) -> None:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Raise for keyword arguments that `generate` does not have."""
+    """Raise an error for keyword arguments that `generate` does not have."""
     for name in options:
         if name in GenerationConfig.__dataclass_fields__:
             raise TypeError(f"generate() takes {name} from the config: use cfg.replace({name}=...)")
         if name in ("synced_gpus", "position_ids"):
             raise TypeError(f"generate() does not offer {name}: leave it out")
         if name == "assistant_model":
-            raise TypeError("generate() takes an assistant as assistant=(params, cfg), not assistant_model")
+            raise TypeError("generate() does not implement assisted decoding: leave assistant_model out")
         if name == "past_key_values":
             raise TypeError("generate() takes a cache as cache=, with the new tokens only as ids")
         GenerationConfig().replace(**{name: None})  # an unknown name: raises and offers the nearest
 
 
 def check_options(cfg: GenerationConfig, prompts: int) -> None:
-    """Raise for values for another number of prompts, or ids that are not in the vocabulary."""
+    """Raise an error for values for another number of prompts, or ids that are not in the vocabulary."""
     assert cfg.model is not None
     vocab = cfg.model.vocab_size
     for name, option in TRACED.items():
         value = getattr(cfg, name)
         if not option.is_on(value):
             continue
-        values = option.kind.prompts(value)
+        values = option.kind.prompt_count(value)
         if values is not None and values != prompts:
-            raise InputError(f"{name} has {values} values for {prompts} prompts: give one per prompt or one for all")
+            raise InputError(f"{name} has {values} values for {prompts} prompts: pass one per prompt or one for all")
         largest = max(option.kind.tokens(value), default=0) if option.stage else 0
         if largest >= vocab:
-            raise ConfigError(f"{name} has the token {largest}, the vocabulary goes from 0 to {vocab - 1}")
+            raise ConfigError(f"{name} has the token {largest}, but the vocabulary is 0 to {vocab - 1}")
     if cfg.prefill_chunk_size is not None and cfg.model.rope.type == "dynamic":
         raise ConfigError("prefill_chunk_size is not offered with dynamic RoPE, which depends on the total length")
     if cfg.on("exponential_decay_length_penalty") and not cfg.on("eos_token_id"):
-        raise ConfigError("exponential_decay_length_penalty makes an end likelier: give eos_token_id too")
+        raise ConfigError("exponential_decay_length_penalty makes an end more likely: set eos_token_id too")
     if cfg.top_logprobs > vocab:
-        raise ConfigError(f"top_logprobs={cfg.top_logprobs} is more than the {vocab} tokens of the vocabulary")
+        raise ConfigError(f"top_logprobs={cfg.top_logprobs} exceeds the {vocab} tokens of the vocabulary")
 
 
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:
-    """Reset options that the compiled loop does not read, so that they do not affect which program runs."""
+    """Reset options that the compiled loop does not read, so that they do not change the program."""
     unread = [*cfg.unread(), *(option for option in OPTIONS.values() if option.host)]
     unread = {option.name: option.kind.neutral for option in unread}
     fields = {name: neutral for name, neutral in unread.items() if getattr(cfg, name) is not neutral}
     if cfg.pad_token_id is None and not is_tracer(cfg.eos_token_id):
-        # As in the loop; here so that the program is that of a given pad id.
+        # As in the loop; set here so that the program is the same as with an explicit pad id.
         fields["pad_token_id"] = (eos_list(cfg.eos_token_id) or [0])[0]
     return cfg.replace(**fields)

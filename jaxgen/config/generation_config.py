@@ -1,6 +1,6 @@
 """GenerationConfig: every option of transformers 4.41.1's generate(), by its name and with its default.
 
-The config is a pytree. Its numbers are leaves, so changing a value compiles nothing. Everything that shapes the
+The config is a pytree. Its numbers are leaves, so changing a value never recompiles. Everything that shapes the
 program (the mode, the model, which options are on) is its structure. An option at its neutral value is off and has
 no leaf: a config's structure alone says which processors exist, also inside the caller's own jit.
 """
@@ -37,7 +37,7 @@ from jaxgen.config.options import (
 from jaxgen.errors import ConfigError, JaxgenWarning
 from jaxgen.model.config import ModelConfig
 
-# Written by transformers beside the options, without effect.
+# Written by transformers in addition to the options, without effect.
 _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 _NAMES = (*OPTIONS, "model")
 _STATIC = tuple(name for name in _NAMES if name not in TRACED)
@@ -47,11 +47,11 @@ _OF_SOME_MODES = tuple(option for option in OPTIONS.values() if option.modes is 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerationConfig(GenerationOptions):
-    """How to generate. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
+    """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
     docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases are None, off.
-    Most options take one value for all prompts or one for each. An option that jaxgen knows but does not offer is
-    accepted here, so that every checkpoint's config can be read, and refused by `generate`.
+    Most options accept one value for all prompts or one for each. An option that jaxgen recognises but does not offer
+    is accepted here, so that every checkpoint's config can be read, and refused by `generate`.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -112,8 +112,8 @@ class GenerationConfig(GenerationOptions):
         fields = {}
         for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if option.kind.prompts(value) is not None:
-                raise ConfigError(f"{name} has one value per prompt; generation_config.json has room for a single one")
+            if option.kind.prompt_count(value) is not None:
+                raise ConfigError(f"{name} has one value per prompt; generation_config.json stores only one value")
             if option.kind.traced:
                 value = option.parse(jax.tree.map(_on_host, value))
             if option.since != "jaxgen" and value != option.default:
@@ -121,7 +121,7 @@ class GenerationConfig(GenerationOptions):
         return fields
 
     def on(self, name: str) -> bool:
-        """Whether an option is on: not at the value that leaves everything as it is."""
+        """True if an option is on, that is, not at its neutral value."""
         return OPTIONS[name].is_on(getattr(self, name))
 
     @property
@@ -163,7 +163,7 @@ class GenerationConfig(GenerationOptions):
     @functools.cached_property
     def _flat(self) -> tuple[tuple, tuple]:
         values = vars(self)
-        # Without max_length, max_new_tokens is what sizes the arrays of a program that is traced with this config.
+        # Without max_length, max_new_tokens sizes the arrays of a program that is traced with this config.
         sized = isinstance(self.max_new_tokens, int) and self.max_length == OPTIONS["max_length"].default
         static = {"max_new_tokens": self.max_new_tokens} if sized else {}
         given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
@@ -172,7 +172,7 @@ class GenerationConfig(GenerationOptions):
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Build from what `tree_flatten` returned; values may be anything that jax puts there and are not checked."""
+        """Build from what `tree_flatten` returned; values may be placeholders of jax and are not checked."""
         config = object.__new__(cls)
         values, sized = static
         vars(config).update(zip(_STATIC, values, strict=True))
@@ -208,7 +208,10 @@ def _refuse_unknown(fields: Mapping[str, Any]) -> None:
 
 
 def _check(cfg: GenerationConfig) -> None:
-    """Refuse combinations that `GenerationConfig.validate` of transformers refuses, and two of jaxgen's own."""
+    """Refuse combinations that `GenerationConfig.validate` of transformers refuses.
+
+    Also refused, by jaxgen alone: `top_logprobs` without `output_logprobs`, and groups of beams with `do_sample`.
+    """
     if cfg.top_logprobs and cfg.output_logprobs is None:
         raise ConfigError(f"top_logprobs={cfg.top_logprobs} needs output_logprobs='logits' or 'scores'")
     if cfg.num_beams > 1:
@@ -237,9 +240,9 @@ def _check_beams(cfg: GenerationConfig) -> None:
 
 
 def warn_unused(cfg: GenerationConfig) -> None:
-    """Warn of options that were set and that the decode mode does not read, as `GenerationConfig.validate` does.
+    """Warn of options that were set but that the decode mode does not read, as `GenerationConfig.validate` does.
 
-    A traced value may be the default, so it is not warned of.
+    There is no warning for a traced value, because it may be the default.
     """
     values = [(option, getattr(cfg, option.name)) for option in cfg.unread()]
     given = [f"{option.name}={value}" for option, value in values if not is_tracer(value) and option.is_given(value)]
@@ -250,7 +253,7 @@ def warn_unused(cfg: GenerationConfig) -> None:
 
 
 def warn(message: str) -> None:
-    """Emit jaxgen's category of warning, on behalf of the line outside of jaxgen that called it."""
+    """Emit a JaxgenWarning, attributed to the caller's line outside jaxgen."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jaxgen":
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Kinds of option values: how each is parsed, when it is off, and its form in a compiled program.
+"""Kinds of option values: parsing, allowed values, the neutral value, and the form in a compiled program.
 
 Imports no jax, so that the command can parse its arguments quickly; jax arrays and tracers are recognised once jax is
 loaded.
@@ -26,13 +26,13 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether a value is traced by jax, so that only its dtype and shape are known."""
+    """Return True if a value is traced by jax, so that only its dtype and shape are known."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of numpy or jax."""
+    """Return True for an array of numpy or jax."""
     jax = sys.modules.get("jax")
     return isinstance(value, np.ndarray) or (jax is not None and isinstance(value, jax.Array))
 
@@ -41,11 +41,11 @@ class Kind:
     """A kind of option value.
 
     Attributes:
-        traced: the value is an argument of the compiled program. Otherwise it is a part of the program.
+        traced: the value is an argument of the compiled program. Otherwise it is part of the program.
         type_name: the type as the option reference shows it.
-        neutral: the value that leaves everything as it is; of a static kind, the default.
+        neutral: the neutral value, at which the option is off; of a static kind, the default.
         per_prompt: one value per prompt is allowed.
-        ranks: the number of axes that each array of a leaf has where it is one value for all prompts.
+        ranks: the number of axes of each array of a leaf if it is one value for all prompts.
         optional: None is allowed and means a default other than None.
     """
 
@@ -65,24 +65,29 @@ class Kind:
         """
         raise NotImplementedError
 
+    @property
+    def allowed(self) -> str:
+        """The allowed values, in words; empty if the type says it all."""
+        return ""
+
     def is_off(self, value: Any) -> bool:
-        """Whether a value in normal form leaves everything as it is."""
+        """Return True if a value in normal form is the neutral value."""
         return value is None
 
     def leaf(self, value: Any) -> Any:
-        """Return the arrays of a traced value in normal form, or None where the option is off."""
+        """Return the arrays of a traced value in normal form, or None if the option is off."""
         return value
 
-    def prompts(self, value: Any) -> int | None:
-        """Return the number of prompts that have a value each; None where one value serves all."""
+    def prompt_count(self, value: Any) -> int | None:
+        """Return the number of prompts if each has its own value; None if one value serves all."""
         return None
 
     def tokens(self, value: Any) -> list[int]:
-        """Return every token id of a value; none of a traced value, whose ids are unknown."""
+        """Return every token id of a value; an empty list for a traced value, whose ids are unknown."""
         return []
 
-    def together(self, values: Iterable[Any]) -> Any:
-        """Return the value that gives each prompt its own of `values`."""
+    def per_prompt_value(self, values: Iterable[Any]) -> Any:
+        """Return one option value that contains one of `values` per prompt."""
         return list(values)
 
 
@@ -93,7 +98,7 @@ class Static(Kind):
     """A value that is part of the program, or that the call itself uses."""
 
     def is_off(self, value: Any) -> bool:
-        """Whether a value in normal form leaves everything as it is."""
+        """Return True if a value in normal form is the neutral value."""
         return not value
 
 
@@ -133,13 +138,18 @@ class Whole(Static):
     optional: bool = False
     type_name = "int"
 
+    @property
+    def allowed(self) -> str:
+        """The bound, in words."""
+        return f">= {self.least}"
+
     def parse(self, name: str, value: Any) -> int:
         """Return the value as a Python int."""
         value = frozen(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
         if not self.least <= value <= INT32_MAX:
-            raise ConfigError(f"{name} must be >= {self.least} and fit into 32 bits, got {value}")
+            raise ConfigError(f"{name} must be {self.allowed} and fit into 32 bits, got {value}")
         return value
 
 
@@ -149,8 +159,13 @@ class Seconds(Static):
     type_name = "float"
 
     def is_off(self, value: Any) -> bool:
-        """Whether there is no limit; 0 seconds are one."""
+        """Return True without a limit; 0 seconds is a limit."""
         return value is None
+
+    @property
+    def allowed(self) -> str:
+        """The bound, in words."""
+        return ">= 0"
 
     def parse(self, name: str, value: Any) -> float:
         """Return the value as a Python number."""
@@ -163,23 +178,28 @@ class Seconds(Static):
 
 
 class Choice(Static):
-    """One of some values, the first of which is the default."""
+    """One of several values, the first of which is the default."""
 
     def __init__(self, *values: Any):
         self.values, self.neutral = values, values[0]
         self.type_name = " or ".join(dict.fromkeys(type(value).__name__ for value in values if value is not None))
 
+    @property
+    def allowed(self) -> str:
+        """The values, in words."""
+        *most, last = map(repr, self.values)
+        return f"{', '.join(most)} or {last}"
+
     def parse(self, name: str, value: Any) -> Any:
         """Return the value."""
         value = frozen(value)
         if not any(type(value) is type(known) and value == known for known in self.values):
-            *most, last = map(repr, self.values)
-            raise ConfigError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+            raise ConfigError(f"{name} must be {self.allowed}, got {value!r}")
         return value
 
 
 class Text(Static):
-    """A string or several."""
+    """A string or several strings."""
 
     type_name = "str or list"
 
@@ -190,7 +210,7 @@ class Text(Static):
         if not isinstance(strings, tuple) or not all(isinstance(string, str) for string in strings):
             raise TypeError(f"{name} must be a string or a list of them, got {value!r}")
         if not strings or "" in strings:
-            raise ConfigError(f"{name} must not be empty, got {value!r}: leave it out to stop at none")
+            raise ConfigError(f"{name} must not be empty, got {value!r}: leave it out for no stop strings")
         return value
 
 
@@ -202,10 +222,10 @@ class _Number(Kind):
     """A finite number, or one per prompt. Leaf: a scalar or `[B]`.
 
     Attributes:
-        neutral: the value that leaves everything as it is.
-        also_off: another spelling of it.
+        neutral: the neutral value.
+        also_off: another value that means off.
         above, least, most, below: bounds; `above` and `below` are excluded.
-        hint: what to do about a value outside of the bounds.
+        hint: advice for a value outside the bounds.
         per_prompt: one value per prompt is allowed.
         optional: None is allowed and means a default other than the neutral value.
     """
@@ -225,7 +245,7 @@ class _Number(Kind):
     array_dtype: ClassVar[type] = np.float32
 
     def is_off(self, value: Any) -> bool:
-        """Whether the value leaves everything as it is."""
+        """Return True if the value means off."""
         return value is None or (isinstance(value, int | float) and value in (self.neutral, self.also_off))
 
     def parse(self, name: str, value: Any) -> Any:
@@ -250,7 +270,7 @@ class _Number(Kind):
             return array.astype(self.array_dtype)
         if must_be_whole and np.any((array > (limits := np.iinfo(self.array_dtype)).max) | (array < limits.min)):
             raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
-        with np.errstate(over="ignore"):  # what becomes infinite is refused
+        with np.errstate(over="ignore"):  # a value that becomes infinite is refused
             array = array.astype(self.array_dtype)
         if not np.all(self._within(array)):
             raise ConfigError(f"{name} must be {self.allowed}{self.hint and f' ({self.hint})'}, got {value!r}")
@@ -260,13 +280,13 @@ class _Number(Kind):
         return self.neutral if self.is_off(number) else number
 
     def leaf(self, value: Any) -> Any:
-        """Return None where the option is off, else a number or array of its dtype."""
+        """Return None if the option is off, else a number or array of the right dtype."""
         if self.is_off(value):
             return None
         return self.array_dtype(value) if isinstance(value, int | float) else value
 
-    def prompts(self, value: Any) -> int | None:
-        """Return the number of prompts that have a value each; None where one value serves all."""
+    def prompt_count(self, value: Any) -> int | None:
+        """Return the number of prompts if each has its own value; None if one value serves all."""
         return value.shape[0] if is_array(value) and value.ndim else None
 
     @property
@@ -314,7 +334,7 @@ class TokenId(Integer):
         super().__init__(least=0, **fields)
 
     def tokens(self, value: Any) -> list[int]:
-        """Return every token id of a value; none of a traced value, whose ids are unknown."""
+        """Return every token id of a value; an empty list for a traced value, whose ids are unknown."""
         return [] if value is None or is_tracer(value) else np.ravel(value).tolist()
 
 
@@ -341,12 +361,12 @@ class DecayPair(Kind):
         """Return the pair with its dtypes, or None."""
         return None if value is None else (self._start.leaf(value[0]), self._factor.leaf(value[1]))
 
-    def prompts(self, value: Any) -> int | None:
-        """Return the number of prompts that have a value each; None where one value serves all."""
-        return None if value is None else self._start.prompts(value[0]) or self._factor.prompts(value[1])
+    def prompt_count(self, value: Any) -> int | None:
+        """Return the number of prompts if each has its own value; None if one value serves all."""
+        return None if value is None else self._start.prompt_count(value[0]) or self._factor.prompt_count(value[1])
 
-    def together(self, values: Iterable[Any]) -> Any:
-        """Return the value that gives each prompt its own of `values`."""
+    def per_prompt_value(self, values: Iterable[Any]) -> Any:
+        """Return one option value that contains one of `values` per prompt."""
         return tuple(map(list, zip(*values, strict=True)))
 
 
@@ -360,7 +380,7 @@ class Watermark(Kind):
         """Return None or a WatermarkingConfig."""
         if value is None:
             return None
-        from jaxgen.config.watermarking import WatermarkingConfig  # a pytree, for which jax is imported
+        from jaxgen.config.watermarking import WatermarkingConfig  # a pytree; the import needs jax
 
         if isinstance(value, Mapping):
             return WatermarkingConfig.from_hf(value)
@@ -370,7 +390,7 @@ class Watermark(Kind):
 
 
 def _is_real(dtype: np.dtype) -> bool:
-    """Whether a dtype is a float; numpy itself does not count bfloat16 as one."""
+    """Return True if a dtype is a float; numpy does not count bfloat16 as one."""
     return dtype.kind == "f" or "float" in dtype.name
 
 
@@ -411,7 +431,7 @@ def frozen(value: Any) -> Any:
 
 
 def thawed(value: Any) -> Any:
-    """Return lists and dicts, as JSON has them; a dict with tuples as keys becomes the list `[[key, value], ...]`."""
+    """Return JSON's lists and dicts; a dict with tuples as keys becomes the list `[[key, value], ...]`."""
     if isinstance(value, tuple):
         return [thawed(item) for item in value]
     if hasattr(value, "to_hf"):

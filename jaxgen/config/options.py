@@ -1,7 +1,7 @@
-"""Every option of `GenerationConfig`, one record each. All that is known about an option follows from its record.
+"""Every option of `GenerationConfig`, one record each; everything else about an option is derived from its record.
 
 Records in `SCORES` and `CHOICE` that have a `stage` are logits processors and warpers: within a stage they run in the
-order in which they stand here, which is that of transformers. CONTRIBUTING.md shows how to add one.
+order as listed, which is that of transformers. CONTRIBUTING.md shows how to add one.
 
 Imports no jax.
 """
@@ -41,11 +41,12 @@ BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
 )
 ASSISTED, DOLA = "assisted_generation", "dola_generation"
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
-# The modes that generate() offers.
+# The implemented modes.
 BUILT = frozenset({GREEDY, SAMPLE})
 
-# Stages of the scores' transform, in order. Between BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or
-# prefix function, after AFTER_GRAMMAR the caller's own processors.
+# Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
+# BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
+# processors.
 GUIDANCE, BEFORE_GRAMMAR, AFTER_GRAMMAR = "guidance", "before the grammar", "after the grammar"
 RENORMALIZE, WARP = "renormalize", "warp"
 
@@ -57,27 +58,27 @@ OUTPUT, MODES, REFUSED = "Output and input", "Other decode modes", "Refused by n
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What is known about one option.
+    """The record of one option.
 
     Attributes:
         name: transformers' name.
         default: transformers' default, in normal form.
-        kind: how a value is parsed, what is allowed, when it is off, its form in the program.
-        doc: what it does.
+        kind: parsing, allowed values, the neutral value, the form in the program.
+        doc: its effect, in one line.
         group: section of the option reference.
-        hf: the class of transformers 4.41.1 that does it.
+        hf: the class of transformers 4.41.1 that implements it.
         since: "" for an option of 4.41.1, the number of a later release or "later", or "jaxgen" for jaxgen's own.
-        differs: what jaxgen does differently.
+        differs: differences from transformers.
         modes: the decode modes that read it; None for all. A mode that draws tokens also reads what `sample` reads.
         stage: the stage of a logits processor or warper.
         needs: options that must be on for a processor to run.
-        of_tokens: it depends on the tokens of the prompt, so a cache must know its tokens.
-        host: used by the call itself, not by the compiled loop.
+        of_tokens: it depends on the tokens of the prompt, so a cache must include token ids.
+        host: used on the host, not by the compiled loop.
         command: the command offers it; a string is added to its help there.
-        instead_of: another spelling of the same limit, which the command resets.
-        refused: why and what to do, where a value that is not in `offered` is refused.
-        offered: values beside the default that are accepted although `refused` is set.
-        examples: two values, the second of which must not compile another program than the first.
+        instead_of: the alternative limit, cleared when this one is set on the command line.
+        refused: the error text for a value that is not in `offered`, with the reason and a remedy.
+        offered: accepted values, in addition to the default, of an option with `refused`.
+        examples: two values; changing from the first to the second must not recompile.
     """
 
     name: str
@@ -106,11 +107,11 @@ class Option:
         return self.kind.parse(self.name, value)
 
     def is_on(self, value: Any) -> bool:
-        """Whether a value in normal form does anything."""
+        """Return True if a value in normal form is not the neutral value."""
         return not self.kind.is_off(value)
 
     def is_given(self, value: Any) -> bool:
-        """Whether a value in normal form differs from the default and is not off."""
+        """Return True if a value in normal form differs from the default and is not off."""
         if value is self.default:
             return False
         if is_array(value):
@@ -241,7 +242,7 @@ class GenerationOptions:
     )
     eta_cutoff: Number = _warper(
         Real(0.0, least=0, below=1),
-        "draw from tokens at least this likely; the limit is lower where the entropy is high",
+        "draw from tokens at least this likely; the limit is lower if the entropy is high",
         hf="EtaLogitsWarper",
         examples=(1e-4, 1e-3),
     )
@@ -249,7 +250,7 @@ class GenerationOptions:
     guidance_scale: Number | None = _score(
         Real(1.0, optional=True),
         default=None,
-        doc="classifier-free guidance: how far to move away from what follows the negative prompt; 1 is off",
+        doc="classifier-free guidance: how far to move the scores away from those of the negative prompt; 1 is off",
         stage=GUIDANCE,
         hf="UnbatchedClassifierFreeGuidanceLogitsProcessor",
         differs="one negative prompt per prompt, or one for all; its padding is invisible",
@@ -259,7 +260,7 @@ class GenerationOptions:
         SequenceBias(),
         "add a bias to tokens, and to the last token of sequences, {(id, ...): bias}",
         hf="SequenceBiasLogitsProcessor",
-        differs="a sequence as long as the row with its next token is biased too, as in later releases",
+        differs="a sequence that would span the whole row is biased too, as in later releases",
         of_tokens=True,
         command=", here [[[id, ...], bias], ...]",
         examples=({(11, 12): 0.5}, {(13,): -0.5, (14, 15): 1.0}),
@@ -388,7 +389,7 @@ class GenerationOptions:
     )
     renormalize_logits: bool = _score(
         Flag(),
-        "turn the final scores into log-probabilities",
+        "normalise the final scores to log-probabilities",
         stage=RENORMALIZE,
         hf="LogitNormalization",
         examples=(True,),
@@ -397,14 +398,16 @@ class GenerationOptions:
     output_scores: bool = _output(
         Flag(), "return the scores that each token was chosen from: steps * rows * V * 4 bytes"
     )
-    output_logits: bool | None = _output(Flag(None), "return the model's logits at each step: as many bytes")
+    output_logits: bool | None = _output(Flag(None), "return the model's logits at each step: of the same size")
     output_logprobs: str | None = _output(
         Choice(None, "logits", "scores"),
         "return each chosen token's log-probability: with 'logits' under the model's distribution, with 'scores' under "
         "the one that it was chosen from",
         since="jaxgen",
     )
-    top_logprobs: int = _output(Whole(0), "return those of the n most likely tokens too", since="jaxgen")
+    top_logprobs: int = _output(
+        Whole(0), "with output_logprobs, also return those of the n most likely tokens", since="jaxgen"
+    )
     output_hidden_states: bool = _output(Flag(), "return the hidden states of all layers")
     output_attentions: bool = _output(Flag(), "return the attention weights of all layers")
     return_dict_in_generate: bool = _output(Flag(), "no effect: the result is always a GenerateOutput", host=True)
@@ -460,7 +463,7 @@ class GenerationOptions:
     )
     num_assistant_tokens_schedule: str = _assisted(Anything("heuristic"), "how that number changes")
     assistant_confidence_threshold: float | None = _assisted(
-        Anything(), "an assistant stops when it is less sure than this", since="later"
+        Anything(), "an assistant stops when its confidence falls below this", since="later"
     )
     assistant_early_exit: int | None = _assisted(
         Anything(), "the layer after which the model itself proposes tokens", since="later"
@@ -477,14 +480,14 @@ class GenerationOptions:
         Whole(None), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
     )
     low_memory: bool | None = _refused(
-        refused="is not offered: rows share the prompt's cache already; leave it out", offered=(False,)
+        refused="is not offered: rows already share the prompt's cache; leave it out", offered=(False,)
     )
     generation_kwargs: Mapping | None = _refused(refused="has no effect on anything: leave it out", offered=({},))
     cache_config: Any = _refused(since="later", refused="is not offered: the cache has no settings; leave it out")
     compile_config: Any = _refused(since="later", refused="is not offered: everything is compiled by XLA; leave it out")
     disable_compile: bool | None = _refused(
         since="later",
-        refused="is not offered: use jax.disable_jit() to look at single steps; leave it out",
+        refused="is not offered: use jax.disable_jit() to inspect single steps; leave it out",
         offered=(False,),
     )
     max_cache_len: int | None = _refused(

@@ -9,13 +9,13 @@ _INTRODUCTION = """\
 
 The fields of `GenerationConfig`, by transformers' names.
 
-- A *traced* option is an argument of the compiled program: changing its value compiles nothing. Lists of ids have room
-  for 4, 8, 16, ... of them. Whether a traced option is on is part of the program.
+- A *traced* option is an argument of the compiled program: changing its value never recompiles. Lists of ids are
+  padded to 4, 8, 16, ... entries. Which traced options are on is part of the program.
 - A *static* option is part of the program.
-- A *host* option is used by the call itself, before or between runs of the program.
+- A *host* option is used on the host, before or between runs of the program.
 
-*Per prompt* shows a value for each of two prompts; in arrays of ids -1 is an unused entry. What a decode mode does not
-read changes nothing in it and draws a warning. This page is written by
+*Per prompt* shows a value for each of two prompts; in arrays of ids -1 is an unused entry. An option that the decode
+mode does not read has no effect and causes a warning. This page is written by
 `python -m jaxgen.config.reference > docs/options.md`.
 """
 
@@ -24,11 +24,11 @@ def reference() -> str:
     """Return the reference of all options as Markdown."""
     lines = [_INTRODUCTION.rstrip()]
     for group in (LENGTH, CHOICE, SCORES, OUTPUT):
-        lines += _table(group, "option", "type", "default", "per prompt", "kind", "meaning", "transformers")
+        lines += _table(group, "option", "type", "allowed", "default", "per prompt", "kind", "meaning", "transformers")
         lines += [_line(option) for option in OPTIONS.values() if option.group == group]
     lines += _table(MODES, "option", "type", "default", "meaning", "read by", "transformers")
     lines += [_mode_line(option) for option in OPTIONS.values() if option.group == MODES]
-    lines += ["", "\\* not built yet: `generate` raises NotBuiltYetError for such a mode."]
+    lines += ["", "\\* not implemented yet: `generate` raises NotBuiltYetError for such a mode."]
     lines += _table(REFUSED, "option", "reason")
     lines += [f"| `{name}` | {option.refused} |" for name, option in OPTIONS.items() if option.group == REFUSED]
     return "\n".join(lines) + "\n"
@@ -41,10 +41,10 @@ def _table(title: str, *columns: str) -> list[str]:
 def _line(option: Option) -> str:
     kind = "host" if option.host else "traced" if option.kind.traced else "static"
     several = option.kind.per_prompt and len(option.examples) == 2
-    per_prompt = f"`{option.kind.together(option.examples)!r}`" if several else ""
+    per_prompt = f"`{option.kind.per_prompt_value(option.examples)!r}`" if several else ""
     return (
-        f"| `{option.name}` | {option.kind.type_name} | {_default(option)} | {per_prompt} | {kind} | {option.doc} | "
-        f"{_transformers(option)} |"
+        f"| `{option.name}` | {option.kind.type_name} | {option.kind.allowed} | {_default(option)} | {per_prompt} | "
+        f"{kind} | {option.doc} | {_transformers(option)} |"
     )
 
 
@@ -61,7 +61,7 @@ def _default(option: Option) -> str:
 
 
 def _transformers(option: Option) -> str:
-    """Return the class of transformers, what it is not in 4.41.1, and how jaxgen differs from it."""
+    """Return the class of transformers, the release if not 4.41.1, and the differences."""
     since = {"": "", "jaxgen": "jaxgen's own", "later": "a later release"}.get(option.since, f"release {option.since}")
     return "; ".join(part for part in (option.hf and f"`{option.hf}`", since, option.differs) if part)
 

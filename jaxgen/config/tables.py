@@ -1,7 +1,7 @@
-"""Options that are token ids: sets, sequences and biases, and their tables in a compiled program.
+"""Options made of token ids: sets, sequences and biases, and their tables in a compiled program.
 
 The numbers of a table are traced. Its sizes are static: they are rounded up to powers of two, and unused entries are
--1. So other ids run the same program, and usually more ids do too.
+-1. So changing the ids runs the same program, and usually adding ids does too.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class _Table(Kind):
         """Return the ids of the leaf of a value, which is not None."""
         return self.leaf(value)
 
-    def prompts(self, value: Any) -> int | None:
-        """Return the number of prompts that have a value each; None where one value serves all."""
+    def prompt_count(self, value: Any) -> int | None:
+        """Return the number of prompts if each has its own value; None if one value serves all."""
         if value is None:
             return None
         ids = self.ids(value)
         return ids.shape[0] if ids.ndim > self.rank else None
 
     def tokens(self, value: Any) -> list[int]:
-        """Return every token id of a value; none of a traced value, whose ids are unknown."""
+        """Return every token id of a value; an empty list for a traced value, whose ids are unknown."""
         if value is None or is_tracer(self.ids(value)):
             return []
         ids = np.ravel(np.asarray(self.ids(value)))
@@ -104,7 +104,7 @@ class TokenIds(_Table):
         return tuple(row(ids)) or None
 
     def leaf(self, value: Any) -> Any:
-        """Return the table, or None where the option is off."""
+        """Return the table, or None if the option is off."""
         if isinstance(value, int):
             value = (value,)
         if isinstance(value, tuple):
@@ -115,7 +115,7 @@ class TokenIds(_Table):
 class TokenSequences(_Table):
     """A list of sequences of ids, or a list of such lists, one per prompt. Leaf: int32[S, W] or int32[B, S, W]."""
 
-    width: int | None = None  # of each sequence, where it is fixed
+    width: int | None = None  # of each sequence, if it is fixed
     rank = ranks = 2
     type_name = "lists of ids"
 
@@ -128,7 +128,7 @@ class TokenSequences(_Table):
         padded = is_array(value)
         rows = _list(value)
         if not isinstance(rows, list) or not rows or _depth(rows) not in (2, 3):
-            raise ConfigError(f"{name} must be a list of lists of ids that is not empty, got {value!r}")
+            raise ConfigError(f"{name} must be a non-empty list of lists of ids, got {value!r}")
         if _depth(rows) == 3:
             return _stacked([self._one(name, row, value, padded) for row in rows])
         return self._one(name, rows, value, padded)
@@ -146,7 +146,7 @@ class TokenSequences(_Table):
         return tuple(tuple(_token(name, token, given) for token in row) for row in rows)
 
     def leaf(self, value: Any) -> Any:
-        """Return the table, or None where the option is off."""
+        """Return the table, or None if the option is off."""
         return _stacked([value])[0] if isinstance(value, tuple) else value
 
 
@@ -162,7 +162,7 @@ class PlacedTokens(TokenSequences):
 
 
 def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
-    """Return int32[B, S, W]: the tables, all filled up to the same size."""
+    """Return int32[B, S, W]: the tables, padded to the same size."""
     width = power_of_two(max((len(row) for table in tables for row in table), default=1), 2)
     size = power_of_two(max(map(len, tables)), _LEAST)
     return np.asarray(
@@ -173,7 +173,7 @@ def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
 class SequenceBias(_Table):
     """A bias per sequence of ids: `{(1, 2): 0.5}`, `[[[1, 2], 0.5]]`, or a list of such dicts, one per prompt.
 
-    Leaf: `(int32[S, W], float32[S])`, both with a leading B where there is one dict per prompt.
+    Leaf: `(int32[S, W], float32[S])`, both with a leading B if there is one dict per prompt.
     """
 
     rank, ranks = 2, (2, 1)
@@ -190,7 +190,7 @@ class SequenceBias(_Table):
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:
-            raise ConfigError(f"{name} must be a dict that is not empty, {{(id, ...): bias}}, got {value!r}")
+            raise ConfigError(f"{name} must be a non-empty dict, {{(id, ...): bias}}, got {value!r}")
         if isinstance(value, Mapping):
             return self._one(name, value.items(), value)
         if all(isinstance(item, Mapping) for item in value):
@@ -211,7 +211,7 @@ class SequenceBias(_Table):
         return FrozenDict(table)
 
     def leaf(self, value: Any) -> Any:
-        """Return the tables, or None where the option is off."""
+        """Return the tables, or None if the option is off."""
         if not isinstance(value, FrozenDict):
             return value
         sequences, biases = _biases([value])
@@ -236,5 +236,5 @@ def _from_leaf(sequences: np.ndarray, biases: np.ndarray) -> Any:
 
 
 def eos_list(eos_token_id: Any) -> list[int]:
-    """Return the eos ids of a concrete config as a list, empty where it has none."""
+    """Return the eos ids of a concrete config as a list, empty if there are none."""
     return TokenIds().tokens(eos_token_id)

@@ -1,4 +1,4 @@
-"""WatermarkingConfig: how text is marked. `jaxgen.logits.watermark` marks it."""
+"""WatermarkingConfig: the parameters of a watermark. `jaxgen.logits.watermark` applies it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _STATIC = tuple(name for name, kind in _KINDS.items() if not kind.traced)
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatermarkingConfig:
-    """How to mark text: `WatermarkingConfig` of transformers. Its numbers are traced: changing them compiles nothing.
+    """Parameters of a watermark: `WatermarkingConfig` of transformers. Its numbers are traced: changing them never
+    recompiles.
 
     >>> WatermarkingConfig(bias=3).to_hf()["bias"]
     3.0
@@ -36,8 +37,8 @@ class WatermarkingConfig:
         greenlist_ratio: the share of the vocabulary that is green, more than 0 and less than 1.
         bias: added to the scores of green tokens.
         hashing_key: the secret, from 0 to 2**32 - 1.
-        seeding_scheme: "lefthash": which tokens are green depends on the last token. "selfhash": it depends on the
-            last `context_width` tokens, the green token itself included.
+        seeding_scheme: "lefthash": the green tokens depend on the last token. "selfhash": they depend on the last
+            `context_width` tokens, including the green token itself.
         context_width: rows with fewer tokens than this are not marked.
 
     Raises:
@@ -84,7 +85,7 @@ class WatermarkingConfig:
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Build from what `tree_flatten` returned; values may be anything that jax puts there and are not checked."""
+        """Build from what `tree_flatten` returned; values may be placeholders of jax and are not checked."""
         config = object.__new__(cls)
         for name, value in zip((*_STATIC, *_TRACED), (*static, *leaves), strict=True):
             object.__setattr__(config, name, value)

@@ -1,4 +1,4 @@
-"""What a finished run leaves for the next one: its cache, and the ids of the tokens in it."""
+"""The state from which another run can continue: a cache, and the ids of the tokens in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Continuation:
 
     Attributes:
         kv: keys and values.
-        tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for one given as an embedding; None where
-            the ids are not known, as in a cache that the model alone has filled.
-        count: int32[B], how many tokens each row has: those in `kv`, and one more where the last generated token has
+        tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for one given as an embedding; None if
+            the ids are not known, as in a cache that `CausalLM` filled.
+        count: int32[B], the number of tokens of each row: those in `kv`, and one more if the last generated token has
             not been through the model yet.
     """
 
@@ -41,11 +41,11 @@ class Continuation:
 
     @property
     def slots(self) -> int:
-        """How many slots the cache has per row, the prefix's included."""
+        """The number of slots per row, including the prefix's."""
         return self.kv.offset + self.kv.slots
 
     def pending(self) -> tuple[jax.Array, jax.Array]:
-        """Return each row's last token, int32[B], and where it has not been through the model yet, bool[B]."""
+        """Return each row's last token, int32[B], and True if it has not been through the model yet, bool[B]."""
         if self.tokens is None:
             return jnp.zeros(self.rows, jnp.int32), jnp.zeros(self.rows, bool)
         last = jnp.take_along_axis(self.tokens, jnp.maximum(self.count - 1, 0)[:, None], axis=1)[:, 0]
@@ -54,11 +54,11 @@ class Continuation:
     def crop(self, length: jax.Array | int) -> Continuation:
         """Keep at most the first `length` tokens of each row, int32[] or int32[B], as a copy.
 
-        A negative length removes that many tokens from the end, as in transformers: `cache.crop(-5)` takes back the
+        A negative length removes that many tokens from the end, as in transformers: `cache.crop(-5)` removes the
         last five tokens, and the next run continues from there.
 
         Raises:
-            InputError: `length` is not an integer, nor one per row.
+            InputError: `length` is neither an integer nor one per row.
         """
         kept = self.kv.check_length(length)
         kept = jnp.clip(jnp.where(kept < 0, self.count + kept, kept), 0, self.count)
@@ -75,12 +75,12 @@ class Continuation:
         return Continuation(kv, tokens, count)
 
     def expand(self, copies: int) -> Continuation:
-        """Return a copy with each row `copies` times in a row, as `repeat_interleave`.
+        """Return a copy with each row repeated `copies` times, like `repeat_interleave`.
 
         `generate` does not need this: prompts that share a row read it from one place.
 
         Raises:
-            InputError: `copies` is not a whole number of at least 1.
+            InputError: `copies` is not a positive integer.
         """
         kv = self.kv.expand(copies)
         tokens, count = _take((self.tokens, self.count), jnp.arange(kv.rows) // copies)

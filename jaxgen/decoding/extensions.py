@@ -1,4 +1,4 @@
-"""What a caller adds to a run beside the config: processors, criteria, a grammar, stop strings, a hook."""
+"""What a caller adds to a run in addition to the config: processors, criteria, a grammar, stop strings, a hook."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jaxgen.logits.history import History
 
 @flax.struct.dataclass
 class Extensions:
-    """The arguments of `generate` that are looked at in every step. All of it is a pytree.
+    """The arguments of `generate` that every step uses, as a pytree.
 
     Attributes:
         processors: functions `(History, scores float32[rows, V]) -> scores`.
-        criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called with the new token in.
+        criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called after the new token was appended.
         allowed: which tokens may follow, or None for all.
         stop_strings: their automaton, or None.
         hook: called around the model's forward pass, or None.
@@ -38,7 +38,7 @@ class Extensions:
 
 @jax.tree_util.register_pytree_node_class
 class StaticCallable:
-    """A pytree without leaves around an object that is none: a part of the program, equal to itself only."""
+    """Wraps a non-pytree object as a leafless pytree; compared by identity. The object is part of the program."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -61,7 +61,7 @@ class StaticCallable:
 
 
 def as_pytree(value: Any) -> Any:
-    """Return a pytree for a function or object: itself where it is one, else without leaves."""
+    """Return a function or object as a pytree: itself if it is one, else without leaves."""
     leaves = jax.tree.leaves(value)
     return StaticCallable(value) if len(leaves) == 1 and leaves[0] is value else value
 
@@ -81,7 +81,7 @@ def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:
 class HostFunction:
     """`prefix_allowed_tokens_fn`, called on the host in every step for every row that is not finished.
 
-    The compiled program knows it by a number, so that another function compiles nothing.
+    The compiled program identifies it by a number, so that a different function does not recompile.
     """
 
     number: jax.Array | np.ndarray
@@ -101,9 +101,9 @@ _CALLED: dict[int, HostCalls] = {}
 class HostCalls:
     """A function that compiled programs may call by its number.
 
-    Of an eager call of generate() what the function raises is kept in `error`, and every row ends; the number is
-    forgotten at the end of the call. Under the caller's own jit the number is a part of the program and stays, and
-    what the function raises comes out of the program as JAX's own error.
+    In an eager call of generate(), its exception is stored in `error` and every row ends; the number is released at
+    the end of the call. Under the caller's own jit the number is part of the program and stays valid, and an exception
+    of the function leaves the program as JAX's own error.
     """
 
     def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, eager: bool):
@@ -114,7 +114,7 @@ class HostCalls:
 
     @property
     def pytree(self) -> HostFunction:
-        """What the compiled program gets."""
+        """The argument of the compiled program."""
         return HostFunction(np.asarray(self.number, np.int32), self.vocab)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class HostCalls:
         _CALLED.pop(self.number, None)
 
     def allowed(self, row: int, ids: np.ndarray) -> np.ndarray:
-        """Ask the function and check what it says."""
+        """Call it and validate the result."""
         tokens = list(self.function(row, ids))
         if not tokens:
             raise InputError(f"prefix_allowed_tokens_fn returned no token for row {row}: it must allow at least one")
@@ -130,7 +130,7 @@ class HostCalls:
         if not np.issubdtype(allowed.dtype, np.integer) or allowed.ndim != 1:
             raise InputError(f"prefix_allowed_tokens_fn must return a list of token ids, got {tokens!r} for row {row}")
         if allowed.min() < 0 or allowed.max() >= self.vocab:
-            raise InputError(f"prefix_allowed_tokens_fn returned an id outside of the vocabulary for row {row}")
+            raise InputError(f"prefix_allowed_tokens_fn returned an id outside the vocabulary for row {row}")
         return allowed
 
 

@@ -1,4 +1,4 @@
-"""Running the model on the rows of a run: over the prompts, whole or in chunks, or over each row's newest tokens."""
+"""The model's pass over the rows of a run: over the prompts, whole or in chunks, or over each row's newest tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from jaxgen.shapes import pad_axis
 
 @flax.struct.dataclass
 class ModelInputs:
-    """What the model reads in one pass; streams of rows are stacked.
+    """Inputs of the model in one pass; streams of rows are stacked.
 
     Attributes:
-        mask: bool[S*rows, T], where there is a token.
+        mask: bool[S*rows, T], True for tokens.
         ids: int32[S*rows, T], or None.
         inputs_embeds: `[S*rows, T, D]` in place of ids, or None.
-        position_ids: int32[S*rows, T], or None for each token's order in its row.
-        key_mask: bool[S*rows, W], which of its row's tokens may be attended to, or None for all.
+        position_ids: int32[S*rows, T], or None for each token's index in its row.
+        key_mask: bool[S*rows, W], which tokens of the row may be attended to, or None for all.
     """
 
     mask: jax.Array
@@ -79,11 +79,11 @@ def run_model(
 
     Args:
         run: the constants.
-        rows: their hook's state is changed.
+        rows: returned with the hook's new state.
         prompt: the tokens.
-        cache: the tokens before these; it takes these.
+        cache: the preceding tokens; extended by these tokens.
         all_logits: return the logits of all positions, not only those of each row's last token.
-        following: how many tokens there will be room for after those of the cache, for the hook's attention mask.
+        following: extra slots that generation will add, for the hook's attention mask.
     """
     inputs = ModelInputs(prompt.mask, None if prompt.embeds is not None else prompt.ids, prompt.embeds)
     if run.extensions.hook is not None:
@@ -92,13 +92,13 @@ def run_model(
     chunk = run.cfg.prefill_chunk_size
     if chunk is not None and chunk < prompt.ids.shape[1] and not all_logits:
         return _in_chunks(run, inputs, cache, last, chunk), rows
-    return _whole(run, inputs, cache, None if all_logits else last), rows
+    return _in_one_pass(run, inputs, cache, None if all_logits else last), rows
 
 
 def observe(
     run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array, Rows]:
-    """Return the logits of a column, float32[rows, V], the scores that processors begin with, and the rows.
+    """Return the logits of a column, float32[rows, V], the processors' input scores, and the rows.
 
     With guidance the scores differ from the logits. The hook sees the column first and may change its logits; its state
     changes in the rows that are `live bool[rows]`.
@@ -131,13 +131,13 @@ def begin_hook(run: Run, rows: Rows) -> Rows:
 
 
 def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
-    """Return the rows with a new state of the hook where they are live."""
+    """Return the rows with the hook's new state; rows that are not live keep theirs."""
     split = guidance.split(run.cfg, state)
 
-    def of_live(new, old):
+    def update_live(new, old):
         return jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-    return dataclasses.replace(rows, hook=jax.tree.map(of_live, split, rows.hook))
+    return dataclasses.replace(rows, hook=jax.tree.map(update_live, split, rows.hook))
 
 
 def _before(run: Run, rows: Rows, prompt: Prompt, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:
@@ -169,7 +169,7 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
     return result
 
 
-def _whole(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None) -> Forward:
+def _in_one_pass(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None) -> Forward:
     """Run all tokens at once; return the logits of `column int32[rows]`, or of all columns."""
     hook = run.extensions.hook is not None
     if inputs.mask.shape[1] == 1:
@@ -205,7 +205,7 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
     def one(number: jax.Array, so_far: Forward) -> Forward:
         first = number * chunk
         column = jnp.clip(last - first, 0, chunk - 1)
-        read = _whole(run, inputs.columns(first, chunk), so_far.cache, column)
+        read = _in_one_pass(run, inputs.columns(first, chunk), so_far.cache, column)
         is_here = (last // chunk == number)[:, None, None]
         logits, states = jax.tree.map(
             lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)

@@ -1,7 +1,7 @@
 """Classifier-free guidance (arXiv 2306.17806): the model reads each row in two streams, with and without its prompt.
 
 `UnbatchedClassifierFreeGuidanceLogitsProcessor` of transformers, in one forward pass: the streams are stacked, the rows
-with the prompt first. Nothing outside of this file depends on that.
+with the prompt first. `StepHook` documents that order; the recording and the result's cache use the first rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxgen.shapes import pad_axis
 
 
 def streams(cfg: GenerationConfig) -> int:
-    """Return how many streams the model reads of each row."""
+    """Return the number of streams per row."""
     return 2 if cfg.on("guidance_scale") else 1
 
 
@@ -77,13 +77,13 @@ def guide(cfg: GenerationConfig, options: OptionValues, logits: jax.Array) -> tu
         return logits, logits
     conditional, unconditional = split(cfg, logits)
     scale = RowOptions(cfg, options).number("guidance_scale")
-    # A scale of 1 among those of several prompts is off.
+    # A scale of 1 is off: with one scale per prompt, that prompt keeps its logits.
     guided = jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
     return conditional, guided
 
 
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
-    """Return the cache's rows, in all streams, for row numbers `rows int32[m]` of `count` rows.
+    """Return the cache's row numbers, in all streams, for row numbers `rows int32[m]` of `count` rows.
 
     A number of `count` or more becomes a number past the cache's rows.
     """

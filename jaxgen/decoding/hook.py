@@ -1,4 +1,4 @@
-"""Functions of the user's own at every step: what goes into the model and what comes out of it."""
+"""The user's own functions around every step: they change the model's inputs and its logits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from jaxgen.logits.history import History
 
 @flax.struct.dataclass
 class StepInputs:
-    """What the model is about to read: T = 1 token per row, all tokens of the prompts in the first step.
+    """Inputs of the model in a step: T = 1 token per row, all tokens of the prompts in the first step.
 
     Attributes:
-        ids: int32[rows, T], the tokens; a change is for the hook's own eyes, the model reads `inputs_embeds`.
+        ids: int32[rows, T], the tokens, read-only: the model reads `inputs_embeds`.
         inputs_embeds: `[rows, T, D]`, their embeddings.
         position_ids: int32[rows, T], their positions, for RoPE.
-        attention_mask: bool[rows, W], which of its row's tokens may be attended to, from the row's first token on.
-        real: bool[rows, T], which of the T are tokens; the prompts' rows are filled up at their ends. A change has no
-            effect.
+        attention_mask: bool[rows, W], which tokens of the row may be attended to, from the row's first token on.
+        real: bool[rows, T], which of the T are tokens, read-only; the prompts' rows are padded at their ends.
     """
 
     ids: jax.Array
@@ -32,11 +31,11 @@ class StepInputs:
 
 @flax.struct.dataclass
 class StepOutput:
-    """What the model made of the last token of each row.
+    """Outputs of the model for the last token of each row.
 
     Attributes:
         logits: float32[rows, V], before any processor.
-        hidden_states: L + 1 arrays `[rows, D]`, the embedding first, the last one normed. A change has no effect.
+        hidden_states: L + 1 arrays `[rows, D]`, the embedding first, the last one normed; read-only.
     """
 
     logits: jax.Array
@@ -44,16 +43,15 @@ class StepOutput:
 
 
 class StepHook:
-    """Base of hooks, which `generate(..., hook=)` calls before and after every forward pass of the model.
+    """Base of hooks, which `generate(..., hook=)` calls around each step.
 
-    It takes the place of overriding `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation` of
-    transformers' models. Override what is needed with pure functions. The state is a pytree of the user's own
-    whose arrays all have the rows as first axis, so that it can be repeated and reordered with them: the first
-    step has one row per prompt, later ones one per sequence. With `guidance_scale` the rows without the prompt follow
-    after the others.
+    It replaces overriding `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation` of transformers'
+    models. Override the methods that you need with pure functions. The state is your own pytree. All of its arrays have
+    the rows as first axis, so that it can be repeated and reordered with them: the first step has one row per prompt,
+    later ones one per sequence. With `guidance_scale` the rows without the prompt follow after the others.
 
-    A hook that holds arrays should be a `flax.struct.dataclass`, so that they are arguments of the compiled program and
-    not constants in it; another hook is a part of the program, and a new object compiles anew.
+    A hook that contains arrays should be a `flax.struct.dataclass`, so that they are arguments of the compiled program
+    and not constants in it. Any other hook is part of the program, and a new object recompiles.
     """
 
     def init(self, history: History) -> Any:
@@ -61,9 +59,9 @@ class StepHook:
         return ()
 
     def before(self, state: Any, history: History, inputs: StepInputs) -> tuple[StepInputs, Any]:
-        """Change what goes into the model."""
+        """Change the model's inputs."""
         return inputs, state
 
     def after(self, state: Any, history: History, output: StepOutput) -> tuple[StepOutput, Any]:
-        """See what came out of the model, and change the logits."""
+        """Inspect the output, and change the logits."""
         return output, state

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:
-    """Return the row keys, `key[prompts]`: one key gives prompt b `fold_in(key, b)`; keys per prompt stay."""
+    """Return the row keys, `key[prompts]`: prompt b uses `fold_in(key, b)`; per-prompt keys are used unchanged."""
     return key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(prompts))
 
 
 def sequence_keys(keys: jax.Array, copies: int) -> jax.Array:
-    """Return the keys of `copies` sequences of each row, `key[rows * copies]`: sequence r has `fold_in(row_key, r)`."""
+    """Return `key[rows * copies]`: sequence r of the `copies` of each row uses `fold_in(row_key, r)`."""
     fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
     return fold(keys, jnp.arange(copies)).reshape(keys.shape[0] * copies)

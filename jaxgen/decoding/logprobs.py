@@ -1,4 +1,4 @@
-"""The compiled part of `score`: one forward pass, then logits and log-probabilities for some columns at a time."""
+"""The compiled part of `score`: one forward pass, then logits and log-probabilities a few positions at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxgen.model.config import ModelConfig
 
 @flax.struct.dataclass
 class LogProbs:
-    """Result of `score`, in the columns of the ids.
+    """Result of `score`, aligned with the ids.
 
     Attributes:
         logprobs: float32[B, L], the log-probability of each token given those before it; 0 for a row's first token,
             which nothing predicts, for padding and for columns before `prompt_width`.
-        top_logprobs: float32[B, L, n], the log-probabilities of the n likeliest tokens at that place, the likeliest
+        top_logprobs: float32[B, L, n], the log-probabilities of the n likeliest tokens at that position, the likeliest
             first; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], the ids of these tokens.
     """
@@ -60,24 +60,24 @@ def logprobs(
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
     states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)
-    look = functools.partial(pick, top=top)
+    reduce_column = functools.partial(pick, top=top)
 
-    def of_chunk(history, part):
+    def score_chunk(history, part):
         states, tokens, predicted = part
         logits = head(model, params, states)
         if replay is None:
-            return None, look(logits, tokens, predicted)
-        return replay.run(history, logits, tokens, predicted, look)
+            return None, reduce_column(logits, tokens, predicted)
+        return replay.run(history, logits, tokens, predicted, reduce_column)
 
     parts = jax.tree.map(lambda x: _split(x, chunk), (states, ids[:, start:], predicted))
     with jax.named_scope("score"):
         history = None if replay is None else replay.begin(ids, mask, start)
-        _, scores = lax.scan(jax.checkpoint(of_chunk, prevent_cse=False), history, parts)
+        _, scores = lax.scan(jax.checkpoint(score_chunk, prevent_cse=False), history, parts)
     return jax.tree.map(lambda x: _joined(x, start, ids.shape[1]), scores)
 
 
 def _column_before(mask: jax.Array) -> jax.Array:
-    """Return, for `mask bool[B, L]`, the column of the last token before each column: int32[B, L], -1 if none."""
+    """Return the column of the last token before each column of `mask bool[B, L]`: int32[B, L], -1 if none."""
     column = jnp.where(mask, jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :], -1)
     return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
 

@@ -1,8 +1,7 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
-A mode is three pure functions over a state of its own (`Mode`). What a step does is up to the mode: it
-may append any number of tokens to each row, reorder rows or replace them. No token is run through the model twice, and
-the last token of a row not at all.
+A mode is a few pure functions over its own state (`Mode`). A step may append any number of tokens to each row, reorder
+rows or replace them. No token is run through the model twice, and the last token of a row not at all.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jaxgen.shapes import repeat_rows, resize_axis
 
 
 class State(Protocol):
-    """The state of a mode: a pytree that says of itself when it is finished."""
+    """State of a mode: a pytree that reports when it is finished."""
 
     @property
     def finished(self) -> jax.Array:
@@ -37,18 +36,18 @@ class State(Protocol):
 
 
 class Mode(Protocol):
-    """A decode mode: how rows become longer. One file each."""
+    """A decode mode: how rows are extended. One file each."""
 
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
         """Return the state after the prompts have been read, the first token of each row included."""
         ...
 
     def step(self, run: Run, state: Any) -> Any:
-        """Return the state after another step: 0 to n tokens more in each row."""
+        """Return the state after another step, which appends 0 to n tokens to each row."""
         ...
 
     def finish(self, run: Run, state: Any) -> Decoded:
-        """Return the result; the state may be that of unfinished rows."""
+        """Return the result; rows may be unfinished."""
         ...
 
     def progress(self, run: Run, state: Any) -> Progress:
@@ -71,7 +70,7 @@ class Prefilled:
 
 @flax.struct.dataclass
 class Progress:
-    """What a streamer may know of a run.
+    """Progress of a run as a streamer sees it.
 
     Attributes:
         tokens: int32[rows, N], generated so far, then the pad id.
@@ -92,7 +91,7 @@ class Decoded:
         tokens: int32[rows, N], the generated tokens, then the pad id.
         lengths: int32[rows], the number of generated tokens, eos included.
         reasons: int32[rows], a `StopReason` each.
-        recording: what the config asks for of each step.
+        recording: the per-step records that the config requests.
         continuation: the cache to continue from.
         sequences_scores: float32[rows], of beam search; else None.
         beam_indices: int32[rows, N], of beam search; else None.
@@ -156,7 +155,7 @@ def continuation_of(run: Run, request: Request) -> Continuation:
 
 
 def _open(run: Run, request: Request) -> tuple[Prompt, KVCache, Rows]:
-    """Return the tokens to read, the cache that takes them, and the rows before anything is generated."""
+    """Return the tokens to read, the cache that receives them, and the rows before anything is generated."""
     prompts, given = request.ids.shape[0], request.cache
     prompt = Prompt.align(request.ids, request.mask, request.embeds)
     if given is None:
@@ -164,23 +163,24 @@ def _open(run: Run, request: Request) -> tuple[Prompt, KVCache, Rows]:
         read = prompt
     else:
         before = None if given.tokens is None else resize_axis(repeat_rows(given.tokens, prompts), 1, run.sizes.slots)
-        held = repeat_rows(given.count, prompts)
-        total = held + prompt.length
+        count = repeat_rows(given.count, prompts)
+        total = count + prompt.length
         tokens = None
         if before is not None:
-            everything = Prompt(prompt.ids, prompt.mask).after(
-                Prompt(before, jnp.arange(before.shape[1])[None, :] < held[:, None])
-            )
-            tokens = everything.ids
+            cached = Prompt(before, jnp.arange(before.shape[1])[None, :] < count[:, None])
+            tokens = Prompt(prompt.ids, prompt.mask).after(cached).ids
         read = _after_pending(run, given, prompt)
-    known = _known(prompt if tokens is None else Prompt(tokens, jnp.arange(tokens.shape[1])[None, :] < total[:, None]))
+    everything = prompt
+    if tokens is not None:
+        everything = Prompt(tokens, jnp.arange(tokens.shape[1])[None, :] < total[:, None])
+    known = _known(everything)
     rows = Rows.begin(run, request, known, tokens, total)
     read = guidance.with_negative(run, request, read)
     return read, _cache_for(run, given, prompts, read.ids.shape), rows
 
 
 def _after_pending(run: Run, given: Continuation, prompt: Prompt) -> Prompt:
-    """Return the prompt after the token that was generated last and has not been through the model yet, if any."""
+    """Prepend the pending token, if any: the last generated one, which has not been through the model yet."""
     if given.tokens is None:
         return prompt
     rows = prompt.ids.shape[0]
@@ -195,7 +195,7 @@ def _known(tokens: Prompt) -> Prompt:
 
 
 def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
-    """Return the cache that takes the prompts, of `shape` (rows, width)."""
+    """Return the cache that receives the prompts, of `shape` (rows, width)."""
     rows, width = shape
     if given is None:
         return KVCache.create(run.model, rows, width)

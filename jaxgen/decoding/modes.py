@@ -1,4 +1,4 @@
-"""The decode modes that are built, by the names of `GenerationConfig.mode`."""
+"""The implemented decode modes, by the names of `GenerationConfig.mode`."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class Prompt:
-    """Tokens to read: token i of a row is in column i.
+    """Tokens to read, of the prompts or of one decode step: token i of a row is in column i.
 
     Attributes:
-        ids: int32[B, P]; `UNKNOWN` where there are embeddings only.
+        ids: int32[B, P]; `UNKNOWN` for tokens given as embeddings only.
         mask: bool[B, P], False after a row's last token.
-        embeds: `[B, P, D]`, what the model reads in place of ids, or None.
+        embeds: `[B, P, D]`, read by the model in place of ids, or None.
     """
 
     ids: jax.Array
@@ -23,7 +23,7 @@ class Prompt:
 
     @classmethod
     def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Prompt:
-        """Close the gaps that padding, wherever it is, leaves in `ids int32[B, P]`."""
+        """Remove padding on either side of `ids int32[B, P]`, aligning left."""
         order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
         rows = jnp.arange(ids.shape[0])[:, None]
         length = jnp.sum(mask, axis=-1, dtype=jnp.int32)

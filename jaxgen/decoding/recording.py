@@ -1,4 +1,4 @@
-"""What the output keeps of each step: scores, log-probabilities, hidden states, attention weights."""
+"""Per-step records: scores, log-probabilities, hidden states, attention weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxgen.shapes import repeat_rows
 class LayerRecording:
     """Values of the model's layers, for the tokens of the prompt and for each generated token that was run.
 
-    The axes that are tokens have the columns of `GenerateOutput.sequences`; padding has zeros.
+    Token axes use the columns of `GenerateOutput.sequences`, zero at padding.
 
     Attributes:
         prefill: one array per layer: hidden states `[B, P, D]`, attention weights float32[B, heads, P, P].
@@ -38,8 +38,8 @@ class LayerRecording:
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
         """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps first.
 
-        Rounding up has put padding before the prompts' columns. With `tokens`, the last axis is columns too: of the
-        prompt and of that many generated tokens.
+        Rounding up padded the prompts on the left. With `tokens`, the last axis is columns too: those of the prompt
+        and of that many generated tokens.
         """
         bucket = self.prefill[0].shape[-2]
 
@@ -60,11 +60,11 @@ class LayerRecording:
 
 
 def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
-    """int32[B, P]: which of the prefilled tokens is in each column of the prompt, -1 for padding.
+    """int32[B, P]: the index of the prefilled token in each column of the prompt, -1 for padding.
 
     Args:
-        mask: bool[B, P], where the prompt has tokens.
-        length: int32[B], how many tokens were prefilled. A token more than the prompt's came before it.
+        mask: bool[B, P], True for the prompt's tokens.
+        length: int32[B], the number of prefilled tokens. Any surplus preceded the prompt.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
@@ -80,7 +80,7 @@ def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
 
 @flax.struct.dataclass
 class Recording:
-    """What the config asks for; None for what it does not. All arrays have the rows first.
+    """Records that the config requests, the others None. All arrays have the rows first, one per prompt in `.prefill`.
 
     Attributes:
         scores: float32[rows, N, V], the scores that each token was chosen from; zeros in steps never taken.
@@ -103,12 +103,12 @@ class Recording:
 
     @classmethod
     def begin(cls, cfg: GenerationConfig, capacity: int, out: ModelOutput, columns: jax.Array) -> Recording:
-        """Make room for `capacity` steps of each prompt and record its prefill `out`; `columns int32[B, P]`."""
+        """Allocate `capacity` steps for each prompt and record its prefill `out`; `columns int32[B, P]`."""
         assert cfg.model is not None
         prompts, width = columns.shape
         everything = (prompts, capacity, cfg.model.vocab_size)
         top = (prompts, capacity, cfg.top_logprobs)
-        later = max(capacity - 1, 1)  # steps after the first; XLA has no use for an empty array
+        later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
         hidden = attentions = None
         if cfg.output_hidden_states and out.hidden_states is not None:
             prefill = tuple(_in_columns(x[:prompts], columns, 1) for x in out.hidden_states)
@@ -158,7 +158,7 @@ class Recording:
         return dataclasses.replace(self, **values)
 
     def put_layers(self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array) -> Recording:
-        """Record what the layers made of the `step`-th token of each live row, which they read in `column`."""
+        """Record the layers' values for the `step`-th token of each live row, which they read in `column`."""
         hidden, attentions, columns = self.hidden_states, self.attentions, self.columns
         rows = step.shape[0]
         if hidden is not None and out.hidden_states is not None:

@@ -1,8 +1,9 @@
 """The state that follows a row: its tokens, options, key, grammar, stop strings, hook and records.
 
-All of it has one contract of four verbs: `begin` with the prompts, `push` a token, `select` rows (reorder them, as
-beams do) and `insert` rows (a finished row becomes another prompt's). Every array has the rows first, so that `select`
-and `insert` are one tree map each; an array with fewer rows is shared by the sequences of a prompt and stays as it is.
+All of it supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select` rows
+(reorder them, as beams do) and `insert` rows (a finished row is replaced by another prompt). Every array has the rows
+first, so that `select` and `insert` are one tree map each. Arrays with fewer rows, `prefilled` and the records of the
+prefill, have one row per prompt, shared by its sequences, and are left unchanged.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ Tree = TypeVar("Tree")
 
 @flax.struct.dataclass
 class Rows:
-    """Everything that follows a row, but for its keys and values. Rows are independent in time.
+    """All per-row state except keys and values. Rows are independent in time.
 
     Attributes:
         history: the row's tokens, as processors see them.
         reasons: int32[rows], a `StopReason` each.
         options: the options of the row's prompt, by name.
-        keys: key[rows], or None where nothing is drawn.
+        keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], how much of a stop string has been generated; None without stop strings.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
-        recording: what the output keeps of each step.
-        prefilled: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None where they are
-            not known.
+        recording: the per-step records of the output.
+        prefilled: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
+            known.
     """
 
     history: History
@@ -61,9 +62,9 @@ class Rows:
         Args:
             run: the constants.
             request: the prompts.
-            known: the tokens of each prompt whose ids are known, those that its cache came with included.
+            known: the tokens of each prompt whose ids are known, including those of its cache.
             prefilled: int32[B, W], as in the attributes.
-            total: int32[B], how many tokens each prompt has, those without known ids included.
+            total: int32[B], the number of tokens of each prompt, including those without known ids.
         """
         prompts, budget = request.ids.shape[0], jnp.minimum(request.budget, run.capacity)
         wrong = (request.ids < 0) | (request.ids >= run.model.vocab_size)
@@ -96,7 +97,7 @@ class Rows:
         return ~self.history.done
 
     def fork(self, copies: int) -> Rows:
-        """Return `copies` sequences of each row, each with a key of its own."""
+        """Return `copies` sequences of each row, each with its own key."""
         forked = fork(dataclasses.replace(self, keys=None, recording=None, prefilled=None), copies)
         keys = None if self.keys is None else sequence_keys(self.keys, copies)
         return dataclasses.replace(forked, keys=keys, recording=self.recording.fork(copies), prefilled=self.prefilled)
@@ -108,9 +109,10 @@ class Rows:
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
 
-        A row number of `count` or more inserts nothing; the others differ. `source` has the same structure and sizes.
+        A row number of `count` or more inserts nothing; the others must be distinct. `source` has the same structure
+        and sizes.
         """
-        # Each dropped row gets a number of its own, as a scatter's indices are promised to be unique.
+        # Each dropped row gets its own number, because the scatter promises unique indices.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -121,14 +123,14 @@ class Rows:
     def push(
         self, run: Run, tokens: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array, failed: jax.Array
     ) -> Rows:
-        """Append a token to each live row, record the step and find the rows that it ends.
+        """Append a token to each live row, record the step and set the reasons of the rows that end.
 
         Args:
             run: the constants.
             tokens: int32[rows].
             live: bool[rows], the rows that take part; finished rows never do.
             logits: float32[rows, V], as the model returned them.
-            scores: float32[rows, V], what the tokens were chosen from.
+            scores: float32[rows, V], from which the tokens were chosen.
             failed: int32[rows], a `StopReason` for a row that no token could be chosen for; else NONE.
         """
         cfg, extensions = run.cfg, run.extensions
@@ -136,7 +138,7 @@ class Rows:
         added = live & (failed == StopReason.NONE)
         options = RowOptions(cfg, self.options)
         eos = options.eos(self.count)
-        # A failed step is recorded too: its scores tell why.
+        # A failed step is recorded too: its scores show why.
         recording = self.recording.put(cfg, self.history.step, live, logits, scores, jnp.where(added, tokens, 0))
         with jax.named_scope("stop"):
             history = self.history.push(tokens, added, extensions.allowed, eos)
@@ -163,7 +165,7 @@ class Rows:
         )
 
     def all_tokens(self, capacity: int) -> jax.Array | None:
-        """int32[rows, W + N]: the ids of all tokens of each row in order, N = `capacity`; None where not known."""
+        """int32[rows, W + N]: the ids of all tokens of each row in order, N = `capacity`; None if not known."""
         if self.prefilled is None:
             return None
         before, history = repeat_rows(self.prefilled, self.count), self.history

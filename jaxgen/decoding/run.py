@@ -1,4 +1,4 @@
-"""What a run of generate() is given: the prompts, and the constants of the loop."""
+"""The inputs of a run: the prompts, and the constants of the loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Array = Any  # of jax or, before a program is called with it, of numpy
 
 @flax.struct.dataclass
 class Request:
-    """The prompts of a run and what belongs to each of them, checked, with sizes rounded up. All of it is traced.
+    """The prompts of a run with their per-prompt values, checked, and rounded up in an eager call. All is traced.
 
     Attributes:
-        ids: int32[B, P], padded on any side; `UNKNOWN` throughout where only embeddings were given.
+        ids: int32[B, P], padded on any side; `UNKNOWN` throughout if only embeddings were given.
         mask: bool[B, P], True for tokens.
         budget: int32[B], the most tokens to generate per prompt.
-        key: one key, `key[B]`, or None where nothing is drawn.
-        cache: what comes before the prompts, with B rows or fewer that divide B; or None.
+        key: one key, `key[B]`, or None for greedy search.
+        cache: the tokens before the prompts, with B rows or a divisor of B; or None.
         embeds: `[B, P, D]`, or None.
         negative_ids: int32[B, Q], the negative prompts of guidance, or None.
         negative_mask: bool[B, Q], or None.

@@ -50,10 +50,10 @@ class SampleState:
 
 
 class Sample:
-    """`GenerationMixin._sample` and `_greedy_search`: greedy where there is no key."""
+    """`GenerationMixin._sample` and `_greedy_search`: greedy if there is no key."""
 
     def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
-        """Choose the first token of each of the sequences of each prompt."""
+        """Choose the first token of each sequence."""
         copies = run.cfg.num_return_sequences
         rows, cache = prefilled.rows.fork(copies), prefilled.read.cache.fork(copies, run.capacity)
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
@@ -80,20 +80,20 @@ class Sample:
 
 
 def extend(run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-    """Choose a token for each row from a column of what the model has read, and append it to the live rows."""
+    """Choose each row's token from a column of the model's output, and append it to the live rows."""
     logits, scores, rows = observe(run, rows, read, column, live)
     choice = choose(run, rows, scores)
     return rows.push(run, choice.token, live, logits, choice.scores, choice.failed)
 
 
 def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-    """Record what the layers made of the newest token of each live row, which the model has read in `column`."""
+    """Record the layers' values for the newest token of each live row, which the model read in `column`."""
     recording = rows.recording.put_layers(rows.history.step, live, read.out, column)
     return dataclasses.replace(rows, recording=recording)
 
 
 def choose(run: Run, rows: Rows, scores: jax.Array) -> Choice:
-    """Choose the next token of each row from what the model says, `scores float32[rows, V]`."""
+    """Choose the next token of each row from its scores, `scores float32[rows, V]`, before any processor."""
     extensions = run.extensions
     with jax.named_scope("process"):
         transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed)
@@ -105,15 +105,15 @@ def choose(run: Run, rows: Rows, scores: jax.Array) -> Choice:
 
 
 def greedy(scores: jax.Array) -> jax.Array:
-    """Return the token of the highest score, the first of equals, int32[rows]."""
+    """Return the token with the highest score, int32[rows]; the lowest id of equals."""
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token from softmax(scores) in each row, int32[rows].
 
-    A block of tokens is drawn by its mass first, then a token in it. That takes random numbers for one block and the
-    number of blocks instead of the whole vocabulary, for the same distribution.
+    First a block of tokens is drawn by its total probability, then a token of that block. The distribution is the same,
+    and random numbers are needed only for the blocks and for the tokens of one block, not for the whole vocabulary.
 
     Args:
         keys: key[rows].

@@ -1,4 +1,4 @@
-"""Given tokens, chosen once more: the scores that the loop would have chosen each of them from."""
+"""Replay: recompute the scores that given tokens were chosen from."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jaxgen.shapes import repeat_rows
 
 @flax.struct.dataclass
 class Replay:
-    """What the choice of a token depends on besides the model.
+    """Everything but the model that determines the choice of a token.
 
     Attributes:
         cfg: greedy search or sampling, without guidance.
         extensions: processors and an automaton.
-        new_tokens: int32[] or one per prompt, how many tokens a row may get.
-        longest: int32[], how many it may have with its prompt.
+        new_tokens: int32[] or one per prompt, the most new tokens of a row.
+        longest: int32[], the most tokens of a row, including its prompt.
     """
 
     cfg: GenerationConfig
@@ -38,25 +38,26 @@ class Replay:
     longest: Array
 
     def begin(self, ids: jax.Array, mask: jax.Array, width: int) -> History:
-        """Begin with the first `width` columns of `ids int32[rows, L]`, with room for the others."""
+        """Return the history of the first `width` columns of `ids int32[rows, L]`, with room for the others."""
         rows, columns = ids.shape
         prompt = Prompt.align(ids[:, :width], mask[:, :width])
         budget = jnp.minimum(repeat_rows(jnp.atleast_1d(self.new_tokens), rows), self.longest - prompt.length)
         room = jnp.pad(prompt.ids, ((0, 0), (0, columns - width)))
         return History.begin(self.cfg, room, prompt.length, budget, self.extensions.allowed)
 
-    def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, look: Callable):
-        """Choose the next T tokens of each row. Scores are made for one column at a time, and again for the gradient.
+    def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, reduce_column: Callable):
+        """Score the next T tokens of each row, one column at a time, and again for the gradient.
 
         Args:
-            history: of what comes before.
-            logits: float32[rows, T, V], as the model gave them.
-            tokens: int32[rows, T], what was chosen.
-            live: bool[rows, T], False behind a row's end.
-            look: a function of one column, `(scores float32[rows, V], tokens, live) -> pytree` of `[rows, ...]`.
+            history: the preceding tokens.
+            logits: float32[rows, T, V], as the model returned them.
+            tokens: int32[rows, T], the chosen tokens.
+            live: bool[rows, T], False after a row's end.
+            reduce_column: a function of one column, `(scores float32[rows, V], tokens, live) -> pytree` of
+                `[rows, ...]`.
 
         Returns:
-            The history with the tokens in, and what `look` gave, `[rows, T, ...]`.
+            The history extended by the tokens, and the results of `reduce_column`, `[rows, T, ...]`.
         """
         allowed, rows = self.extensions.allowed, logits.shape[0]
         values = option_values(self.cfg, rows)
@@ -66,9 +67,9 @@ class Replay:
         def step(history: History, column) -> tuple[History, Any]:
             logits, token, live = column
             history = dataclasses.replace(history, done=~live)
-            looked = look(transform(history, logits), token, live)
-            return history.push(token, live, allowed, eos), looked
+            reduced = reduce_column(transform(history, logits), token, live)
+            return history.push(token, live, allowed, eos), reduced
 
         columns = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, tokens, live))
-        history, looked = lax.scan(jax.checkpoint(step, prevent_cse=False), history, columns)
-        return history, jax.tree.map(lambda x: x.swapaxes(0, 1), looked)
+        history, reduced = lax.scan(jax.checkpoint(step, prevent_cse=False), history, columns)
+        return history, jax.tree.map(lambda x: x.swapaxes(0, 1), reduced)

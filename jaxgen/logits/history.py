@@ -1,4 +1,4 @@
-"""What processors may know of a row beside its scores: its tokens, and what is tracked of them from step to step."""
+"""Everything that processors can see besides the scores: each row's tokens, and state derived from them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class History:
     Attributes:
         ids: int32[rows, W], prompt and generated tokens; columns from `length` on are undefined.
         length: int32[rows], the number of tokens.
-        prompt_length: int32[rows], how many of them are the prompt's.
-        budget: int32[rows], how many tokens may be generated.
-        done: bool[rows], the rows that are finished. They get no more tokens.
-        unknown: int32[rows], tokens of the prompt whose ids are not known, as they were given as embeddings.
-        seen: bool[rows, V], the tokens in `ids`; None where no option needs it.
-        prompt_seen: bool[rows, V], the tokens of the prompt; None where no option needs it.
+        prompt_length: int32[rows], the number of prompt tokens.
+        budget: int32[rows], the most tokens to generate.
+        done: bool[rows], the finished rows; no tokens are appended to them.
+        unknown: int32[rows], the number of prompt tokens whose ids are unknown because they were given as embeddings.
+        seen: bool[rows, V], the tokens in `ids`; None if no option needs it.
+        prompt_seen: bool[rows, V], the tokens of the prompt; None if no option needs it.
         grammar: int32[rows], the state of the token automaton; None without one.
     """
 
@@ -50,7 +50,7 @@ class History:
         allowed=None,
         unknown: jax.Array | int = 0,
     ) -> History:
-        """Begin with the prompts, the first `length int32[rows]` of `ids int32[rows, W]`; W has room for `budget`."""
+        """Begin with the first `length int32[rows]` of `ids int32[rows, W]`; W leaves space for `budget` more."""
         seen = None
         if cfg.on("repetition_penalty") or cfg.on("encoder_repetition_penalty"):
             assert cfg.model is not None
@@ -72,16 +72,16 @@ class History:
 
     @property
     def step(self) -> jax.Array:
-        """int32[rows], how many tokens each row has generated."""
+        """int32[rows], the number of generated tokens."""
         return self.length - self.prompt_length
 
     @property
     def total_length(self) -> jax.Array:
-        """int32[rows], the number of tokens, those without known ids included."""
+        """int32[rows], the number of tokens, including those without known ids."""
         return self.length + self.unknown
 
     def push(self, tokens: jax.Array, live: jax.Array, allowed=None, eos: jax.Array | None = None) -> History:
-        """Append `tokens int32[rows]` to the rows that are `live bool[rows]`; the others stay as they are.
+        """Append `tokens int32[rows]` to the rows that are `live bool[rows]`; the others are left unchanged.
 
         `allowed`: the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end its text.
         """
@@ -102,7 +102,7 @@ class History:
         )
 
     def last(self, count: int) -> jax.Array:
-        """int32[rows, count]: the last tokens of each row, -1 where there are fewer."""
+        """int32[rows, count]: the last tokens of each row, preceded by -1 if there are fewer."""
         column = self.length[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None, :]
         tokens = jnp.take_along_axis(self.ids, jnp.maximum(column, 0), axis=1)
         return jnp.where(column >= 0, tokens, -1)

@@ -1,7 +1,7 @@
-"""The processors and warpers that a config switches on, composed into one transform.
+"""The processors and warpers that a config enables, composed into one transform.
 
-A processor is the function in `processors`, a warper that in `warpers`, with the name of the option. The order is that
-of the records in `jaxgen.config.options`, which is transformers'.
+Each option's function has the option's name, in `processors` or in `warpers`. The order is that of the records in
+`jaxgen.config.options`, which is transformers'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxgen.logits import processors, warpers
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions
 
-# A function from what is known of the rows and their scores float32[rows, V] to other scores.
+# A function from the rows' tokens and their scores float32[rows, V] to new scores.
 Processor = Callable[[History, jax.Array], jax.Array]
 
 
@@ -31,8 +31,8 @@ def build_transform(
     """Return `(history, scores) -> scores`: transformers' processors and warpers as one function.
 
     Args:
-        cfg: the options that are on are applied.
-        values: their values for each row.
+        cfg: the options; those that are on are applied.
+        values: the values of the options for each row.
         custom: the caller's own processors.
         allowed: a `TokenAutomaton`, or a function from the history to the tokens that may follow, bool[rows, V].
     """
@@ -62,7 +62,7 @@ def build_transform(
 
 
 def _on(stage: str, cfg: GenerationConfig) -> list[str]:
-    """Return the processors of a stage that a config switches on, in their order."""
+    """Return the enabled processors of a stage, in order."""
     return [option.name for option in of_stage(stage) if all(map(cfg.on, (option.name, *option.needs)))]
 
 

@@ -1,11 +1,10 @@
-"""Logits processors: functions `(scores, history, options) -> scores`, each named as its option.
+"""Logits processors: functions `(scores, history, options) -> scores`, each named after its option.
 
 They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V],
--inf for a banned token. `history` is what is known of the rows' tokens, `options` the config's values per row. Each
+-inf for a banned token. `history` describes the rows' tokens, `options` the config's values per row. Each processor
 follows the class of transformers that its docstring names.
 
-The functions after them are the operations that they share. A table of ids is filled up with -1, which matches no
-token; ids beyond the vocabulary are ignored.
+Helpers follow. A table of ids is padded with -1, which matches no token; ids outside the vocabulary are ignored.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ BANNED = -jnp.inf
 
 
 def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Add biases to tokens, and to the last token of sequences that the row has begun.
+    """Add biases to tokens, and to the last token of sequences whose other tokens end the row.
 
-    `SequenceBiasLogitsProcessor`, with the fix of later releases: a sequence of n tokens needs a row of n - 1.
+    `SequenceBiasLogitsProcessor`, with the fix of later releases: a sequence of n tokens needs a row of only n - 1.
     """
     return add_biases(scores, history.ids, history.length, *options.biases())
 
@@ -79,7 +78,7 @@ def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: R
 
 
 def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban the last token of each sequence that the row has begun: `NoBadWordsLogitsProcessor`.
+    """Ban the last token of each sequence whose other tokens end the row: `NoBadWordsLogitsProcessor`.
 
     A sequence of one eos token is ignored.
     """
@@ -129,7 +128,7 @@ def remove_invalid_values(scores: jax.Array, history: History, options: RowOptio
 def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Add `|score| * (factor ** over - 1)` to eos scores in rows with `over` tokens more than `start`.
 
-    `ExponentialDecayLengthPenalty`, with the fix of later releases: what is not finite is not added, so that a banned
+    `ExponentialDecayLengthPenalty`, with the fix of later releases: only finite values are added, so that a banned
     token stays banned.
     """
     start, factor = options.decay(0), options.decay(1)
@@ -145,7 +144,7 @@ def suppress_tokens(scores: jax.Array, history: History, options: RowOptions) ->
 
 
 def begin_suppress_tokens(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban these tokens as the first that is not forced: `SuppressTokensAtBeginLogitsProcessor`."""
+    """Ban these tokens as the first unforced token: `SuppressTokensAtBeginLogitsProcessor`."""
     return ban(scores, options.ids("begin_suppress_tokens"), history.step == options.beginning(history))
 
 
@@ -170,8 +169,8 @@ def renormalize_logits(scores: jax.Array, history: History, options: RowOptions)
 def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
     """Return log-probabilities moved away from those of the negative prompt by `scale`; 1 changes nothing.
 
-    `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result does not sum up to 1. A token that
-    is -inf in `cond` stays so; one that is -inf in `uncond` alone keeps its log-probability.
+    `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result is not normalised. A token that
+    is -inf in `cond` stays so; a token that is -inf in `uncond` alone keeps its log-probability.
 
     Args:
         cond: float32[rows, V], the raw logits.
@@ -184,7 +183,7 @@ def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def log_softmax(scores: jax.Array) -> jax.Array:
-    """Return log-probabilities. Banned tokens stay -inf, even where all of a row are banned."""
+    """Return log-probabilities. Banned tokens stay -inf, even if all tokens of a row are banned."""
     return jnp.where(scores == BANNED, BANNED, jax.nn.log_softmax(scores, axis=-1))
 
 
@@ -200,15 +199,15 @@ def generated_counts(history: History, vocab_size: int) -> jax.Array:
 def add_biases(
     scores: jax.Array, ids: jax.Array, length: jax.Array, sequences: jax.Array, bias: jax.Array
 ) -> jax.Array:
-    """Add `bias` to the last token of each sequence whose other tokens are the last ones of the row.
+    """Add `bias` to the last token of each sequence whose other tokens end the row.
 
-    The biases of one token add up; -inf bans it, whatever the others are.
+    The biases of one token add up; if one of them is -inf, the token is banned.
 
     Args:
         scores: float32[rows, V].
         ids: int32[rows, W], the tokens of a row from column 0 on.
         length: int32[rows], the number of tokens.
-        sequences: int32[S, N], or [rows, S, N] with a table per row; each filled up at its end.
+        sequences: int32[S, N], or [rows, S, N] with a table per row; each sequence is padded at its end.
         bias: float32[S] or [rows, S].
     """
     rows, vocab = scores.shape
@@ -243,7 +242,7 @@ def ban_continuations(scores: jax.Array, ids: jax.Array, length: jax.Array, end:
     starts = ids.shape[1] - n + 1
     if starts <= 0:
         return scores
-    # A row shorter than n - 1 has no n-gram, so it does not matter what is read before it.
+    # A row shorter than n - 1 has no n-gram, so the ids read before its beginning do not matter.
     column = length[:, None] - (n - 1) + jnp.arange(n - 1, dtype=jnp.int32)[None, :]
     last = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
 

@@ -1,4 +1,4 @@
-"""The options of each row: what a config gives its prompt, repeated for the rows that continue it."""
+"""The options of each row: the values for its prompt, repeated for the rows that continue it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxgen.logits import processors
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows
 
-# By option that is on, its arrays with the rows first. They follow a row like its tokens.
+# Values of the enabled options, `{name: [rows, ...]}`. They follow a row like its tokens.
 OptionValues = dict[str, Any]
 
 
 def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
-    """Return what the options that are on give each of `rows` rows, a multiple of the prompts."""
+    """Return the values of the enabled options for each of `rows` rows, a multiple of the prompts."""
     values: OptionValues = {}
     for name, option in TRACED.items():
         if option.kind.per_prompt and cfg.on(name) and not option.host:
@@ -28,13 +28,13 @@ def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
 
 
 def _per_row(value, rows: int, rank: int) -> jax.Array:
-    """Repeat one value of that rank, or one per prompt: `[rows, ...]`."""
+    """Repeat one value of rank `rank`, or one per prompt: `[rows, ...]`."""
     value = jnp.asarray(value)
     return repeat_rows(value, rows) if value.ndim > rank else jnp.broadcast_to(value, (rows, *value.shape))
 
 
 class RowOptions:
-    """The options of a run in the forms that processors take: one value per row."""
+    """The options of a run in the forms that processors need: one value per row."""
 
     def __init__(self, cfg: GenerationConfig, values: OptionValues):
         self.cfg, self.values = cfg, values
@@ -48,7 +48,7 @@ class RowOptions:
         return self.values[name][:, None]
 
     def table(self, name: str) -> jax.Array | None:
-        """An id table, `[rows, E]` or `[rows, S, W]`; None where the option is off."""
+        """An id table, `[rows, E]` or `[rows, S, W]`; None if the option is off."""
         return self.values.get(name)
 
     def ids(self, name: str) -> jax.Array:
@@ -56,7 +56,7 @@ class RowOptions:
         return processors.token_set(self.values[name], self._vocab)
 
     def eos(self, rows: int) -> jax.Array:
-        """The ids that end a row, as `ids`; none where the option is off."""
+        """The ids that end a row, as bool[rows, V]; empty if the option is off."""
         return self.ids("eos_token_id") if self.cfg.on("eos_token_id") else jnp.zeros((rows, self._vocab), bool)
 
     def one(self, name: str) -> jax.Array:
@@ -84,10 +84,10 @@ class RowOptions:
         return begin
 
     def forced_at(self, history: History) -> tuple[jax.Array, jax.Array]:
-        """The tokens that forced_decoder_ids wants next, bool[rows, V], and the rows it wants one in, bool[rows]."""
+        """The tokens that forced_decoder_ids forces next, bool[rows, V], and the rows that have one, bool[rows]."""
         forced = self.values["forced_decoder_ids"]
         here = forced[..., 0] == history.length[:, None]
-        # If several entries name one position, the last one wins, as in a dict.
+        # If several entries have the same position, the last one wins, as in a dict.
         last = here & (jnp.cumsum(here[:, ::-1], axis=-1)[:, ::-1] == 1)
         return processors.token_set(jnp.where(last, forced[..., 1], -1), self._vocab), jnp.any(here, axis=-1)
 

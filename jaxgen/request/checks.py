@@ -1,4 +1,4 @@
-"""Checks of a call of generate(): parameters, cache, key, grammar, and what no row can do."""
+"""Checks of a call of generate(): parameters, cache, key, grammar, and limits that cannot be met."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_token
 
 
 def check_call(params, cfg: GenerationConfig) -> None:
-    """Raise where `cfg` is no config with a model, or the parameters are not the model's, naming what is wrong."""
+    """Raise an error if `cfg` is not a GenerationConfig with a model, or if the parameters do not fit that model."""
     if not isinstance(cfg, GenerationConfig):
         raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
     if cfg.model is None:
@@ -42,7 +42,7 @@ def check_call(params, cfg: GenerationConfig) -> None:
     dtype = None if problems else given["model.embed_tokens.weight"].dtype
     if dtype is not None and dtype != cfg.model.dtype:
         problems.append(
-            f"they are {dtype} and cfg.model.dtype is {cfg.model.dtype}: make that the same, "
+            f"they are {dtype} and cfg.model.dtype is {cfg.model.dtype}: make them equal, "
             f"dataclasses.replace(cfg.model, dtype={str(dtype)!r})"
         )
     if problems:
@@ -51,35 +51,35 @@ def check_call(params, cfg: GenerationConfig) -> None:
 
 
 def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions) -> None:
-    """Raise for a cache that these prompts cannot continue from."""
+    """Raise an error for a cache that these prompts cannot continue from."""
     assert cfg.model is not None
     if prompts % cache.rows:
         raise InputError(
-            f"the cache has {cache.rows} rows and there are {prompts} prompts: give one for each row, or a multiple, "
-            "where several share a row"
+            f"the cache has {cache.rows} rows and there are {prompts} prompts: the number of prompts must be a "
+            "multiple of the cache's rows"
         )
     cache.kv.check_model(cfg.model)
     if cfg.output_attentions:
         raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to see them")
-    looking = [name for name in _OF_TOKENS if cfg.on(name)]
-    looking += ["logits_processor"] * bool(extensions.processors) + ["stopping_criteria"] * bool(extensions.criteria)
-    looking += ["prefix_allowed_tokens_fn"] * isinstance(extensions.allowed, HostFunction)
-    if looking and cache.tokens is None:
+    readers = [name for name in _OF_TOKENS if cfg.on(name)]
+    readers += ["logits_processor"] * bool(extensions.processors) + ["stopping_criteria"] * bool(extensions.criteria)
+    readers += ["prefix_allowed_tokens_fn"] * isinstance(extensions.allowed, HostFunction)
+    if readers and cache.tokens is None:
         raise InputError(
-            f"{looking[0]} depends on all tokens of a row, and the ids of those in this cache are not known: continue "
+            f"{readers[0]} depends on all tokens of a row, and the ids of those in this cache are not known: continue "
             "from the cache of a generate() output, or leave the option out"
         )
 
 
 def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -> None:
-    """Raise for an automaton of another vocabulary, or one that is stacked for another number of prompts."""
+    """Raise an error for an automaton built for another vocabulary, or stacked for another number of prompts."""
     if not isinstance(extensions.allowed, TokenAutomaton):
         return
     assert cfg.model is not None
     tokens, starts = extensions.allowed.classes.shape[0], extensions.allowed.start.size
     if tokens != cfg.model.vocab_size:
         raise InputError(
-            f"the automaton is of {tokens} tokens and the model has {cfg.model.vocab_size}: build it with "
+            f"the automaton has a vocabulary of {tokens} and the model of {cfg.model.vocab_size}: build it with "
             f"vocab_size={cfg.model.vocab_size}"
         )
     if starts not in (1, prompts):
@@ -87,22 +87,22 @@ def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -
 
 
 def check_room(extensions: Extensions, budget: np.ndarray) -> None:
-    """Raise where an automaton's shortest text is longer than there is room for."""
+    """Raise an error if an automaton's shortest text exceeds the budget."""
     if isinstance(extensions.allowed, TokenAutomaton):
         least = np.asarray(extensions.allowed.shortest)[np.asarray(extensions.allowed.start)]
         if np.any(least > budget):
             raise InputError(
-                f"the automaton's shortest text has {int(np.max(least))} tokens, and there is room for "
+                f"the automaton's shortest text has {int(np.max(least))} tokens, which exceeds the budget of "
                 f"{int(budget.min())}: raise max_new_tokens"
             )
 
 
 def check_key(key, cfg: GenerationConfig, prompts: int):
-    """Return the key where something is drawn, else None."""
+    """Return the key for sampling, None for greedy search."""
     if not cfg.do_sample:
         return None
     if key is None:
-        raise InputError("key is None and do_sample=True draws: give jax.random.key(seed), or one key per prompt")
+        raise InputError("key is None, but sampling needs a key: pass jax.random.key(seed), or one key per prompt")
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"key must be a jax.random.key (not PRNGKey), got {getattr(key, 'dtype', type(key).__name__)}")
     if key.ndim and key.shape != (prompts,):
@@ -110,25 +110,25 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
     return key
 
 
-def warn_unfeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
-    """Warn where a row must not end before its budget is spent, or may outgrow the model.
+def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
+    """Warn if a row cannot end before its budget is spent, or may exceed the model's context.
 
     `_validate_generated_length`, `MaxLengthCriteria`.
 
     Args:
         cfg: the config.
-        lengths: int32[B], the prompts' tokens, those that came as embeddings too.
+        lengths: int32[B], the prompts' tokens, including those given as embeddings.
         budget: int32[B].
     """
     assert cfg.model is not None
     if (longest := int((lengths + budget).max())) > cfg.model.context_length:
         warn(
             f"prompt and answer may reach {longest} tokens and the model was trained for {cfg.model.context_length}: "
-            "beyond, what it says may get worse"
+            "quality may degrade beyond that"
         )
     if cfg.on("min_new_tokens"):
         name, least = "min_new_tokens", np.asarray(cfg.min_new_tokens)
     else:
         name, least = "min_length", np.asarray(cfg.min_length) - lengths
     if np.any(least > budget):
-        warn(f"{name}={getattr(cfg, name)} is more than there is room for: the budget of new tokens is {budget.max()}")
+        warn(f"{name}={getattr(cfg, name)} exceeds the budget: the budget of new tokens is {budget.max()}")

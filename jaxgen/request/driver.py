@@ -24,10 +24,10 @@ class Streamer(Protocol):
     """The interface of `streamer`: `BaseStreamer` of transformers."""
 
     def put(self, value: np.ndarray) -> None:
-        """Take the prompts, int32[B, P], once, and then the next token of each row, int32[rows], step by step."""
+        """Receive the prompts, int32[B, P], once, and then the next token of each row, int32[rows], step by step."""
 
     def end(self) -> None:
-        """Note the end of the stream."""
+        """Finish the stream."""
 
 
 run_whole = jax.jit(loop.decode, static_argnames="mode")
@@ -54,12 +54,12 @@ def _finish(run: Run, state, mode: Mode, out_of_time: jax.Array) -> Decoded:
 
 
 def run_watched(prepared: Prepared, mode: Mode, streamer: Streamer | None, deadline: float | None) -> Decoded:
-    """Run in chunks, each dispatched before the tokens of the one before it are read.
+    """Run in chunks, each dispatched before the tokens of the previous one are read.
 
     Args:
         prepared: the call.
         mode: the decode mode.
-        streamer: gets the prompts and the tokens.
+        streamer: receives the prompts and the tokens.
         deadline: when to stop, on `time.monotonic`'s clock, or None.
     """
     run = prepared.run

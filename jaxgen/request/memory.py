@@ -1,6 +1,7 @@
-"""Whether a model and its cache fit into the memory that is free, asked before any of it is taken.
+"""The memory that a model and its cache need and the memory that is free, checked before allocating.
 
-What is counted is certainly needed; compiling and the smaller arrays of a step come on top, so what passes may fail.
+The estimate is a lower bound: compiling and the smaller arrays of a step come on top, so a request that passes may
+still fail.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxgen.model.config import ModelConfig
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# What would make a request smaller, in the command's terms.
+# Changes that make a request smaller, in the command's terms.
 _REMEDIES: dict[str, dict[str, Any]] = {
     "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
     "a smaller --max-new-tokens": {"new_tokens": 1},
@@ -38,11 +39,11 @@ _REMEDIES: dict[str, dict[str, Any]] = {
 
 
 def weights_bytes(path: str | PathLike[str], dtype: Any = None) -> int:
-    """Return the bytes of the parameters that `convert.load_hf(path, dtype=dtype)` gives, from the files' headers.
+    """Return the bytes of the parameters that `convert.load_hf(path, dtype=dtype)` returns, from the files' headers.
 
     Raises:
-        CheckpointError: all that is wrong with the checkpoint but for the weights' values.
-        ConfigError: a dtype that `load_hf` does not take.
+        CheckpointError: a faulty checkpoint; only the weights' values are not checked.
+        ConfigError: a dtype that `load_hf` does not accept.
     """
     return _weights(open_checkpoint(path), float_dtype(dtype))
 
@@ -56,7 +57,7 @@ def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
 def check_memory(
     path: str | PathLike[str], cfg: GenerationConfig, prompts: int, prompt_width: int, dtype: Any = None
 ) -> None:
-    """Raise where the device lacks the memory to load a checkpoint and run `generate` with it.
+    """Raise an error if the device lacks the memory to load a checkpoint and run `generate` with it.
 
     Args:
         path: the checkpoint's directory.
@@ -66,7 +67,7 @@ def check_memory(
         dtype: as for `load_hf`.
 
     Raises:
-        InputError: too little is free; the text names what would help.
+        InputError: too little is free; the message names what would help.
         CheckpointError, ConfigError: as in `weights_bytes`.
     """
     device = jax.local_devices()[0]
@@ -94,9 +95,9 @@ def check_memory(
 
 
 def free_bytes(device) -> int | None:
-    """Return the bytes that can still be taken on a `jax.Device`; None where nobody can tell.
+    """Return the bytes that can still be allocated on a `jax.Device`; None if unknown.
 
-    For a CPU they are what Linux calls available, or less where a control group (version 2) sets a limit.
+    For a CPU it is the memory that Linux calls available, or less if a control group (version 2) sets a limit.
     """
     if device.platform == "cpu":
         return min([*_available(), *_left_in_control_groups()], default=None)
@@ -107,7 +108,7 @@ def free_bytes(device) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What decides how much memory is needed; `records` is the number of outputs `[N, rows, V]`."""
+    """The quantities that determine the memory needed; `records` is the number of outputs `[N, rows, V]`."""
 
     checkpoint: Checkpoint
     dtype: np.dtype | None
@@ -127,17 +128,17 @@ class _Request:
         width, capacity = prompt_bucket(self.width), capacity_for(self.new_tokens, recorded=self.records > 0)
 
         weights = _weights(self.checkpoint, self.dtype)
-        if self.on_cpu and dtype == np.float16:  # XLA's CPU program keeps a float32 copy of them all
+        if self.on_cpu and dtype == np.float16:  # XLA's CPU program stores a float32 copy of all weights
             weights += _weights(self.checkpoint, np.dtype(np.float32))
         cache = cache_bytes(model, self.prompts, width) + cache_bytes(model, rows, capacity)
-        # By XLA's memory analysis scores, exponentials and weights are in memory at once on a CPU.
+        # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
-        attention = scores if all_at_once(width, width) else 0  # else only blocks of them
+        attention = scores if all_at_once(width, width) else 0  # else only blocks of the scores
         logits = 4 * rows * model.vocab_size * (1 + self.records * capacity)
         return weights + cache + attention + logits
 
     def remedy(self, free: int) -> str:
-        """Name what makes the request fit: each change that does alone, else some that do together."""
+        """Name what makes the request fit: single changes that suffice, else a combination."""
 
         def fit(names: Iterable[str]) -> bool:
             changes = {field: value for name in names for field, value in _REMEDIES[name].items()}
@@ -159,14 +160,14 @@ def _weights(checkpoint: Checkpoint, wanted: np.dtype | None) -> int:
 
 
 def _available() -> Iterator[int]:
-    """Yield what the kernel says can be taken without swapping."""
+    """Yield the bytes that the kernel can allocate without swapping."""
     for line in _lines(_PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
 
 
 def _left_in_control_groups() -> Iterator[int]:
-    """Yield what is left in each limited control group of this process; files' pages count as free."""
+    """Yield the bytes left in each limited control group of this process; files' pages count as free."""
     for line in _lines(_PROC / "self" / "cgroup"):
         if not line.startswith("0::/"):
             continue

@@ -1,4 +1,4 @@
-"""One way to prepare a call of generate(): normalise it, check what is concrete, round sizes up if it is eager."""
+"""Preparation of a call of generate(): normalise it, check concrete values, round sizes up if it is eager."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
-from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_unfeasible
+from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_infeasible
 from jaxgen.request.prompts import Array, is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
 class CallInputs:
-    """The arrays of a call, as the caller gave them."""
+    """The arrays of a call, as the caller passed them."""
 
     ids: Any
     key: Any = None
@@ -45,9 +45,9 @@ class Prepared:
 
     Attributes:
         run: the constants of the run.
-        request: the prompts, their sizes rounded up where the call is eager.
-        ids: int32[B, P], the prompts as given; P is 0 where only embeddings were given.
-        mask: bool[B, P], where they are tokens.
+        request: the prompts, their sizes rounded up if the call is eager.
+        ids: int32[B, P], the prompts as given; P is 0 if only embeddings were given.
+        mask: bool[B, P], True for tokens.
         width: the prompts' width as given, embeddings included.
         new_tokens: the most tokens that a row can generate, not rounded up.
     """
@@ -61,18 +61,18 @@ class Prepared:
 
 
 def under_jit() -> bool:
-    """Return whether the caller's code is being traced, whatever the arguments are."""
-    return isinstance(jax.device_put(np.float32(0)), Tracer)  # compiles nothing where it is not
+    """Return True if the caller's code is being traced, even if no argument is."""
+    return isinstance(jax.device_put(np.float32(0)), Tracer)  # in eager code this compiles nothing
 
 
 def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Extensions, *, eager: bool) -> Prepared:
     """Check a call and return what the loop needs.
 
-    Eagerly, prompt width and number of new tokens are rounded up, so that few programs serve all calls; what that adds
-    is padding on the left, which the program removes first. Under the caller's jit sizes are those given.
+    In an eager call, prompt width and number of new tokens are rounded up, so that few programs serve all calls. The
+    prompts get padding on the left, which the program removes first. Under the caller's jit sizes are unchanged.
 
     Raises:
-        InputError, ConfigError, TypeError: what is wrong with the call.
+        InputError, ConfigError, TypeError: a faulty call.
     """
     model = cfg.model
     assert model is not None
@@ -91,18 +91,18 @@ def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Exten
     )
     warn_unused(cfg)
 
-    held = None if cache is None else _held(cache, prompts, eager)
+    cached = None if cache is None else _cached_tokens(cache, prompts, eager)
     room = width if cache is None else width + cache.slots
-    new_tokens, budget = _budget(cfg, mask, held, room, extensions, eager)
+    new_tokens, budget = _budget(cfg, mask, cached, room, extensions, eager)
     shown = (ids, mask) if has_ids else (ids[:, :0], mask[:, :0])
-    slots = 0 if cache is None else _slots(cfg, cache, mask, held, negative_mask, eager)
+    slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, eager)
     capacity = new_tokens
     if eager:
         capacity = capacity_for(new_tokens, recorded=_records(cfg))
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
         model = for_this_machine(model)
-    # What is concrete in the config, as if it had been an argument of the program.
+    # Concrete numbers of the config become arrays, like arguments of the program.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     return Prepared(
         run=Run(params, numbers, extensions, model, Sizes(capacity, slots)),
@@ -129,8 +129,8 @@ def _wrapped(cache: KVCache) -> Continuation:
     return Continuation.of(cache)
 
 
-def _held(cache: Continuation, prompts: int, eager: bool) -> Array:
-    """int32[B], how many tokens come before each prompt."""
+def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
+    """int32[B], the number of tokens before each prompt."""
     return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
 
 
@@ -147,34 +147,34 @@ def _widened(x: Array | None) -> Array | None:
     return np.pad(x, padding)
 
 
-def _slots(cfg: GenerationConfig, cache: Continuation, mask, held, negative_mask, eager: bool) -> int:
-    """Return the slots for what the cache has and, unless its rows are shared by several prompts, the prompts."""
+def _slots(cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, eager: bool) -> int:
+    """Return the slots for the cache's tokens and, unless its rows are shared by several prompts, the prompts."""
     own = cache.rows == mask.shape[0] or guidance.streams(cfg) > 1
     if not eager:
         negative = 0 if negative_mask is None else negative_mask.shape[1]
         return max(cache.slots + (mask.shape[1] if own else 0), negative)
     negative = 0 if negative_mask is None else int(negative_mask.sum(axis=-1).max())
-    tokens = held + mask.sum(axis=-1) if own else held
+    tokens = cached + mask.sum(axis=-1) if own else cached
     return prompt_bucket(max(int(tokens.max()), negative))
 
 
 def _budget(
-    cfg: GenerationConfig, mask: Array, held: Array | None, room: int, extensions: Extensions, eager: bool
+    cfg: GenerationConfig, mask: Array, cached: Array | None, room: int, extensions: Extensions, eager: bool
 ) -> tuple[int, Array]:
     """Return the most new tokens of any row, and the budget of each prompt, int32[B].
 
-    `max_new_tokens` wins over `max_length`, which counts a row's own tokens, those of its cache included.
+    `max_new_tokens` wins over `max_length`, which counts all tokens of a row, including those of its cache.
 
     Args:
         cfg: the config.
-        mask: bool[B, P], where the prompts have tokens.
-        held: int32[B], how many tokens come before each prompt, or None.
-        room: the most tokens that a row may have before it generates: all that is known of them under jit.
-        extensions: an automaton needs room for its shortest text.
-        eager: whether the caller traces.
+        mask: bool[B, P], True for the prompts' tokens.
+        cached: int32[B], the number of tokens before each prompt, or None.
+        room: the most tokens that a row may have before it generates: the only bound known under jit.
+        extensions: an automaton's shortest text must fit into the budget.
+        eager: False under the caller's jit.
     """
     prompts = mask.shape[0]
-    lengths = mask.sum(axis=-1, dtype=np.int32) + (0 if held is None else held)
+    lengths = mask.sum(axis=-1, dtype=np.int32) + (0 if cached is None else cached)
     if cfg.on("max_new_tokens"):
         budget: Any = cfg.max_new_tokens
         if np.ndim(budget) == 1 and budget.shape != (prompts,):
@@ -196,17 +196,16 @@ def _budget(
         new_tokens = int(budget.max()) if eager else cfg.max_length - room
         budget = budget if eager else jnp.minimum(budget, new_tokens)
     if not is_traced(lengths, budget):
-        warn_unfeasible(cfg, np.asarray(lengths), np.asarray(budget))
+        warn_infeasible(cfg, np.asarray(lengths), np.asarray(budget))
         check_room(extensions, np.asarray(budget))
     return new_tokens, budget
 
 
 def _static_budget(cfg: GenerationConfig, room: int) -> int:
-    """Return how many tokens `max_length` leaves, where `max_new_tokens` is traced and cannot size arrays."""
+    """Return the tokens that `max_length` leaves; for a traced `max_new_tokens`, which cannot size arrays."""
     if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= room:
         raise ConfigError(
-            "max_new_tokens is traced under jit, where the room for tokens must be static: set max_length to the most "
-            f"that prompt and answer may have, more than the room for {room} tokens before the answer; it is "
-            f"{cfg.max_length}"
+            "max_new_tokens is traced under jit and cannot size arrays: set max_length to the most tokens of prompt "
+            f"and answer, more than the {room} before the answer; it is {cfg.max_length}"
         )
     return cfg.max_length - room

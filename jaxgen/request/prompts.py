@@ -1,6 +1,6 @@
 """The arrays of a request: prompts, masks, embeddings and negative prompts.
 
-What is concrete is checked by value and stays a numpy array; what the caller's own transformation traces is checked by
+Concrete arrays are checked by value and stay numpy; arrays that the caller's own transformation traces are checked by
 shape and dtype.
 """
 
@@ -18,41 +18,41 @@ from jaxgen.decoding.continuation import UNKNOWN
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
 
-Array = Any  # of numpy where it is concrete, else of jax
+Array = Any  # numpy's if concrete, else jax's
 
 
 def is_traced(*trees) -> bool:
-    """Return whether an array in the trees is traced by the caller's own transformation."""
+    """Return True if an array in the trees is traced by the caller's own transformation."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
 def token_ids(ids, model: ModelConfig) -> Array:
-    """Return prompts as int32[B, P], checked against the vocabulary where they are concrete."""
+    """Return prompts as int32[B, P], checked against the vocabulary if they are concrete."""
     if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
-        raise TypeError("ids is a whole Batch: give batch.ids, and attention_mask=batch.attention_mask")
+        raise TypeError("ids is a whole Batch: pass batch.ids, and attention_mask=batch.attention_mask")
     traced = is_traced(ids)
     try:
         ids = jnp.asarray(ids) if traced else np.asarray(ids)
     except ValueError as error:
-        raise InputError("ids must be one array [B, P]: pad the prompts on the left and give attention_mask") from error
+        raise InputError("ids must be one array [B, P]: pad the prompts on the left and pass attention_mask") from error
     if ids.ndim != 2 or 0 in ids.shape:
         raise InputError(f"ids must have shape [B, P] with B and P at least 1, got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     if not traced and (ids.min() < 0 or ids.max() >= model.vocab_size):
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise InputError(f"ids has the token {wrong}, the vocabulary goes from 0 to {model.vocab_size - 1}")
+        raise InputError(f"ids has the token {wrong}, but the vocabulary is 0 to {model.vocab_size - 1}")
     return ids.astype(jnp.int32)
 
 
 def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:
-    """Return ids int32[B, P], `UNKNOWN` where only embeddings were given, and the embeddings `[B, P, D]` or None.
+    """Return ids int32[B, P], `UNKNOWN` if only embeddings were given, and the embeddings `[B, P, D]` or None.
 
     Args:
-        ids: as the caller gave them, or None.
+        ids: as the caller passed them, or None.
         embeds: likewise.
-        cfg: has the model and the token to begin with.
-        continues: whether a cache comes before the prompts.
+        cfg: the model and the first id, `bos_token_id`.
+        continues: True if a cache comes before the prompts.
     """
     assert cfg.model is not None
     if embeds is not None:
@@ -62,23 +62,23 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
             return np.full(embeds.shape[:2], UNKNOWN, np.int32), embeds
     if ids is None:
         if continues:
-            raise InputError("ids is None with cache=: give the new tokens")
+            raise InputError("ids is None with cache=: pass the new tokens")
         if cfg.bos_token_id is None:
-            raise InputError("ids is None and bos_token_id too: give prompts, or the id to begin with")
+            raise InputError("ids and bos_token_id are both None: pass prompts, or set bos_token_id, the first id")
         ids = [[cfg.bos_token_id]]
     ids = token_ids(ids, cfg.model)
     if embeds is not None and embeds.shape[:2] != ids.shape:
         raise InputError(
-            f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must be of the same tokens: give as many, "
-            "or ids=None"
+            f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must describe the same tokens: match their "
+            "shapes, or pass ids=None"
         )
     return ids, embeds
 
 
 def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = False) -> Array:
-    """Return the attention mask as bool[B, P]. Where it is concrete, every row has a token.
+    """Return the attention mask as bool[B, P]. If it is concrete, every row contains at least one token.
 
-    `embedded`: the prompts are embeddings, so that the ids do not tell where padding is.
+    `embedded`: the prompts are embeddings, so that padding cannot be inferred from the ids.
     """
     if attention_mask is None:
         mask = np.ones(ids.shape, bool) if embedded else _inferred_mask(ids, cfg)
@@ -95,7 +95,7 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
         mask = mask.astype(bool)
     if not is_traced(mask) and not np.all(np.any(mask, axis=-1)):
         row = int(np.argmin(np.any(mask, axis=-1)))
-        raise InputError(f"prompt {row} is empty, all of it is padding: give it a token, the BOS for example")
+        raise InputError(f"prompt {row} is empty, all of it is padding: add a token such as BOS")
     return mask
 
 
@@ -111,8 +111,8 @@ def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
         mask = mask | (ends[:, None] if ends.ndim else ends)
     if xp is np and ids.shape[1] > 1 and np.any(ids[:, 0] == pad) and np.all(mask):
         warn(
-            f"attention_mask is missing and the pad id {pad} is an eos id too, so padding in ids counts as "
-            "text: give attention_mask"
+            f"attention_mask is missing and the pad id {pad} is also an eos id, so padding in ids counts as "
+            "text: pass attention_mask"
         )
     return mask
 
@@ -140,12 +140,12 @@ def negative_prompts(
         has_ids: whether the prompts have ids, the last of which is the default.
     """
     if negative is None and mask is not None:
-        raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: give them too")
+        raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")
     if negative is None or not cfg.on("guidance_scale"):
         if negative is not None and cfg.guidance_scale is None:
             raise InputError("negative_prompt_ids need guidance_scale: set it to a number other than 1, which is off")
         if cfg.on("guidance_scale") and not has_ids:
-            raise InputError("guidance_scale takes a prompt's last id as negative prompt: give negative_prompt_ids")
+            raise InputError("guidance_scale without ids has no default negative prompt: pass negative_prompt_ids")
         return None, None
     assert cfg.model is not None
     try:
@@ -155,7 +155,7 @@ def negative_prompts(
         raise type(error)(f"negative_prompt_ids: {error}") from error
     if negative.shape[0] not in (1, prompts):
         raise InputError(
-            f"negative_prompt_ids has {negative.shape[0]} rows for {prompts} prompts: give one per prompt or one"
+            f"negative_prompt_ids has {negative.shape[0]} rows for {prompts} prompts: pass one per prompt or one"
         )
     xp = jnp if is_traced(negative, mask) else np
     shape = (prompts, negative.shape[1])

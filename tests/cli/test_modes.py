@@ -72,7 +72,7 @@ class TestChat:
         status, out, err = say("/help\nA\n/reset\n/system S\nB\n/typo\n/exit\nC")
         assert (status, out) == (0, '!"#$\n' * 2)
         assert "/reset" in err
-        assert "/typo is no command" in err
+        assert "/typo is not a command" in err
 
     def test_several_lines(self, say, monkeypatch):
         rendered = []
@@ -89,7 +89,7 @@ class TestChat:
     def test_the_oldest_is_forgotten(self, say):
         status, out, err = say("A" * 300 + "\n" + "B" * 600 + "\n" + "C" * 300)
         assert (status, out) == (0, '!"#$\n' * 2)
-        assert "The oldest 2 messages were forgotten: the model holds 512 tokens" in err
+        assert "The oldest 2 messages were forgotten: the model's context is 512 tokens" in err
         assert "this message is too long" in err
 
     def test_what_excludes_it(self, refused, checkpoint, talking):

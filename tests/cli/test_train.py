@@ -191,7 +191,7 @@ class TestGoingOn:
             status, err = run(**{**options, **other})
             assert (status, "of a run with other settings or data" in err) == (2, True), other
         status, err = run(**options)
-        assert (status, "going on from the state" in err) == (0, True)
+        assert (status, "resuming from the state" in err) == (0, True)
         assert files(tmp_path / "out") == files(tmp_path / "whole")
         assert not (tmp_path / "out.training").exists()
 
@@ -245,7 +245,7 @@ class TestGoingOn:
             if killed < kills:
                 time.sleep(draw.uniform(2, 8))
                 process.kill()
-            resumed += "going on" in finish(process)
+            resumed += "resuming" in finish(process)
             killed += process.returncode != 0
             if out.exists():
                 assert files(out) == whole
@@ -264,13 +264,13 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("words", "options", "message"),
         [
-            ([], {"data": None}, "--data is missing: give the JSONL file"),
+            ([], {"data": None}, "--data is missing: name the JSONL file"),
             ([], {"model": None}, "--model is missing"),
             ([], {"out": None}, "--out is missing"),
             (["--learning_rate", "1"], {}, "unknown option --learning_rate: did you mean --learning-rate?"),
-            (["more"], {}, "'more' belongs to no option"),
-            ([], {"data": "nowhere.jsonl"}, "--data nowhere.jsonl is no file"),
-            ([], {"eval_data": "nowhere.jsonl"}, "--eval-data nowhere.jsonl is no file"),
+            (["more"], {}, "'more' does not belong to an option"),
+            ([], {"data": "nowhere.jsonl"}, "--data nowhere.jsonl is not a file"),
+            ([], {"eval_data": "nowhere.jsonl"}, "--eval-data nowhere.jsonl is not a file"),
             ([], {"model": "no where"}, "'no where' is neither a directory nor a hub id"),
             ([], {"out": "nowhere/out"}, "nowhere is not a directory: create it first"),
             ([], {"epochs": 1}, "not allowed with argument"),
@@ -279,11 +279,11 @@ class TestMistakes:
             ([], {"warmup": 1}, "--warmup: 1 must be at least 0 and below 1"),
             ([], {"clip": "much"}, "--clip: 'much' is not a number"),
             ([], {"batch": 8, "accumulate": 3}, "--batch 8 cannot be divided into --accumulate 3 parts"),
-            ([], {"width": 513}, "--width 513 is more than the 512 tokens that the model holds"),
+            ([], {"width": 513}, "--width 513 exceeds the model's context of 512 tokens"),
             ([], {"width": 1}, "at least 2 tokens"),
-            ([], {"width": 10}, "nothing is to be learnt from the first 10 tokens of any line: raise --width"),
+            ([], {"width": 10}, "nothing to learn from in the first 10 tokens of any line: raise --width"),
             ([], {"lora": -1}, "--lora -1 must be at least 0"),
-            ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: give --lora RANK too"),
+            ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: set --lora RANK too"),
             ([], {"dtype": "int8"}, "--dtype"),
         ],
     )
@@ -315,7 +315,7 @@ class TestMistakes:
         backend.add_tokens(["[NEW]"])
         save(base, backend)
         data.write_text('{"text": "[NEW] words"}')
-        assert f"gives the id {VOCABULARY} and the model has {VOCABULARY} tokens" in run(model=base)[1]
+        assert f"produced the id {VOCABULARY}, but the model has {VOCABULARY} tokens" in run(model=base)[1]
 
     def test_too_little_memory(self, run, monkeypatch):
         monkeypatch.setattr(finetune, "free_bytes", lambda device: 1000)

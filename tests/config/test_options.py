@@ -240,7 +240,7 @@ def test_ids_outside_of_the_vocabulary_are_refused(fields):
 
 
 def test_stop_strings_need_a_tokenizer():
-    with pytest.raises(ValueError, match="stop_strings are text: give the tokenizer"):
+    with pytest.raises(ValueError, match="stop_strings are text: pass the tokenizer"):
         run(stop_strings="x")
 
 

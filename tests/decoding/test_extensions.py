@@ -121,7 +121,7 @@ def test_a_prefix_function_streams():
     ("function", "error", "message"),
     [
         (lambda row, ids: [], InputError, "returned no token for row 0"),
-        (lambda row, ids: [50], InputError, "outside of the vocabulary"),
+        (lambda row, ids: [50], InputError, "outside the vocabulary"),
         (lambda row, ids: ["x"], InputError, "must return a list of token ids"),
         (lambda row, ids: 1 / 0, ZeroDivisionError, "division"),
     ],
@@ -140,7 +140,7 @@ def test_a_prefix_function_under_jit():
         jax.block_until_ready(jax.jit(run, static_argnums=1)(PARAMS, lambda row, ids: []))
 
 
-# --- Rows that cannot go on -------------------------------------------------------------------------------------
+# --- Rows that cannot continue ----------------------------------------------------------------------------------
 
 EVERYTHING = list(range(50))
 KEPT_BY = {"min_p": 0.1, "epsilon_cutoff": 0.1, "top_p": 0.5}  # warpers that would take a NaN away
@@ -157,7 +157,7 @@ def test_a_row_that_cannot_go_on(failure, do_sample):
     reason, fields, processor, message = FAILURES[failure]
     cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields, **(KEPT_BY if do_sample else {}))
     more = {} if processor is None else {"logits_processor": [processor]}
-    with pytest.raises(GenerationError, match=f"row 0 cannot go on after 0 generated tokens.*{message}"):
+    with pytest.raises(GenerationError, match=f"row 0 cannot continue after 0 generated tokens.*{message}"):
         generate(PARAMS, IDS, jax.random.key(0), cfg, **more)
     out = jax.jit(lambda params: generate(params, IDS, jax.random.key(0), cfg, **more))(PARAMS)
     assert out.stop_reasons.tolist() == [reason, StopReason.LENGTH]
@@ -294,7 +294,7 @@ def test_an_automaton_that_does_not_fit_is_refused(storyteller):
     for call in (lambda function: function(params), lambda function: jax.jit(function)(params)):
         with pytest.raises(InputError, match="stacked for 2 prompts and there are 4"):
             call(lambda params: generate(params, ids, None, cfg, prefix_allowed_tokens_fn=two))
-    with pytest.raises(InputError, match="automaton is of 50 tokens and the model has"):
+    with pytest.raises(InputError, match="automaton has a vocabulary of 50 and the model of"):
         generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:50]))
 
 
@@ -302,7 +302,7 @@ def test_too_little_room_for_a_grammar_is_refused(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("[0-9]{30}", TOKENIZER)
     with pytest.raises(
-        InputError, match=r"shortest text has \d+ tokens, and there is room for 4: raise max_new_tokens"
+        InputError, match=r"shortest text has \d+ tokens, which exceeds the budget of 4: raise max_new_tokens"
     ):
         generate(params, chat("A number"), jax.random.key(0), cfg.replace(max_new_tokens=4),
                  prefix_allowed_tokens_fn=automaton)  # fmt: skip

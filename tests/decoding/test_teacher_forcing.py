@@ -264,9 +264,9 @@ def test_a_token_that_cannot_be_chosen():
         ({"cfg": CFG.replace(token_healing=True)}, NotBuiltYetError, "token_healing"),
         ({"cfg": CFG.replace(top_k=[3, 4])}, InputError, "top_k has 2 values for 1 prompts"),
         ({"cfg": CFG.replace(suppress_tokens=[97])}, ConfigError, "suppress_tokens has the token 97"),
-        ({"attention_mask": [[0, 1, 1]]}, InputError, "row 0 has no token in front of prompt_width"),
-        ({"ids": [[2, 9, 3]]}, InputError, "row 0 goes on behind its end"),
-        ({"ids": [[2, 3, 4, 5]], "attention_mask": [[1, 1, 0, 1]]}, InputError, "row 0 goes on behind its end"),
+        ({"attention_mask": [[0, 1, 1]]}, InputError, "row 0 has no token before prompt_width"),
+        ({"ids": [[2, 9, 3]]}, InputError, "row 0 has tokens after its end"),
+        ({"ids": [[2, 3, 4, 5]], "attention_mask": [[1, 1, 0, 1]]}, InputError, "row 0 has tokens after its end"),
         ({"hook": None}, TypeError, "hook"),
     ],
 )

@@ -20,7 +20,7 @@ NEAR_TIE = 1e-4  # a smaller gap between the best two scores of a step rounding 
 GROUPS = json.loads((GOLDENS / "441" / "options.json").read_text())
 
 pytestmark = [  # drawn options and lengths may be so
-    pytest.mark.filterwarnings("ignore:.*is more than there is room for"),
+    pytest.mark.filterwarnings("ignore:.*exceeds the budget"),
     pytest.mark.filterwarnings("ignore:.*and the model was trained for"),
 ]
 

@@ -317,5 +317,5 @@ def test_hooks_that_break_their_contract(methods, error, message):
 
 
 def test_embeddings_need_a_negative_prompt_of_ids():
-    with pytest.raises(InputError, match="give negative_prompt_ids"):
+    with pytest.raises(InputError, match="pass negative_prompt_ids"):
         run(CFG.replace(guidance_scale=2.0), None, inputs_embeds=TABLE[IDS])
