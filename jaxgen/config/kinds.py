@@ -227,6 +227,7 @@ class _Number(Kind):
         above, least, most, below: bounds; `above` and `below` are excluded.
         hint: advice for a value outside the bounds.
         per_prompt: one value per prompt is allowed.
+        optional: None is allowed and means a default other than the neutral value.
     """
 
     neutral: Any = None
@@ -238,6 +239,7 @@ class _Number(Kind):
     below: float | None = None
     hint: str = ""
     per_prompt: bool = True
+    optional: bool = False
     traced = True
     type_name = "float"
     array_dtype: ClassVar[type] = np.float32

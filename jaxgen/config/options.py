@@ -248,8 +248,9 @@ class GenerationOptions:
     )
     # Scores, in the order in which they are applied
     guidance_scale: Number | None = _score(
-        Real(also_off=1.0),
-        "classifier-free guidance: how far to move the scores away from those of the negative prompt; 1 is off",
+        Real(1.0, optional=True),
+        default=None,
+        doc="classifier-free guidance: how far to move the scores away from those of the negative prompt; 1 is off",
         stage=GUIDANCE,
         hf="UnbatchedClassifierFreeGuidanceLogitsProcessor",
         differs="one negative prompt per prompt, or one for all; its padding is invisible",

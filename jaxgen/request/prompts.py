@@ -132,13 +132,18 @@ def negative_prompts(
 ) -> tuple[Array | None, Array | None]:
     """Return the negative prompts of guidance, int32[B, Q], and their mask bool[B, Q]; None, None for the default.
 
-    `has_ids`: the prompts have ids; the last one of each is its default negative prompt.
+    Args:
+        negative: as the caller passed them, or None.
+        mask: likewise.
+        cfg: has the model and `guidance_scale`.
+        prompts: B.
+        has_ids: whether the prompts have ids, the last of which is the default.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")
     if negative is None or not cfg.on("guidance_scale"):
-        if negative is not None:
-            warn("negative_prompt_ids has no effect: guidance_scale is off, set it to a number other than 1")
+        if negative is not None and cfg.guidance_scale is None:
+            raise InputError("negative_prompt_ids need guidance_scale: set it to a number other than 1, which is off")
         if cfg.on("guidance_scale") and not has_ids:
             raise InputError("guidance_scale without ids has no default negative prompt: pass negative_prompt_ids")
         return None, None

@@ -104,10 +104,13 @@ def test_guidance(scale):
 
 
 def test_a_negative_prompt_is_unused_where_guidance_is_off():
+    off = CFG.replace(guidance_scale=1.0)
     plain = rows(run(CFG))
-    for scale in (None, 1.0):
-        with pytest.warns(UserWarning, match="negative_prompt_ids has no effect: guidance_scale is off"):
-            assert rows(run(CFG.replace(guidance_scale=scale), negative_prompt_ids=[[9]])) == plain
+    assert rows(run(off, negative_prompt_ids=[[9]])) == plain
+    traced = jax.jit(lambda cfg: generate(PARAMS, IDS, None, cfg, attention_mask=MASK, negative_prompt_ids=[[9]]))(off)
+    assert rows(traced) == plain
+    with pytest.raises(InputError, match="negative_prompt_ids need guidance_scale"):
+        run(CFG, negative_prompt_ids=[[9]])
 
 
 @pytest.mark.slow
