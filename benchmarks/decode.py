@@ -201,7 +201,7 @@ def machine() -> dict[str, Any]:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has held in memory so far."""
+    """Return the peak memory of this process so far, in bytes."""
     match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     return int(match[1]) * 1024 if match else 0
 

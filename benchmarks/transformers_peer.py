@@ -21,7 +21,7 @@ import transformers
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is not an answer
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -87,7 +87,7 @@ def synchronize(ids: torch.Tensor) -> None:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has held in memory so far."""
+    """Return the peak memory of this process so far, in bytes."""
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 

@@ -90,7 +90,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointError([f"{target} is a file: give the name of a directory"])
+        raise CheckpointError([f"{target} is a file: name a directory"])
     inside = list(target.iterdir())
     if not inside:
         return
@@ -120,7 +120,7 @@ def _swap(new: Path, target: Path) -> None:
 
 
 def _discard(old: Path, target: Path) -> None:
-    """Remove `old`, renamed first so that a directory of which only a part is left is never put back."""
+    """Remove `old`, renaming it first so that a partly removed directory is never put back."""
     partial = _partial(target)
     old.rename(partial)
     shutil.rmtree(partial)

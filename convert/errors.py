@@ -4,7 +4,7 @@ from jaxgen.errors import JaxgenError
 
 
 class CheckpointError(JaxgenError):
-    """A checkpoint that cannot be read or written; `problems` lists everything that is wrong, one line each."""
+    """A checkpoint that cannot be read or written; `problems` lists all problems, one line each."""
 
     def __init__(self, problems: list[str]):
         super().__init__(problems)

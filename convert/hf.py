@@ -33,7 +33,7 @@ _ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A directory that was checked, its weights still on the disk.
+    """A checked directory; its weights have not been read yet.
 
     `config` and `generation` are the contents of the two JSON files (`generation` is None if there is no such file),
     `tensors` the model's parameters by name.
@@ -70,7 +70,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     token.
 
     Raises:
-        CheckpointError: everything that is wrong with the checkpoint.
+        CheckpointError: all problems of the checkpoint.
         NotBuiltYetError: `quantize` or `mesh`.
     """
     for option, value in (("quantize", quantize), ("mesh", mesh)):
@@ -96,13 +96,13 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
     """Write parameters, nested as `load_hf` returns them, and `cfg` to a directory that transformers loads.
 
-    `cfg.model` describes the model; its `dtype` does not matter, as arrays are written in theirs. The
+    `cfg.model` describes the model; its `dtype` does not matter, because arrays keep their own. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
     tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
     at a time: 5 GB at most, or one larger tensor.
 
     Raises:
-        CheckpointError: everything that is wrong with the parameters, or `path` is in use.
+        CheckpointError: all problems of the parameters, or `path` is in use.
     """
     model = model_config(cfg)
     arrays = check_params(params, model)
@@ -119,7 +119,7 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     """Return the arrays of nested parameters by dotted name, "model.norm.weight" and so on.
 
     Raises:
-        CheckpointError: everything that is wrong with them.
+        CheckpointError: all of their problems.
     """
     arrays, problems = _flatten(params)
     problems += _mismatch({name: array.shape for name, array in arrays.items()}, model, "params")
@@ -143,7 +143,7 @@ def model_config(cfg: GenerationConfig) -> ModelConfig:
     if not isinstance(cfg, GenerationConfig):
         raise TypeError(f"cfg must be a GenerationConfig, got {type(cfg).__name__}")
     if cfg.model is None:
-        raise ConfigError("cfg.model is None: give the ModelConfig, cfg.replace(model=...)")
+        raise ConfigError("cfg.model is None: set the ModelConfig, cfg.replace(model=...)")
     return cfg.model
 
 
@@ -151,7 +151,7 @@ def open_checkpoint(path) -> Checkpoint:
     """Read and check everything in a checkpoint except the values of its weights.
 
     Raises:
-        CheckpointError: everything that is wrong, each with its file and key.
+        CheckpointError: all problems, each with its file and key.
     """
     path = checkpoint_directory(path)
     tensors, listed, problems = find_tensors(path)
@@ -226,7 +226,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def _configs(
     path: Path, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> tuple[ModelConfig | None, GenerationConfig | None, list[str]]:
-    """Return both configs, None for one that cannot be used, and why."""
+    """Return both configs, None for one that cannot be used, and the problems."""
     problems: list[str] = []
     model = cfg = None
     try:
@@ -248,7 +248,7 @@ def _configs(
 def _parameters(
     path: Path, tensors: dict[str, Tensor], listed: set[str] | None, model: ModelConfig
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors that are the model's parameters, in order, and what is wrong with them."""
+    """Return the tensors that are the model's parameters, in order, and their problems."""
     tensors = {name: tensors[name] for name in in_order(tensors) if not CONSTANTS.fullmatch(name)}
     problems = [
         f"{tensor.file}: {name} has dtype {tensor.dtype}, which must be one of {', '.join(DTYPES)}"
@@ -295,7 +295,7 @@ def _mismatch(
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arrays of nested dicts by dotted name, and what is wrong with the rest."""
+    """Return the arrays of nested dicts by dotted name, and the problems of the rest."""
     arrays: dict[str, Any] = {}
     problems = []
 

@@ -28,7 +28,7 @@ _UNLESS_CUT = "; if its download was interrupted, repeat it online"
 
 
 def local_directory(model: str | os.PathLike[str]) -> Path:
-    """Return the directory of a model that is given as a directory or by its hub id.
+    """Return the directory of a model given as a directory or by its hub id.
 
     An id is "owner/name", or just "name" for old models, optionally followed by "@" and a branch, a tag or the full
     hash of a commit. A directory is returned unchanged, and takes precedence over an id of the same spelling. Files
@@ -43,7 +43,7 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     if os.path.isdir(model):
         return Path(model)
     if os.path.exists(model):
-        raise InputError(f"{model} is a file: give the directory that it is in")
+        raise InputError(f"{model} is a file: pass the directory that it is in")
     match = _ID.fullmatch(model)
     if match is None:
         raise InputError(f"{model!r} is neither a directory nor a hub id, such as Qwen/Qwen2.5-0.5B-Instruct")

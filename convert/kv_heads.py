@@ -25,12 +25,12 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     """Return parameters and config of the model with `kv_heads` key-value heads, each the mean of its group.
 
     `params` are nested as `load_hf` returns them; the other arrays of the result are the same ones. Means are
-    taken in float32 and returned in the dtype of the heads. Unless the heads of each group are equal, the model
-    computes something else and has to be trained further.
+    taken in float32 and returned in the dtype of the heads. Unless the heads of each group are equal, the results
+    change and the model must be trained further.
 
     Raises:
         ConfigError: `kv_heads` is not less than the model's number of key-value heads, or does not divide it.
-        CheckpointError: everything that is wrong with the parameters.
+        CheckpointError: all problems of the parameters.
     """
     model = model_config(cfg)
     pooled = _with_kv_heads(model, kv_heads)

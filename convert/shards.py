@@ -24,7 +24,7 @@ _PICKLED = (".bin", ".pt", ".pth")
 
 
 def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
-    """Return the tensors in a directory's files, all names that should be there, and what is wrong.
+    """Return the tensors in a directory's files, all names that should be there, and the problems.
 
     The names are None where damage hides them.
     """
@@ -89,7 +89,7 @@ def checkpoint_directory(path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError([f"{path} is a file: give the directory that it is in"])
+        raise CheckpointError([f"{path} is a file: pass the directory that it is in"])
     if replaced(path).is_dir():
         raise CheckpointError(
             [f"{path}: replacing it was interrupted; {replaced(path)} is the old one: rename it back"]
@@ -101,7 +101,7 @@ def checkpoint_directory(path) -> Path:
 
 
 def read_json(file: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the object in a JSON file, None if there is no file or it is damaged, and what is wrong with it."""
+    """Return the object in a JSON file, None if there is no file or it is damaged, and its problems."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:

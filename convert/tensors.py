@@ -56,7 +56,7 @@ class Tensor:
         lost = 0
         for start in range(0, source.size, _CHUNK):
             chunk, cast = source[start : start + _CHUNK], target[start : start + _CHUNK]
-            with np.errstate(over="ignore", invalid="ignore"):  # NaNs are cast as they are
+            with np.errstate(over="ignore", invalid="ignore"):  # NaNs stay NaNs
                 cast[:] = chunk
                 lost += np.count_nonzero(np.isinf(cast) & ~np.isinf(chunk))
         if lost:
@@ -72,7 +72,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     not say which tensors a cut file has lost, so these are checked first.
 
     Raises:
-        CheckpointError: everything that is wrong with the file.
+        CheckpointError: all problems of the file.
     """
     try:
         header, start, size = _parse(file)
@@ -108,7 +108,7 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    """Return whether two arrays have the same dtype, shape and bits, so that NaNs and zeros compare too."""
+    """Return True if two arrays have the same dtype, shape and bits, so that NaNs and zeros compare too."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     bits = f"u{left.itemsize}"

@@ -1,7 +1,7 @@
 """Make the embedded checkpoint anew: `python -m demo OUT`.
 
 Text from `corpus`, a byte-level BPE tokenizer trained on it, a Qwen2 model of 1.8 M parameters trained on the
-answers, and the figures of its card. On two CPU cores it takes about an hour; killed, it goes on where it was.
+answers, and the figures of its card. On two CPU cores it takes about an hour; if killed, it resumes.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ questions. It shows what jaxgen does without a download. It knows nothing but th
 Held out and unseen are combinations of hero, event and thing that training never had. Requests look like "Tell me a
 story about a brave fox who lost a key": a hero, and what happens to it; made-up words are fine.
 
-`python -m demo OUT` makes all of it anew, this card too.
+`python -m demo OUT` makes all of it again, including this card.
 """
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ def _bounds(schema: dict[str, Any], of: str, where: str) -> tuple[int, int | Non
 def _items(schema: dict[str, Any], keyword: str, where: str) -> list[Any]:
     items = schema[keyword]
     if not isinstance(items, list) or not items:
-        raise InputError(f"{where}: {keyword} must be a list that is not empty, got {items!r}")
+        raise InputError(f"{where}: {keyword} must be a non-empty list, got {items!r}")
     return items
 
 

@@ -84,7 +84,7 @@ def unanchored(pattern: str) -> str:
     found = [anchor for anchor in _ANCHORS if anchor in plain]
     if found:
         raise InputError(
-            f"the pattern {_shown(pattern)} has {found[0]} inside: leave it out, as a text is always matched from "
+            f"the pattern {_shown(pattern)} has {found[0]} inside: leave it out, because a text is always matched from "
             r"start to end (the characters ^ and $ are written \^ and \$)"
         )
     depth = np.cumsum([(character == "(") - (character == ")") for character in plain])

@@ -40,7 +40,7 @@ class StopStrings:
         text: uint8[n], the bytes of all tokens, concatenated.
         offsets: int32[V + 1], where the bytes of each token begin; the last is n.
         goto: int32[S, 256], the state after each byte; state 0 is the start.
-        found: bool[S], whether a stop string ends in this state.
+        found: bool[S], True if a stop string ends in this state.
         longest: int32[], the bytes of the longest stop string, less than S.
     """
 
@@ -111,7 +111,7 @@ class StopStrings:
         return jnp.take(self.text, at, mode="clip").astype(jnp.int32)
 
     def _follow(self, state: jax.Array, byte: jax.Array) -> jax.Array:
-        """Return the next state; a byte of -1 leaves the state as it is."""
+        """Return the next state; a byte of -1 leaves the state unchanged."""
         return jnp.where(byte < 0, state, self.goto[state, jnp.maximum(byte, 0)])
 
     def _last_bytes(self, ids: jax.Array, length: jax.Array) -> jax.Array:
@@ -148,7 +148,7 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
         tokens = [token or b"" for token in tokens[:size]] + [b""] * (size - len(tokens))
         text = b"".join(tokens)
         made[vocab_size] = _Vocabulary(
-            np.frombuffer(text or b"\0", np.uint8),  # a gather needs something to read
+            np.frombuffer(text or b"\0", np.uint8),  # a gather needs at least one element
             np.concatenate([[0], np.cumsum([len(token) for token in tokens])]).astype(np.int32),
             frozenset(text),
         )

@@ -34,13 +34,13 @@ class TokenAutomaton:
     token with a leading space adds that space, even as the first token, although `decode` of the new tokens alone drops
     it. A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise the text begins
     with a token without one. Special tokens and ids without a token are not text and are never allowed. A complete text
-    can be reached from every state that tokens lead to, so a row meets no dead end, unless an eos token is itself part
-    of the text.
+    can be reached from every state that tokens lead to, so a row never reaches a dead end, unless an eos token is
+    itself part of the text.
 
     Attributes:
         classes: the class of each token.
         transitions: the state after each class of tokens; -1 if it is not allowed, and in the padding.
-        accepting: whether the text so far is complete.
+        accepting: True if the text so far is complete.
         shortest: the minimum number of tokens that complete the text.
         start: the first state, or one for each prompt (`stack`).
     """
@@ -80,7 +80,7 @@ class TokenAutomaton:
         useful = useful_states(transitions, automaton.accepting, automaton.start)
         if not useful[automaton.start]:
             raise InputError(
-                "no text that the pattern matches can be written with this tokenizer's tokens: allow what it has "
+                "no text that the pattern matches can be written with the tokenizer's tokens: allow what they can form "
                 "(SentencePiece has many words only with a leading space)"
             )
         transitions, accepting, start = restricted(transitions, automaton.accepting, automaton.start, useful)
@@ -146,8 +146,8 @@ class TokenAutomaton:
         `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text: they are allowed if the text is
         complete and not otherwise, whatever the grammar says. In state -1 nothing is allowed.
 
-        `remaining`, int32[rows], is the number of tokens that may still follow, eos not counted. Only tokens are then
-        allowed after which the text can still be completed in time. If there are too few from the beginning,
+        `remaining`, int32[rows], is the number of tokens that may still follow, eos not counted. A token
+        is then allowed only if the text can still be completed in time. If there are too few from the beginning,
         `remaining` has no effect.
         """
         following = self._following(state, remaining)
@@ -160,7 +160,7 @@ class TokenAutomaton:
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
         """Return the states int32[rows] after one more token in each row, tokens int32[rows].
 
-        A token that is not allowed leads to -1, which is final; an eos token leaves the state as it is.
+        A token that is not allowed leads to -1, which is final; an eos token leaves the state unchanged.
         """
         following = self.transitions[jnp.maximum(state, 0), self.classes[tokens]]
         stays = state < 0

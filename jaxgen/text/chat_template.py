@@ -1,4 +1,4 @@
-"""Chat templates: the text of a prompt from a conversation, by the checkpoint's own jinja code in a sandbox."""
+"""Chat templates: the text of a prompt from a conversation, rendered by the checkpoint's jinja code in a sandbox."""
 
 import functools
 import json

@@ -20,7 +20,7 @@ CONTEXT = 4
 
 
 class TextStream:
-    """Decoder of ids as they come: the texts that `put` and `end` return, joined, are `tokenizer.decode` of all ids.
+    """Decoder of ids as they arrive: the texts that `put` and `end` return, joined, are `tokenizer.decode` of all ids.
 
     A character is returned when it is complete. Until then, these are held back: a U+FFFD at the end, which may be an
     incomplete character; byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte
@@ -50,7 +50,7 @@ class TextStream:
         self._restart()
 
     def put(self, ids: Any) -> str:
-        """Append one id or several and return the text that they complete."""
+        """Append one or several ids and return the text that they complete."""
         return "".join(self._put(token_id) for token_id in id_list(ids))
 
     def end(self) -> str:
@@ -133,7 +133,7 @@ class TextStreamer:
 class TextIteratorStreamer(TextStreamer):
     """Streamer that passes the text to another thread, which iterates over it: HF's `TextIteratorStreamer`.
 
-    `generate` runs in a thread of its own. An exception there would only end that thread and leave the iteration
+    `generate` runs in its own thread. An exception there would only end that thread and leave the iteration
     waiting; `error` passes it on, and it is raised where the text is read:
 
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
@@ -178,7 +178,7 @@ class TextIteratorStreamer(TextStreamer):
     def error(self, exception: BaseException) -> None:
         """End the run: the iteration returns the text so far and raises the exception."""
         if not isinstance(exception, BaseException):
-            raise TypeError(f"error takes an exception, got {exception!r}")
+            raise TypeError(f"error must be called with an exception, got {exception!r}")
         self._expects_prompt = True
         try:
             self.on_finalized_text(self._stream.end())
@@ -195,7 +195,7 @@ class TextIteratorStreamer(TextStreamer):
                 item = self.text_queue.get(timeout=self.timeout)
             except queue.Empty:
                 raise queue.Empty(
-                    f"no token came for {self.timeout} seconds: set a longer timeout, or check whether generate failed"
+                    f"no token arrived for {self.timeout} seconds: set a longer timeout, or check if generate failed"
                 ) from None
             self._ended = not isinstance(item, str)
             if isinstance(item, BaseException):

@@ -152,7 +152,7 @@ class Tokenizer:
         truncates at the config's `truncation_side`.
         """
         if not isinstance(text, str):
-            raise TypeError(f"encode takes one str, got {type(text).__name__}: batch takes a list of them")
+            raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -165,7 +165,7 @@ class Tokenizer:
             added = backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
             if max_length < max(added, 1):
                 raise InputError(
-                    f"max_length must be at least {max(added, 1)}, as the tokenizer itself adds {added} tokens, "
+                    f"max_length must be at least {max(added, 1)}, because the tokenizer itself adds {added} tokens, "
                     f"got {max_length}"
                 )
             encoding.truncate(max_length - added, direction=self.truncation_side)
@@ -189,7 +189,7 @@ class Tokenizer:
         Pads with the pad id, else eos, else unk, else 0. The mask makes the choice irrelevant to the model.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
-            raise TypeError(f"batch takes a list of str, got {type(texts).__name__}: pass [text] for one text")
+            raise TypeError(f"batch accepts a list of str, got {type(texts).__name__}: pass [text] for one text")
         return self.pad([self.encode(text, max_length=max_length) for text in texts])
 
     def chat(
@@ -210,7 +210,7 @@ class Tokenizer:
         `render_chat`.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
-            raise TypeError(f"chat takes a list of conversations, got {type(conversations).__name__}")
+            raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [conversations]
         rendered = [

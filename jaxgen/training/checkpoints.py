@@ -80,7 +80,7 @@ def alone_in(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(f"another process trains in {directory}: wait for it, or choose another") from error
+            raise InputError(f"another process is training in {directory}: wait for it, or choose another") from error
         except OSError:
             pass  # some network file systems do not support locks
         yield

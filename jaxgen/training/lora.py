@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxgen.errors import ConfigError
 from jaxgen.model.lowrank import LowRank
 
-# The projections of every layer; embeddings and head stay as they are.
+# The projections of every layer; embeddings and head are unchanged.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

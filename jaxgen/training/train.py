@@ -1,6 +1,6 @@
 """Training: the loss of the forward pass, a pure step on optax, and a loop that resumes after being killed.
 
-The step is a function of a state and a batch; jit it and call it in a loop of your own:
+The step is a function of a state and a batch; jit it and call it in your own loop:
 
 >>> step = jax.jit(functools.partial(train_step, model=cfg.model, cfg=TrainConfig(steps=1000)))  # doctest: +SKIP
 >>> state = TrainState.create(params, TrainConfig(steps=1000))                                   # doctest: +SKIP

@@ -208,7 +208,7 @@ class TestGoingOn:
 
     def test_two_at_once(self, run, tmp_path):
         with alone_in(tmp_path / "out.training"):
-            assert "another process trains in" in run()[1]
+            assert "another process is training in" in run()[1]
         assert not (tmp_path / "out.training").exists()
 
     def test_damaged_states(self, run, tmp_path):

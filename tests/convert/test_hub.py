@@ -307,7 +307,7 @@ def test_neither_a_directory_nor_an_id(text):
 
 
 def test_a_file(checkpoint):
-    with pytest.raises(InputError, match=r"config\.json is a file: give the directory"):
+    with pytest.raises(InputError, match=r"config\.json is a file: pass the directory"):
         local_directory(checkpoint / "config.json")
 
 

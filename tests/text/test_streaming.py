@@ -270,7 +270,7 @@ class TestTextIteratorStreamer:
             next(streamer)
 
     def test_error_takes_exceptions_only(self):
-        with pytest.raises(TypeError, match="error takes an exception, got 'late'"):
+        with pytest.raises(TypeError, match="error must be called with an exception, got 'late'"):
             TextIteratorStreamer(BYTE_LEVEL).error("late")
 
     def test_timeout(self):
@@ -278,7 +278,7 @@ class TestTextIteratorStreamer:
         speak(streamer, ["he"], prompt="<|end|>", ending=False)
         assert next(streamer) == "he"
         begin = time.monotonic()
-        with pytest.raises(queue.Empty, match=r"no token came for 0\.05 seconds"):
+        with pytest.raises(queue.Empty, match=r"no token arrived for 0\.05 seconds"):
             next(streamer)
         assert 0.04 <= time.monotonic() - begin < 5
         speak(streamer, [], prompt="ll")
