@@ -17,7 +17,7 @@ from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
 from convert.tensors import DTYPES, Tensor, same_bits
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
@@ -89,7 +89,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     if problems:
         raise CheckpointError(problems)
     params = flax.traverse_util.unflatten_dict({name: arrays[name] for name in checkpoint.tensors}, sep=".")
-    model = dataclasses.replace(model_config(checkpoint.cfg), dtype=checkpoint.dtype(_EMBEDDING, wanted).name)
+    model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(_EMBEDDING, wanted).name)
     return params, checkpoint.cfg.replace(model=model)
 
 
@@ -104,7 +104,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     Raises:
         CheckpointError: all problems of the parameters, or `path` is in use.
     """
-    model = model_config(cfg)
+    model = model_of(cfg)
     arrays = check_params(params, model)
     generation = cfg.to_hf()
     config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
@@ -131,20 +131,6 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     if problems:
         raise CheckpointError(problems)
     return arrays
-
-
-def model_config(cfg: GenerationConfig) -> ModelConfig:
-    """Return the model's config.
-
-    Raises:
-        ConfigError: it is None.
-        TypeError: `cfg` is not a GenerationConfig.
-    """
-    if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a GenerationConfig, got {type(cfg).__name__}")
-    if cfg.model is None:
-        raise ConfigError("cfg.model is None: set the ModelConfig, cfg.replace(model=...)")
-    return cfg.model
 
 
 def open_checkpoint(path) -> Checkpoint:

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert.hf import Checkpoint, check_params, model_config
+from convert.hf import Checkpoint, check_params
 from convert.tensors import DTYPES, Tensor
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError
 from jaxgen.model.config import ModelConfig
 
@@ -32,7 +32,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
         ConfigError: `kv_heads` is not less than the model's number of key-value heads, or does not divide it.
         CheckpointError: all problems of the parameters.
     """
-    model = model_config(cfg)
+    model = model_of(cfg)
     pooled = _with_kv_heads(model, kv_heads)
     check_params(params, model)
 
@@ -50,7 +50,7 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     Raises:
         ConfigError: as in `pool_kv_heads`.
     """
-    model = model_config(checkpoint.cfg)
+    model = model_of(checkpoint.cfg)
     pooled = _with_kv_heads(model, kv_heads)
     group = model.num_key_value_heads // pooled.num_key_value_heads
 

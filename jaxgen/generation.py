@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxgen.config.availability import refuse_options, refuse_unbuilt
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
 from jaxgen.decoding.continuation import Continuation
@@ -171,8 +171,7 @@ def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:
         return None
     if tokenizer is None:
         raise InputError("stop_strings are text: pass the tokenizer too, generate(..., tokenizer=tokenizer)")
-    assert cfg.model is not None
-    return StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
+    return StopStrings.build(cfg.stop_strings, tokenizer, model_of(cfg).vocab_size)
 
 
 def _hook(given):
@@ -191,9 +190,8 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         return
     if not callable(given):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
-    assert cfg.model is not None
     function: Any = given
-    calls = HostCalls(function, cfg.model.vocab_size, eager)
+    calls = HostCalls(function, model_of(cfg).vocab_size, eager)
     try:
         yield calls.pytree, calls
     finally:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxgen.buckets import prompt_bucket
 from jaxgen.config.availability import check_options, normal_form, refuse_unbuilt
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
@@ -77,14 +77,14 @@ def score(
         TypeError: an argument of the wrong type.
     """
     check_call(params, cfg)
-    assert cfg.model is not None
-    vocab = cfg.model.vocab_size
+    model = model_of(cfg)
+    vocab = model.vocab_size
     _check_size("top_logprobs", top_logprobs, 0, vocab)
     if chunk is not None:
         _check_size("chunk", chunk, 1)
     extensions = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
     traced = is_traced(params, ids, cfg, attention_mask, extensions) or under_jit()
-    ids = token_ids(ids, cfg.model)
+    ids = token_ids(ids, model)
     mask = mask_of(attention_mask, ids, cfg)
     rows, width = ids.shape
     if prompt_width is not None:
@@ -98,8 +98,7 @@ def score(
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
     size = _chunk_size(chunk, width - start + right, rows * vocab)
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
-    model = cfg.model if traced else for_this_machine(cfg.model)
-    scores = logprobs(params, ids, mask, replay, model=model, **sizes)
+    scores = logprobs(params, ids, mask, replay, model=model if traced else for_this_machine(model), **sizes)
     if left + right == 0:
         return scores
     # Cut on the host: a slice of a jax array would compile for each width.

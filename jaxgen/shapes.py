@@ -1,4 +1,4 @@
-"""Changes of shape that several rooms need: repeating rows, cutting and padding an axis."""
+"""Changes of shape that several packages need: repeating rows, cutting and padding an axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Repeat each row of `x [n, ...]` in place, as `numpy.repeat`, so that there are `rows`, a multiple of n."""
+    """Repeat each row of `x [n, ...]`, like `numpy.repeat`, to `rows` rows, a multiple of n."""
     return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)
 
 

@@ -18,7 +18,7 @@ from jaxgen.cli.batch import read_lines, write_answers
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.options import generation_fields
 from jaxgen.cli.timing import Stats
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import InputError
 from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -41,12 +41,11 @@ def answer(options: argparse.Namespace) -> Stats:
     stats = Stats()
     directory = local_directory(options.model) if options.model is not None else demo.PATH
     cfg = open_checkpoint(directory).cfg.replace(**generation_fields(options))
-    assert cfg.model is not None
     tokenizer = Tokenizer.from_pretrained(directory)
     room = functools.partial(budget, cfg, options)
     lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
     batch = _encode(tokenizer, options) if lines is None and not options.chat else None
-    chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
+    chat = Chat(tokenizer, model_of(cfg).context_length, options.system) if options.chat else None
     rows, width = (1, 1) if batch is None else batch.ids.shape
     if lines is None:
         cfg = cfg.replace(max_new_tokens=room(0 if batch is None else width))
@@ -72,7 +71,6 @@ def answer(options: argparse.Namespace) -> Stats:
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the further keywords of generate()."""
-    assert cfg.model is not None
     more: dict[str, Any] = {"tokenizer": tokenizer}
     if options.negative_prompt is not None:
         if not cfg.on("guidance_scale"):
@@ -80,12 +78,12 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
         more["negative_prompt_ids"] = _encode_text(tokenizer, options, options.negative_prompt).ids
     if options.regex is not None:
         more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(
-            options.regex, tokenizer, vocab_size=cfg.model.vocab_size
+            options.regex, tokenizer, vocab_size=model_of(cfg).vocab_size
         )
     if options.json_schema is not None:
         schema = Path(options.json_schema).read_text("utf-8")
         more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_json_schema(
-            schema, tokenizer, vocab_size=cfg.model.vocab_size
+            schema, tokenizer, vocab_size=model_of(cfg).vocab_size
         )
     return more
 
@@ -121,8 +119,7 @@ def _encode_text(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -
 
 def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> int:
     """Return the most new tokens after a prompt of `prompt` tokens."""
-    assert cfg.model is not None
-    context = cfg.model.context_length
+    context = model_of(cfg).context_length
     if prompt >= context:
         raise InputError(
             f"the prompt has {prompt} tokens and the model's context is {context}, answer included: shorten it"

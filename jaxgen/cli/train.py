@@ -20,9 +20,10 @@ import numpy as np
 
 from convert import load_hf
 from convert.atomic_directory import new_directory
-from convert.hf import Checkpoint, check_params, copy_tokenizer, model_config, open_checkpoint, write_arrays
+from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint, write_arrays
 from convert.hub import local_directory
 from jaxgen.cli import arguments
+from jaxgen.config.generation_config import model_of
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from jaxgen.model.config import DTYPES, ModelConfig
@@ -183,7 +184,7 @@ def _check_out(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> _Job:
     source = open_checkpoint(local_directory(options.model))
-    model = model_config(source.cfg)
+    model = model_of(source.cfg)
     tokenizer = Tokenizer.from_pretrained(source.path)
     width = _width(options.width, model)
     examples = read_examples(options.data, tokenizer)

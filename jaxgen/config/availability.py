@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.kinds import is_tracer
 from jaxgen.config.options import BUILT, GROUP_BEAM, OPTIONS, TRACED
 from jaxgen.config.tables import eos_list
@@ -56,8 +56,7 @@ def refuse_options(options: dict[str, Any]) -> None:
 
 def check_options(cfg: GenerationConfig, prompts: int) -> None:
     """Raise an error for values for another number of prompts, or ids that are not in the vocabulary."""
-    assert cfg.model is not None
-    vocab = cfg.model.vocab_size
+    vocab = model_of(cfg).vocab_size
     for name, option in TRACED.items():
         value = getattr(cfg, name)
         if not option.is_on(value):
@@ -68,7 +67,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
         largest = max(option.kind.tokens(value), default=0) if option.stage else 0
         if largest >= vocab:
             raise ConfigError(f"{name} has the token {largest}, but the vocabulary is 0 to {vocab - 1}")
-    if cfg.prefill_chunk_size is not None and cfg.model.rope.type == "dynamic":
+    if cfg.prefill_chunk_size is not None and model_of(cfg).rope.type == "dynamic":
         raise ConfigError("prefill_chunk_size is not offered with dynamic RoPE, which depends on the total length")
     if cfg.on("exponential_decay_length_penalty") and not cfg.on("eos_token_id"):
         raise ConfigError("exponential_decay_length_penalty makes an end more likely: set eos_token_id too")

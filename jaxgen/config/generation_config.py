@@ -196,6 +196,20 @@ class GenerationConfig(GenerationOptions):
         return f"GenerationConfig({', '.join(shown)})"
 
 
+def model_of(cfg: GenerationConfig) -> ModelConfig:
+    """Return the shape of the model that a config is for.
+
+    Raises:
+        ConfigError: `cfg.model` is None.
+        TypeError: `cfg` is not a GenerationConfig.
+    """
+    if not isinstance(cfg, GenerationConfig):
+        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
+    if cfg.model is None:
+        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
+    return cfg.model
+
+
 def _on_host(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, jax.Array) else value
 

@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding.logprobs import pick
 from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.shapes import repeat_rows
@@ -104,9 +104,8 @@ class Recording:
     @classmethod
     def begin(cls, cfg: GenerationConfig, capacity: int, out: ModelOutput, columns: jax.Array) -> Recording:
         """Allocate `capacity` steps for each prompt and record its prefill `out`; `columns int32[B, P]`."""
-        assert cfg.model is not None
         prompts, width = columns.shape
-        everything = (prompts, capacity, cfg.model.vocab_size)
+        everything = (prompts, capacity, model_of(cfg).vocab_size)
         top = (prompts, capacity, cfg.top_logprobs)
         later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
         hidden = attentions = None

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
 
 
@@ -53,8 +53,7 @@ class History:
         """Begin with the first `length int32[rows]` of `ids int32[rows, W]`; W leaves space for `budget` more."""
         seen = None
         if cfg.on("repetition_penalty") or cfg.on("encoder_repetition_penalty"):
-            assert cfg.model is not None
-            vocab = cfg.model.vocab_size
+            vocab = model_of(cfg).vocab_size
             rows, columns = jnp.arange(ids.shape[0])[:, None], jnp.arange(ids.shape[1])[None, :]
             seen = jnp.zeros((ids.shape[0], vocab), bool)
             seen = seen.at[rows, jnp.where(columns < length[:, None], ids, vocab)].set(True, mode="drop")

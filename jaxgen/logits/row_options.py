@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import TRACED
 from jaxgen.logits import processors
 from jaxgen.logits.history import History
@@ -93,5 +93,4 @@ class RowOptions:
 
     @property
     def _vocab(self) -> int:
-        assert self.cfg.model is not None
-        return self.cfg.model.vocab_size
+        return model_of(self.cfg).vocab_size

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgen.config.generation_config import GenerationConfig, warn
+from jaxgen.config.generation_config import GenerationConfig, model_of, warn
 from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
@@ -25,24 +25,21 @@ _OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_token
 
 def check_call(params, cfg: GenerationConfig) -> None:
     """Raise an error if `cfg` is not a GenerationConfig with a model, or if the parameters do not fit that model."""
-    if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
-    if cfg.model is None:
-        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
+    model = model_of(cfg)
     if not isinstance(params, dict | flax.core.FrozenDict):
         raise TypeError(f"params must be the dict of parameters, got {type(params).__name__}")
     if set(params) == {"params"}:
         raise InputError('params must be the tree itself, without the outer {"params": ...}')
     given: dict[str, Any] = dict(flax.traverse_util.flatten_dict(params, sep="."))
-    wanted = param_shapes(cfg.model)
+    wanted = param_shapes(model)
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in wanted]
     reasons = {name: mismatch(given[name], shape) for name, shape in wanted.items() if name in given}
     problems += [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
     dtype = None if problems else given["model.embed_tokens.weight"].dtype
-    if dtype is not None and dtype != cfg.model.dtype:
+    if dtype is not None and dtype != model.dtype:
         problems.append(
-            f"they are {dtype} and cfg.model.dtype is {cfg.model.dtype}: make them equal, "
+            f"they are {dtype} and cfg.model.dtype is {model.dtype}: make them equal, "
             f"dataclasses.replace(cfg.model, dtype={str(dtype)!r})"
         )
     if problems:
@@ -52,13 +49,12 @@ def check_call(params, cfg: GenerationConfig) -> None:
 
 def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions) -> None:
     """Raise an error for a cache that these prompts cannot continue from."""
-    assert cfg.model is not None
     if prompts % cache.rows:
         raise InputError(
             f"the cache has {cache.rows} rows and there are {prompts} prompts: the number of prompts must be a "
             "multiple of the cache's rows"
         )
-    cache.kv.check_model(cfg.model)
+    cache.kv.check_model(model_of(cfg))
     if cfg.output_attentions:
         raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to see them")
     readers = [name for name in _OF_TOKENS if cfg.on(name)]
@@ -75,12 +71,11 @@ def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -
     """Raise an error for an automaton built for another vocabulary, or stacked for another number of prompts."""
     if not isinstance(extensions.allowed, TokenAutomaton):
         return
-    assert cfg.model is not None
     tokens, starts = extensions.allowed.classes.shape[0], extensions.allowed.start.size
-    if tokens != cfg.model.vocab_size:
+    vocab = model_of(cfg).vocab_size
+    if tokens != vocab:
         raise InputError(
-            f"the automaton has a vocabulary of {tokens} and the model of {cfg.model.vocab_size}: build it with "
-            f"vocab_size={cfg.model.vocab_size}"
+            f"the automaton has a vocabulary of {tokens} and the model of {vocab}: build it with vocab_size={vocab}"
         )
     if starts not in (1, prompts):
         raise InputError(f"the automaton is stacked for {starts} prompts and there are {prompts}: stack one for each")
@@ -120,10 +115,10 @@ def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarr
         lengths: int32[B], the prompts' tokens, including those given as embeddings.
         budget: int32[B].
     """
-    assert cfg.model is not None
-    if (longest := int((lengths + budget).max())) > cfg.model.context_length:
+    context = model_of(cfg).context_length
+    if (longest := int((lengths + budget).max())) > context:
         warn(
-            f"prompt and answer may reach {longest} tokens and the model was trained for {cfg.model.context_length}: "
+            f"prompt and answer may reach {longest} tokens and the model was trained for {context}: "
             "quality may degrade beyond that"
         )
     if cfg.on("min_new_tokens"):

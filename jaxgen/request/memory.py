@@ -19,7 +19,7 @@ import numpy as np
 
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.buckets import capacity_for, prompt_bucket
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
@@ -121,9 +121,8 @@ class _Request:
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention and the logits."""
-        assert self.checkpoint.cfg.model is not None
         dtype = self.checkpoint.dtype("model.embed_tokens.weight", self.dtype)
-        model = dataclasses.replace(self.checkpoint.cfg.model, dtype=dtype.name)
+        model = dataclasses.replace(model_of(self.checkpoint.cfg), dtype=dtype.name)
         rows = self.prompts * self.copies
         width, capacity = prompt_bucket(self.width), capacity_for(self.new_tokens, recorded=self.records > 0)
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
-from jaxgen.config.generation_config import GenerationConfig, warn, warn_unused
+from jaxgen.config.generation_config import GenerationConfig, model_of, warn, warn_unused
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
@@ -74,8 +74,7 @@ def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Exten
     Raises:
         InputError, ConfigError, TypeError: a faulty call.
     """
-    model = cfg.model
-    assert model is not None
+    model = model_of(cfg)
     ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)
     has_ids = not (inputs.ids is None and embeds is not None)
     mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
