@@ -138,8 +138,8 @@ class TestLength:
         assert "C" not in run("--model", copy, "A@", option, 8)[1][:length]
 
     def test_longer_than_the_model_holds(self, refused, checkpoint):
-        assert "507 at most" in refused("--model", checkpoint, "ABCDE", "--max-new-tokens", 508)
-        assert "507 at most" in refused("--model", checkpoint, "ABCDE", "--max-length", 513)
+        assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-new-tokens", 508)
+        assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-length", 513)
         assert "shorten it" in refused("--model", checkpoint, "A" * 512)
         assert "counts the prompt" in refused("--model", checkpoint, "ABCDE", "--max-length", 5)
 

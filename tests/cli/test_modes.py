@@ -94,7 +94,7 @@ class TestChat:
 
     def test_what_excludes_it(self, refused, checkpoint, talking):
         assert "exclude each other" in refused("--model", talking, "--chat", "A")
-        assert "no chat template" in refused("--model", talking, "--chat", "--raw")
+        assert "disables the chat template" in refused("--model", talking, "--chat", "--raw")
         assert "use --max-new-tokens" in refused("--model", talking, "--chat", "--max-length", 9)
         assert "leave out --num-return-sequences" in refused("--model", talking, "--chat", "--num-return-sequences", 2)
         assert "needs a chat template" in refused("--model", checkpoint, "--chat")
@@ -164,7 +164,7 @@ class TestInput:
         arguments = ("--model", checkpoint, "--input", tmp_path / "prompts")
         assert "exists" in refused(*arguments, "--output", tmp_path / "prompts")
         assert "at least 1" in refused(*arguments, "--batch-size", 0)
-        assert "give that too" in refused("--model", checkpoint, "A", "--output", tmp_path / "answers")
+        assert "use that too" in refused("--model", checkpoint, "A", "--output", tmp_path / "answers")
         assert "exclude each other" in refused(*arguments, "A")
 
 
