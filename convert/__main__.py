@@ -124,7 +124,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{rest[0]!r} comes after SRC and DST: leave it out")
     given = (options.destination, options.dtype, options.kv_heads)
     if options.list and (any(value is not None for value in given) or options.overwrite or options.check):
-        parser.error("--list takes a source and nothing else")
+        parser.error("--list needs a source and nothing else")
     if not options.list and options.destination is None:
         parser.error("the destination is missing")
     return options

@@ -297,7 +297,7 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a nested dict of arrays, got {type(params).__name__}")
     if set(params) == {"params"}:
-        return {}, ["params: the model's variables were given: give their entry, variables['params']"]
+        return {}, ["params: these are the model's variables: pass their entry, variables['params']"]
     for name, value in walk(params):
         if isinstance(value, np.ndarray | jax.Array):
             arrays[name] = value

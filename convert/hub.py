@@ -101,7 +101,7 @@ def _explain(error: Exception, name: str, revision: str | None) -> str:
     if isinstance(cause, errors.RepositoryNotFoundError):
         return f"{name} is neither a directory nor a model on {hub}: check the name; if it is private, {_LOG_IN}"
     if isinstance(cause, errors.RevisionNotFoundError):
-        return f"{name} has no revision {revision or 'main'!r} on {hub}: give a branch, a tag or a whole commit hash"
+        return f"{name} has no revision {revision or 'main'!r} on {hub}: name a branch, a tag or a full commit hash"
     if isinstance(cause, errors.HFValidationError):
         return f"{name!r} is neither a directory nor a hub id: {_line(cause)}"
     if isinstance(cause, errors.HfHubHTTPError) and cause.response is not None:

@@ -94,7 +94,7 @@ def checkpoint_directory(path) -> Path:
         raise CheckpointError(
             [f"{path}: replacing it was interrupted; {replaced(path)} is the old one: rename it back"]
         )
-    advice = "give a local checkpoint directory"
+    advice = "pass a local checkpoint directory"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(given)):
         advice += "; a model on the Hugging Face Hub is fetched by convert.hub.local_directory"
     raise CheckpointError([f"{given} is not a directory: {advice}"])

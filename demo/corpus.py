@@ -103,7 +103,7 @@ class Request:
 
     @property
     def held_out(self) -> bool:
-        """Whether the combination of hero, event and thing is kept out of the training conversations."""
+        """True if the combination of hero, event and thing is kept out of the training conversations."""
         return zlib.crc32(f"{self.hero} {self.event} {self.thing}".encode()) % 20 == 0
 
     @property

@@ -1,4 +1,4 @@
-"""What makes a brave hero brave: sentences for the adjectives that a story is asked with."""
+"""Sentences that show why a brave hero is brave, for each adjective that a story can be requested with."""
 
 from typing import NamedTuple
 

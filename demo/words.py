@@ -9,7 +9,7 @@ def _list(text: str) -> tuple[str, ...]:
 
 
 class World(NamedTuple):
-    """What there is where a hero lives: where to live, where to look, where things turn up, and who comes by."""
+    """The surroundings of a hero: where to live, where to look, where things turn up, and who comes by."""
 
     homes: tuple[str, ...]
     spots: tuple[str, ...]

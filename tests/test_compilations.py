@@ -1,4 +1,4 @@
-"""How many programs are compiled, counted by jax's own event for each compilation."""
+"""The number of compiled programs, counted by jax's own event for each compilation."""
 
 import jax
 import numpy as np

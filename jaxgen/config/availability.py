@@ -44,13 +44,13 @@ def refuse_options(options: dict[str, Any]) -> None:
     """Raise an error for keyword arguments that `generate` does not have."""
     for name in options:
         if name in GenerationConfig.__dataclass_fields__:
-            raise TypeError(f"generate() takes {name} from the config: use cfg.replace({name}=...)")
+            raise TypeError(f"generate() reads {name} from the config: use cfg.replace({name}=...)")
         if name in ("synced_gpus", "position_ids"):
             raise TypeError(f"generate() does not offer {name}: leave it out")
         if name == "assistant_model":
             raise TypeError("generate() does not implement assisted decoding: leave assistant_model out")
         if name == "past_key_values":
-            raise TypeError("generate() takes a cache as cache=, with the new tokens only as ids")
+            raise TypeError("generate() has no past_key_values: pass cache=, with only the new tokens as ids")
         GenerationConfig().replace(**{name: None})  # an unknown name: raises and offers the nearest
 
 

@@ -1,4 +1,4 @@
-"""What a caller adds to a run in addition to the config: processors, criteria, a grammar, stop strings, a hook."""
+"""The caller's additions to a run: processors, criteria, a grammar, stop strings, a hook."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def run(checkpoint, data, tmp_path, capsys):
 
 
 def answers(path: Path) -> list[str]:
-    """What the checkpoint says to the prompts it was trained on."""
+    """The checkpoint's answers to the prompts it was trained on."""
     params, cfg = load_hf(path)
     tokenizer = Tokenizer.from_pretrained(path)
     batch = tokenizer.chat([[{"role": "user", "content": prompt}] for prompt, _ in CHATS])

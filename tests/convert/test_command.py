@@ -156,9 +156,9 @@ def test_all_problems_come_in_one_line(call, qwen2, tmp_path):
     [
         ([], "required: SRC"),
         (["a"], "destination is missing"),
-        (["a", "b", "--list"], "--list takes a source and nothing else"),
+        (["a", "b", "--list"], "--list needs a source and nothing else"),
         (["a", "b", "c"], "'c' comes after SRC and DST"),
-        (["a", "--list", "--check"], "--list takes a source and nothing else"),
+        (["a", "--list", "--check"], "--list needs a source and nothing else"),
         (["a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["a", "b", "--quick"], "unknown option --quick"),
     ],

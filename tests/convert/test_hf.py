@@ -31,7 +31,7 @@ def flat(params) -> dict:
 
 
 def same(params, tensors: dict) -> bool:
-    """Whether parameters are these tensors, bit by bit."""
+    """True if the parameters are these tensors, bit by bit."""
     arrays = flat(params)
     return arrays.keys() == tensors.keys() and all(
         isinstance(arrays[name], jax.Array)
@@ -200,7 +200,7 @@ def test_a_link_to_a_file_that_is_gone(qwen2):
 
 def test_paths_that_are_not_directories(qwen2, tmp_path, monkeypatch):
     assert "pass the directory that it is in" in problems(qwen2 / SINGLE)[0]
-    assert "give a local checkpoint directory" in problems(tmp_path / "absent")[0]
+    assert "pass a local checkpoint directory" in problems(tmp_path / "absent")[0]
     assert "Hub" in problems(Path("Qwen/Qwen2.5-0.5B-Instruct"))[0]
     (tmp_path / ".absent.replaced").mkdir()
     assert ".absent.replaced is the old one: rename it back" in problems(tmp_path / "absent")[0]

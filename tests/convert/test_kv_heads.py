@@ -154,7 +154,7 @@ def test_a_single_head_cannot_be_pooled(call, tmp_path):
     ("arguments", "expected"),
     [
         (["a", "b", "--kv-heads", "two"], "invalid int value: 'two'"),
-        (["a", "--list", "--kv-heads", "0"], "--list takes a source and nothing else"),
+        (["a", "--list", "--kv-heads", "0"], "--list needs a source and nothing else"),
     ],
 )
 def test_wrong_use(call, arguments, expected):

@@ -1,4 +1,4 @@
-"""What steers a run besides the config: functions, automata, stop strings; and how rows end."""
+"""The caller's additions to a run: functions, automata, stop strings; and the ends of rows."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What is drawn, and that a row's draws depend on the row alone."""
+"""Draws, and that a row's draws depend on the row alone."""
 
 import jax
 import jax.numpy as jnp

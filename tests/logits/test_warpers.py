@@ -86,7 +86,7 @@ def entropy_terms(logs):
 
 
 def typical_row(row, mass, keep):
-    """What is kept of a row, or None where float32 may fall on either side."""
+    """The tokens that are kept of a row, or None where float32 may fall on either side."""
     logs = log_softmax(row)
     distance = np.where(np.isfinite(row), np.abs(-logs - np.sum(entropy_terms(logs))), 1e9)
     order = np.argsort(distance, kind="stable")

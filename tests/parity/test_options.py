@@ -33,7 +33,7 @@ def groups():
 
 
 def allowed(prefix: list[int], row, last, vocab: int):
-    """Which tokens a table `[a, b, m]` allows in a row after a token, bool[..., V]."""
+    """The tokens that a table `[a, b, m]` allows in a row after a token, bool[..., V]."""
     a, b, m = prefix
     return (np.arange(vocab) + a * last + b * row) % m == 0
 

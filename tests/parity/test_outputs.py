@@ -1,4 +1,4 @@
-"""What a run gives besides tokens: scores, log-probabilities, hidden states, attentions; in transformers' forms too."""
+"""Outputs other than tokens: scores, log-probabilities, hidden states, attentions; in transformers' forms too."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is drawn against the distribution of transformers 4.41.1, and what each warper keeps of many rows.
+"""Draws against the distribution of transformers 4.41.1, and the tokens that each warper keeps in many rows.
 
 The scores, and the tokens that are kept, are from goldens/README.md's files.
 """
@@ -55,7 +55,7 @@ def tail(statistic, freedom):
 
 
 def is_plausible(tokens, probs):
-    """Whether draws may well be of a distribution: none is impossible, and the test does not reject them."""
+    """True if the draws fit a distribution: none is impossible, and the test does not reject them."""
     seen = np.bincount(tokens, minlength=len(probs))
     return bool(np.all(seen[probs == 0] == 0)) and tail(*chi_square(seen, probs)) >= SIGNIFICANCE
 
@@ -218,7 +218,7 @@ def test_the_kept_values_are_those_of_transformers(name):
 
 
 def parts_equal_scores(scores, kept):
-    """Whether of several equal scores, float32[V], some are kept and some are not."""
+    """True if some of several equal scores, float32[V], are kept and some are not."""
     return bool(np.intersect1d(scores[kept], scores[~kept & np.isfinite(scores)]).size)
 
 

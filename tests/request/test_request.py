@@ -1,4 +1,4 @@
-"""What a run can begin with: nothing, embeddings, guidance, long prompts in chunks, a cache with a hook around."""
+"""Beginnings of a run: nothing, embeddings, guidance, long prompts in chunks, a cache with a hook around."""
 
 import dataclasses
 
