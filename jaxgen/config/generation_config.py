@@ -116,7 +116,8 @@ class GenerationConfig(GenerationOptions):
                 raise ConfigError(f"{name} has one value per prompt; generation_config.json stores only one value")
             if option.kind.traced:
                 value = option.parse(jax.tree.map(_on_host, value))
-            if option.since != "jaxgen" and value != option.default:
+            both_off = not option.is_on(value) and not option.is_on(option.default)
+            if option.since != "jaxgen" and value != option.default and not (option.kind.traced and both_off):
                 fields[name] = thawed(value)
         return fields
 
