@@ -151,47 +151,44 @@ def continuation_of(run: Run, request: Request) -> Continuation:
     """Run the prompts through the model and return the cache, with nothing generated."""
     prefilled = prefill(run, request)
     history, kv = prefilled.rows.history, guidance.conditional(run.cfg, prefilled.read.cache)
-    return Continuation(kv, prefilled.rows.prefilled, history.total_length)
+    return Continuation(kv, prefilled.rows.cache_ids, history.total_length)
 
 
 def _open(run: Run, request: Request) -> tuple[Prompt, KVCache, Rows]:
     """Return the tokens to read, the cache that receives them, and the rows before anything is generated."""
-    prompts, given = request.ids.shape[0], request.cache
     prompt = Prompt.align(request.ids, request.mask, request.embeds)
+    cache_ids, total = _all_tokens(run, request.cache, prompt)
+    known = prompt if cache_ids is None else Prompt.of_length(cache_ids, total)
+    known = Prompt.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
+    rows = Rows.begin(run, request, known, cache_ids, total)
+    read = guidance.with_negative(run, request, _after_pending(run, request.cache, prompt))
+    return read, _cache_for(run, request.cache, rows.count, read.ids.shape), rows
+
+
+def _all_tokens(run: Run, given: Continuation | None, prompt: Prompt) -> tuple[jax.Array | None, jax.Array]:
+    """Return the ids of all tokens of each prompt, int32[B, W], those of its cache first, and their number, int32[B].
+
+    The ids are None if those in the cache are not known.
+    """
     if given is None:
-        tokens, total = jnp.where(prompt.mask, prompt.ids, 0), prompt.length
-        read = prompt
-    else:
-        before = None if given.tokens is None else resize_axis(repeat_rows(given.tokens, prompts), 1, run.sizes.slots)
-        count = repeat_rows(given.count, prompts)
-        total = count + prompt.length
-        tokens = None
-        if before is not None:
-            cached = Prompt(before, jnp.arange(before.shape[1])[None, :] < count[:, None])
-            tokens = Prompt(prompt.ids, prompt.mask).after(cached).ids
-        read = _after_pending(run, given, prompt)
-    everything = prompt
-    if tokens is not None:
-        everything = Prompt(tokens, jnp.arange(tokens.shape[1])[None, :] < total[:, None])
-    known = _known(everything)
-    rows = Rows.begin(run, request, known, tokens, total)
-    read = guidance.with_negative(run, request, read)
-    return read, _cache_for(run, given, prompts, read.ids.shape), rows
-
-
-def _after_pending(run: Run, given: Continuation, prompt: Prompt) -> Prompt:
-    """Prepend the pending token, if any: the last generated one, which has not been through the model yet."""
+        return jnp.where(prompt.mask, prompt.ids, 0), prompt.length
+    prompts = prompt.ids.shape[0]
+    count = repeat_rows(given.count, prompts)
+    total = count + prompt.length
     if given.tokens is None:
+        return None, total
+    cached = Prompt.of_length(resize_axis(repeat_rows(given.tokens, prompts), 1, run.sizes.slots), count)
+    return Prompt(prompt.ids, prompt.mask).after(cached).ids, total
+
+
+def _after_pending(run: Run, given: Continuation | None, prompt: Prompt) -> Prompt:
+    """Prepend the pending token, if any: the last generated one, which has not been through the model yet."""
+    if given is None or given.tokens is None:
         return prompt
     rows = prompt.ids.shape[0]
     token, pending = (repeat_rows(x, rows)[:, None] for x in given.pending())
     embeds = None if prompt.embeds is None else embed(run.model, run.params, jnp.maximum(token, 0))
     return prompt.after(Prompt(token, pending, embeds))
-
-
-def _known(tokens: Prompt) -> Prompt:
-    """Return the tokens without those that were given as embeddings."""
-    return Prompt.align(tokens.ids, tokens.mask & (tokens.ids != UNKNOWN))
 
 
 def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:

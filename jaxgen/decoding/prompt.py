@@ -33,6 +33,11 @@ class Prompt:
             embeds=None if embeds is None else jnp.zeros_like(embeds).at[rows, order].set(embeds, mode="drop"),
         )
 
+    @classmethod
+    def of_length(cls, ids: jax.Array, length: jax.Array) -> Prompt:
+        """Return the first `length int32[B]` of `ids int32[B, P]`."""
+        return cls(ids, jnp.arange(ids.shape[1])[None, :] < length[:, None])
+
     @property
     def length(self) -> jax.Array:
         """int32[B], tokens per row."""

@@ -2,7 +2,7 @@
 
 All of it supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select` rows
 (reorder them, as beams do) and `insert` rows (a finished row is replaced by another prompt). Every array has the rows
-first, so that `select` and `insert` are one tree map each. Arrays with fewer rows, `prefilled` and the records of the
+first, so that `select` and `insert` are one tree map each. Arrays with fewer rows, `cache_ids` and the records of the
 prefill, have one row per prompt, shared by its sequences, and are left unchanged.
 """
 
@@ -42,7 +42,7 @@ class Rows:
         stop_strings: int32[rows], how much of a stop string has been generated; None without stop strings.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
         recording: the per-step records of the output.
-        prefilled: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
+        cache_ids: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
             known.
     """
 
@@ -53,17 +53,17 @@ class Rows:
     stop_strings: jax.Array | None
     hook: tuple[Any, ...]
     recording: Recording
-    prefilled: jax.Array | None
+    cache_ids: jax.Array | None
 
     @classmethod
-    def begin(cls, run: Run, request: Request, known: Prompt, prefilled: jax.Array | None, total: jax.Array) -> Rows:
+    def begin(cls, run: Run, request: Request, known: Prompt, cache_ids: jax.Array | None, total: jax.Array) -> Rows:
         """Begin one row per prompt.
 
         Args:
             run: the constants.
             request: the prompts.
             known: the tokens of each prompt whose ids are known, including those of its cache.
-            prefilled: int32[B, W], as in the attributes.
+            cache_ids: int32[B, W], as in the attributes.
             total: int32[B], the number of tokens of each prompt, including those without known ids.
         """
         prompts, budget = request.ids.shape[0], jnp.minimum(request.budget, run.capacity)
@@ -83,7 +83,7 @@ class Rows:
             stop_strings=None if stop_strings is None else stop_strings.begin(history.ids, history.length),
             hook=(),
             recording=Recording(),
-            prefilled=prefilled,
+            cache_ids=cache_ids,
         )
 
     @property
@@ -98,9 +98,9 @@ class Rows:
 
     def fork(self, copies: int) -> Rows:
         """Return `copies` sequences of each row, each with its own key."""
-        forked = fork(dataclasses.replace(self, keys=None, recording=None, prefilled=None), copies)
+        forked = fork(dataclasses.replace(self, keys=None, recording=None, cache_ids=None), copies)
         keys = None if self.keys is None else sequence_keys(self.keys, copies)
-        return dataclasses.replace(forked, keys=keys, recording=self.recording.fork(copies), prefilled=self.prefilled)
+        return dataclasses.replace(forked, keys=keys, recording=self.recording.fork(copies), cache_ids=self.cache_ids)
 
     def select(self, rows: jax.Array) -> Rows:
         """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt."""
@@ -166,9 +166,9 @@ class Rows:
 
     def all_tokens(self, capacity: int) -> jax.Array | None:
         """int32[rows, W + N]: the ids of all tokens of each row in order, N = `capacity`; None if not known."""
-        if self.prefilled is None:
+        if self.cache_ids is None:
             return None
-        before, history = repeat_rows(self.prefilled, self.count), self.history
+        before, history = repeat_rows(self.cache_ids, self.count), self.history
         step = jnp.arange(capacity, dtype=jnp.int32)[None, :]
         column = (history.total_length - history.step)[:, None] + step
         column = jnp.where(step < history.step[:, None], column, before.shape[1] + capacity)
