@@ -70,7 +70,7 @@ def test_the_mask_is_inferred_as_in_generate():
     out = score(PARAMS, ids[rows], cfg)
     np.testing.assert_array_equal(out.logprobs, score(PARAMS, ids[rows], cfg, attention_mask=mask[rows]).logprobs)
     np.testing.assert_allclose(out.logprobs, jax.jit(lambda x: score(PARAMS, x, cfg))(ids[rows]).logprobs, atol=1e-5)
-    with pytest.warns(JaxgenWarning, match="eos id too"):
+    with pytest.warns(JaxgenWarning, match="also an eos id"):
         score(PARAMS, ids, cfg.replace(eos_token_id=96))
 
 

@@ -148,7 +148,7 @@ class TestResult:
         status, err = run()
         assert status == 0
         (line,) = [line for line in err.splitlines() if line.startswith("jaxgen: warning:")]
-        assert "1 of 4 examples are longer than 64 tokens and lost their end" in line
+        assert "1 of 4 examples are longer than 64 tokens and were truncated" in line
 
     @pytest.mark.slow
     def test_an_end_that_the_checkpoint_does_not_know(self, run, checkpoint, tmp_path):

@@ -163,12 +163,13 @@ def test_a_prompt_in_chunks_is_the_whole(chunk):
 
 @pytest.mark.slow
 def test_chunks_bound_the_memory_of_a_prefill():
-    ids = jnp.ones((1, 1024), jnp.int32)
+    ids, model = jnp.ones((1, 4096), jnp.int32), model_config(intermediate_size=512, max_position_embeddings=8192)
+    params = random_params(model)
 
     def memory(chunk):
-        cfg = CFG.replace(prefill_chunk_size=chunk, max_new_tokens=1)
+        cfg = CFG.replace(model=model, prefill_chunk_size=chunk, max_new_tokens=1)
         run = jax.jit(lambda params, ids: generate(params, ids, None, cfg).sequences)
-        return run.lower(PARAMS, ids).compile().memory_analysis().temp_size_in_bytes
+        return run.lower(params, ids).compile().memory_analysis().temp_size_in_bytes
 
     assert memory(64) < memory(None) / 4
 
