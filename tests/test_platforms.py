@@ -10,7 +10,7 @@ import pytest
 from jax import export
 
 from jaxgen import GenerationConfig, generate
-from tests.support.models import model_config, random_params
+from tests.support.models import model_config, random_params, slow
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 WIDTH = 48
@@ -51,7 +51,7 @@ def lowered(mode: str, tiles: bool = False) -> dict[str, str]:
     return {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in PLATFORMS}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["greedy", "guided", *slow("sample")])
 def test_only_the_cpu_gets_its_forms(mode):
     programs = lowered(mode)
     assert len(EMPTY_LOOK_UP.findall(programs["cpu"])) == 2  # one in prefill, one in the loop
@@ -73,7 +73,7 @@ def test_only_the_cpu_multiplies_tiles_and_only_if_told_to():
         assert not WEIGHT_FIRST.search(programs[platform])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["guided", *slow("greedy", "sample")])
 def test_one_export_serves_all_platforms(mode):
     run = run_of(mode)
     exported = export.export(run, platforms=PLATFORMS)(*arguments())

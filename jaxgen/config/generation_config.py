@@ -205,7 +205,7 @@ def model_of(cfg: GenerationConfig) -> ModelConfig:
         TypeError: `cfg` is not a GenerationConfig.
     """
     if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a jaxgen.GenerationConfig, got {type(cfg).__name__}")
+        raise TypeError(f"cfg must be a GenerationConfig, got {type(cfg).__name__}")
     if cfg.model is None:
         raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
     return cfg.model

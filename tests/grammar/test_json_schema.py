@@ -193,7 +193,7 @@ def test_formats(name, valid, other):
         ({"type": "string", "minLength": True}, "whole number"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "nothing satisfies both"),
         ({"prefixItems": [{}], "minItems": 2}, "1 prefixItems"),
-        ({"enum": []}, "not empty"),
+        ({"enum": []}, "non-empty"),
         ({"enum": [math.nan]}, "not valid JSON"),
         ('{"enum": [NaN]}', "it has NaN"),
         ("{", "not valid JSON"),
