@@ -208,14 +208,18 @@ def test_finished_rows_become_other_prompts(alone, slots):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [Shuffle([[0, 1]]), Refill(2)])
+@pytest.mark.parametrize("mode", [Shuffle([[1, 0]]), Refill(2)])
 def test_the_contracts_hold_with_guidance(mode):
     """Each row has two streams in the cache and in the state of the hook."""
     copies = 2 if isinstance(mode, Shuffle) else 1
     options = {"guidance_scale": 1.5}
     plain, other = run(MODES["sample"], copies, **options), run(mode, copies, **options)
-    assert (plain.sequences == other.sequences).all()
-    np.testing.assert_allclose(plain.scores, other.scores, atol=1e-4)
+    rows = np.arange(plain.lengths.shape[0])
+    if copies == 2 and (int(plain.lengths.max()) - 1) % 2:  # an odd number of swaps
+        rows = rows.reshape(-1, 2)[:, ::-1].reshape(-1)
+    assert len({tuple(row) for row in np.asarray(plain.sequences).tolist()}) == len(rows)  # a swap is seen
+    np.testing.assert_array_equal(np.asarray(plain.sequences)[rows], other.sequences)
+    np.testing.assert_allclose(np.asarray(plain.scores)[:, rows], other.scores, atol=1e-4)
 
 
 def test_the_modes_that_are_offered_are_built():

@@ -46,7 +46,7 @@ def test_to_hf_is_what_transformers_returns(name):
         found, expected = np.stack(getattr(mine, key)), golden[key]
         assert found.shape == expected.shape
         np.testing.assert_array_equal(np.isinf(found[live]), np.isinf(expected[live]))
-        assert (found[~live] == 0).all()  # transformers goes on with pads after a row's end
+        assert (found[~live] == 0).all()  # transformers continues with pads after a row's end
         close(np.where(np.isinf(found), 0, found)[live], np.where(np.isinf(expected), 0, expected)[live])
     real = golden["attention_mask"] == 1
     states = np.stack(mine.hidden_states[0])
