@@ -68,12 +68,12 @@ def _calls(vocab: int, rows: int) -> dict[str, tuple]:
         ids=jnp.asarray(rng.integers(0, min(vocab, 100), (rows, HISTORY)), jnp.int32),
         length=jnp.full(rows, HISTORY, jnp.int32),
         prompt_length=jnp.full(rows, HISTORY // 2, jnp.int32),
-        step=jnp.full(rows, HISTORY // 2, jnp.int32),
         budget=jnp.full(rows, HISTORY // 2 + 1, jnp.int32),
         done=jnp.zeros(rows, bool),
         unknown=jnp.zeros(rows, jnp.int32),
         seen=seen,
         prompt_seen=seen,
+        chosen=jnp.asarray(rng.integers(0, vocab, (rows, 3)), jnp.int32),
     )
     calls = {"one pass over the scores": (lambda x: x * 2.0, scores)}
     for option in OPTIONS.values():

@@ -108,8 +108,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
         description="Convert a Hugging Face checkpoint to another dtype, layout or head count, or list its tensors.",
-        epilog="Memory is needed for one file of DST (5 GB at most, or one larger tensor) and the tensor being cast, "
-        "then with --check for a tensor of SRC and the same one of DST.",
+        epilog="Needs memory for one file of DST (at most 5 GB, or one larger tensor) plus the tensor being cast; "
+        "--check afterwards needs memory for two copies of a tensor.",
     )
     add = parser.add_argument
     add("source", metavar="SRC", help="a local checkpoint directory")
@@ -136,12 +136,12 @@ def _check_apart(source: Path, target: Path) -> None:
     if inner == outer:
         raise CheckpointError([f"SRC and DST are both {inner}: choose another DST"])
     if inner in outer.parents or outer in inner.parents:
-        raise CheckpointError([f"{target} and {source} are one inside the other: choose another DST"])
+        raise CheckpointError([f"one of {target} and {source} contains the other: choose another DST"])
 
 
 def _config(checkpoint: Checkpoint, wanted: np.dtype | None) -> dict:
     """Return the source's config.json with the dtype that is written."""
-    dtype = checkpoint.dtype("model.embed_tokens.weight", wanted).name
+    dtype = checkpoint.dtype(wanted).name
     keys = [key for key in ("torch_dtype", "dtype") if key in checkpoint.config] or ["torch_dtype"]
     return checkpoint.config | dict.fromkeys(keys, dtype)
 

@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all, whenever its writer is killed.
+"""A directory that appears complete or not at all, even if its writer is killed at any moment.
 
 During writing or after a kill, the parent directory of a target `out` may also contain:
   .out.<8 hex digits>.partial   unfinished or discarded; locked while its writer runs, removed by the next writer

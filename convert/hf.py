@@ -45,21 +45,21 @@ class Checkpoint:
     cfg: GenerationConfig
     tensors: dict[str, Tensor]
 
-    def dtype(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return the wanted dtype, or that of a tensor's file if it is None."""
+    def dtype(self, wanted: np.dtype | None, name: str = _EMBEDDING) -> np.dtype:
+        """Return `wanted`, or if that is None the dtype that the tensor has in its file."""
         return DTYPES[self.tensors[name].dtype] if wanted is None else wanted
 
     def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
         """Return the bytes of each tensor in the dtype that `dtype` returns."""
         return {
-            name: math.prod(tensor.shape) * self.dtype(name, wanted).itemsize for name, tensor in self.tensors.items()
+            name: math.prod(tensor.shape) * self.dtype(wanted, name).itemsize for name, tensor in self.tensors.items()
         }
 
 
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
     """Read the parameters and the generation config of a Hugging Face directory.
 
-    Parameters are nested dicts, their keys the parts of the names in the checkpoint, matrices `[out, in]`:
+    Parameters are nested dicts; their keys are the parts of the checkpoint's names. Matrices are `[out, in]`:
     `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. A tied model has no `lm_head`. Tensors are read and
     cast one at a time, the largest first: on the CPU the peak of memory is that of the parameters, or three times the
     largest tensor if that is more.
@@ -75,7 +75,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     """
     for option, value in (("quantize", quantize), ("mesh", mesh)):
         if value is not None:
-            raise NotBuiltYetError(f"load_hf: {option}={value!r} is not built yet: leave it out")
+            raise NotBuiltYetError(f"load_hf: {option}={value!r} is not implemented yet: leave it out")
     wanted = float_dtype(dtype)
     checkpoint = open_checkpoint(path)
     arrays: dict[str, jax.Array] = {}
@@ -89,7 +89,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     if problems:
         raise CheckpointError(problems)
     params = flax.traverse_util.unflatten_dict({name: arrays[name] for name in checkpoint.tensors}, sep=".")
-    model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(_EMBEDDING, wanted).name)
+    model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(wanted).name)
     return params, checkpoint.cfg.replace(model=model)
 
 
@@ -102,7 +102,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     at a time: 5 GB at most, or one larger tensor.
 
     Raises:
-        CheckpointError: all problems of the parameters, or `path` is in use.
+        CheckpointError: all problems of the parameters, or `path` exists and may not be replaced.
     """
     model = model_of(cfg)
     arrays = check_params(params, model)
@@ -263,8 +263,9 @@ def _mismatch(
 ) -> list[str]:
     """List tensors that are missing, unexpected or of a wrong shape.
 
-    Messages name `source` for a missing tensor and `where[name]` for others. `listed` are names that exist, though
-    their files may be damaged; None if damage hides the names, and then nothing counts as missing.
+    Messages name `source` for a missing tensor and `where[name]` for others. `listed`: names that are known to exist
+    even if their file is damaged, and so are not missing; None if even the names are unknown, and then nothing is
+    reported missing.
     """
     expected = param_shapes(model)
     problems = []
@@ -309,8 +310,8 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _to_host(array: Any) -> np.ndarray:
     """Return an array's values without leaving a copy of them on the host.
 
-    A jax array on an accelerator keeps the numpy array that it was turned into for as long as it lives. Here it is a
-    copy that is turned into one.
+    A jax array on an accelerator caches its numpy copy for as long as it lives. So a temporary copy of the array is
+    converted instead.
     """
     if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
         array = jax.device_put(array, array.sharding, may_alias=False)

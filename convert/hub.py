@@ -23,8 +23,8 @@ WEIGHTS = ("*.safetensors",)
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
 _LOG_IN = "log in (hf auth login) or set HF_TOKEN"
-# Offline, older releases of huggingface_hub return a model of which only some files are in the cache.
-_UNLESS_CUT = "; if its download was interrupted, repeat it online"
+# Offline, older releases of huggingface_hub return a model's directory even if only some of its files are cached.
+_IF_INTERRUPTED = "; if its download was interrupted, repeat it online"
 
 
 def local_directory(model: str | os.PathLike[str]) -> Path:
@@ -52,7 +52,7 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     _check_config(model, directory)
     directory = _fetch(name, directory.name, WEIGHTS)  # of the same commit, which is the directory's name
     if not any(directory.glob(WEIGHTS[0])):
-        raise InputError(f"{model} has no {WEIGHTS[0]}, and no other format of weights is read{_UNLESS_CUT}")
+        raise InputError(f"{model} has no {WEIGHTS[0]}, and no other format of weights is read{_IF_INTERRUPTED}")
     return directory
 
 
@@ -78,7 +78,7 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
 def _check_config(model: str, directory: Path) -> None:
     file = directory / "config.json"
     if not file.is_file():
-        raise InputError(f"{model} has no config.json, so it is not a transformers checkpoint{_UNLESS_CUT}")
+        raise InputError(f"{model} has no config.json, so it is not a transformers checkpoint{_IF_INTERRUPTED}")
     try:
         ModelConfig.from_hf(json.loads(file.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:

@@ -26,7 +26,7 @@ _PICKLED = (".bin", ".pt", ".pth")
 def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     """Return the tensors in a directory's files, all names that should be there, and the problems.
 
-    The names are None where damage hides them.
+    The names are None if they are unknown, because there is no index and no file can be read.
     """
     path = checkpoint_directory(path)
     files, weight_map, problems = _files(path)
@@ -131,7 +131,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str], list[str]]:
             fault = "weight_map must map each tensor to the name of a file in the same directory"
             return [], {}, [f"{path / INDEX}: {fault}"]
         if (path / SINGLE).exists() and SINGLE not in weight_map.values():
-            problems.append(f"{path}: both {SINGLE} and {INDEX} without it: remove the one that is outdated")
+            problems.append(f"{path} has {SINGLE} and an {INDEX} that does not list it: remove the outdated one")
         return [path / shard for shard in sorted(set(weight_map.values()))], weight_map, problems
     found = sorted(path.glob("*.safetensors"))
     if path / SINGLE in found or len(found) == 1:

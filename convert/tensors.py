@@ -38,7 +38,7 @@ class Tensor:
         """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `DTYPES`.
 
         Raises:
-            CheckpointError: the file was cut, or a finite value is out of range of `dtype`.
+            CheckpointError: the file was truncated, or a finite value is out of range of `dtype`.
         """
         try:
             with _open(self.file) as opened:
@@ -68,8 +68,8 @@ class Tensor:
 def read_header(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file in the order of their bytes, after checking that it consists of exactly these.
 
-    The library checks dtypes, shapes and offsets. It accepts a name that occurs twice and unknown fields, and does
-    not say which tensors a cut file has lost, so these are checked first.
+    The library checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not say which
+    tensors a truncated file has lost, so these are checked first.
 
     Raises:
         CheckpointError: all problems of the file.
@@ -116,7 +116,7 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def _open(file: Path) -> safe_open:
-    # Read, not mapped into memory: mapped pages count as the process's own, and a file that is cut would end it.
+    # Read, not mapped: mapped pages count as the process's own, and truncating a mapped file would crash the process.
     return safe_open(file, framework="numpy", backend="pread")
 
 
@@ -148,7 +148,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _faults(file: Path, header: dict[str, Any], start: int, size: int) -> list[str]:
-    """List malformed entries, or else the tensors that the end of the file cuts off."""
+    """List malformed entries, or else the tensors that a truncated file has lost."""
     problems = [
         f"{file}: {name}: damaged header: {entry!r} must be dtype, shape and data_offsets, in whole numbers"
         for name, entry in header.items()

@@ -1,4 +1,4 @@
-"""Make the embedded checkpoint anew: `python -m demo OUT`.
+"""Make the bundled model: `python -m demo OUT`.
 
 Text from `corpus`, a byte-level BPE tokenizer trained on it, a Qwen2 model of 1.8 M parameters trained on the
 answers, and the figures of its card. On two CPU cores it takes about an hour; if killed, it resumes.
@@ -193,7 +193,7 @@ language: en
 pipeline_tag: text-generation
 ---
 
-# The model in the package
+# The bundled model
 
 A Qwen2 model of {parameters:,} parameters that tells short stories about what it is asked for and answers a few simple
 questions. It shows what jaxgen does without a download. It knows nothing but the small world of its training text.

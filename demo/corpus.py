@@ -1,4 +1,4 @@
-"""Conversations that the demo model is trained on: made-up stories, and short questions and answers.
+"""Conversations that the bundled model is trained on: made-up stories, and short questions and answers.
 
 All is drawn from word lists and sentence variants by one seeded generator, so a seed gives the same text everywhere.
 One in twenty combinations of hero, event and thing is held out: no training conversation asks for it, so a model can be

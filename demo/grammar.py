@@ -1,4 +1,4 @@
-"""Small rules of English for the sentences of the demo model."""
+"""Small rules of English for the sentences of the bundled model."""
 
 
 def a(noun: str) -> str:

@@ -1,4 +1,4 @@
-"""The plots of the demo model's stories: what can happen to a hero, what goes wrong, who helps and how it ends.
+"""The plots of the bundled model's stories: what can happen to a hero, what goes wrong, who helps and how it ends.
 
 A plot is written as blocks of lines: a blank line separates the steps, and the lines of a step are its variants.
 `{name}`, `{he}`, `{him}`, `{his}` and `{hero}` are the hero, `{obj}`, `{a_obj}` and `{the_obj}` the thing, `{fine}` and

@@ -1,4 +1,4 @@
-"""The words that the stories of the demo model are told with."""
+"""The words that the stories of the bundled model are told with."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
 """transformers' generate() as a pure function in JAX, for Qwen, Llama and Mistral checkpoints.
 
-The public names are imported at their first use, so that `import jaxgen` itself imports neither jax nor numpy.
+The public names are imported at their first use: `import jaxgen` itself does not import jax or numpy.
 """
 
 import importlib

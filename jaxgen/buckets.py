@@ -1,4 +1,4 @@
-"""Sizes, rounded up so that few programs serve all requests. Imports no jax."""
+"""Sizes, rounded up so that few programs serve all requests. Does not import jax."""
 
 
 def power_of_two(size: int, least: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxgen.config.availability import refuse_options, refuse_unbuilt
+from jaxgen.config.availability import refuse_options, refuse_unimplemented
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
@@ -31,8 +31,8 @@ from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, output, raise_failures
 from jaxgen.request.checks import check_call
 from jaxgen.request.driver import Streamer, prefill_only, run_watched, run_whole
+from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import CallInputs, Prepared, prepare, under_jit
-from jaxgen.request.prompts import is_traced
 from jaxgen.text.streaming import TextStreamer
 
 
@@ -66,14 +66,14 @@ def generate(
             with `bos_token_id`.
         key: None for greedy decoding; for sampling one `jax.random.key`, or `key[B]`, one per prompt. With one
             key, prompt b uses `fold_in(key, b)`.
-        cfg: the options, with the model's shape in `cfg.model`. Options are set with `cfg.replace`.
+        cfg: the options, with the model's config in `cfg.model`. Options are set with `cfg.replace`.
         attention_mask: `[B, P]`, 0 where ids is padding, on either side. If left out, it follows from the pad id as
             in transformers: pad tokens are padding unless the pad id is also an eos id.
         inputs_embeds: `[B, P, D]`, read by the model in place of the embeddings of `ids`. Without ids, the processors
             and the output see only generated tokens.
         cache: the `cache` of an earlier output, or of `prefill`, to continue from: `ids` are then the new tokens only,
-            and the result is that of a run from the beginning. It has B rows, or a divisor of that number: then
-            B / rows prompts share each row. It is not changed.
+            and the result is that of a run from the beginning. The cache has B rows, or a divisor of B, and then
+            B / rows prompts share each row; it is not modified.
         logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`, with `history` a
             `jaxgen.History`. They are applied after those of the config and before the warpers. A function is part of
             the compiled program: passing the same object again compiles nothing. If it closes over arrays, pass a
@@ -84,7 +84,7 @@ def generate(
             the host in each step for each unfinished row, with its ids, int32[n], without padding.
         negative_prompt_ids: int32[B, Q], the prompts that `guidance_scale` guides away from; by default the last token
             of each prompt.
-        negative_prompt_attention_mask: `[B, Q]`; if left out, all of them are tokens.
+        negative_prompt_attention_mask: `[B, Q]`; if left out, nothing is padding.
         streamer: its `put` receives the prompts and then each step's tokens, and finally `end` is called.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings`.
         hook: a `StepHook`.
@@ -103,9 +103,9 @@ def generate(
     """
     refuse_options(options)
     if assistant is not None:
-        raise NotBuiltYetError("not built yet: assistant")
+        raise NotBuiltYetError("not implemented yet: assistant")
     check_call(params, cfg)
-    refuse_unbuilt(cfg)
+    refuse_unimplemented(cfg)
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
     )
@@ -117,6 +117,8 @@ def generate(
     )
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
+    if streamer is not None and cfg.num_beams > 1:
+        raise InputError(f"a streamer cannot follow beams, got num_beams={cfg.num_beams}: leave the streamer out")
     if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
         raise InputError(
             f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
@@ -158,7 +160,7 @@ def prefill(
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # ids per prompt belong to other prompts
+    if not is_traced(cfg):  # eos ids given per prompt belong to the prompts of another call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -191,7 +193,8 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
     if not callable(given):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
     function: Any = given
-    calls = HostCalls(function, model_of(cfg).vocab_size, eager)
+    # As in transformers, all beams of a prompt have its number.
+    calls = HostCalls(function, model_of(cfg).vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls
     finally:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.recording import LayerRecording
 from jaxgen.decoding.stopping import FAILURES
 from jaxgen.errors import GenerationError
+from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import Prepared
-from jaxgen.request.prompts import is_traced
 
 
 @flax.struct.dataclass
@@ -34,16 +35,16 @@ class GenerateOutput:
         sequences_scores: float32[B*R], of beam search; else None.
         beam_indices: int32[B*R, N], of beam search; else None.
         scores: float32[N, B*R, V], the scores that the token of each step was chosen from, with `output_scores`; zeros
-            in steps after the last one.
+            after a row's end.
         logits: float32[N, B*R, V], as the model returned them, with `output_logits`.
         logprobs: float32[B*R, N], the log-probability of each generated token, with `output_logprobs`; 0 after a
             row's end.
-        top_logprobs: float32[B*R, N, n], those of the n likeliest tokens, with `top_logprobs=n`.
+        top_logprobs: float32[B*R, N, n], those of the n most likely tokens, with `top_logprobs=n`.
         top_tokens: int32[B*R, N, n], these tokens.
         hidden_states: of all layers, with `output_hidden_states`.
         attentions: of all layers, with `output_attentions`.
-        cache: to continue from: keys and values of all tokens but the last chosen one of each row, and the ids of all
-            tokens with their number.
+        cache: a `Continuation`: keys and values of all tokens except each row's last, the ids of all tokens, and their
+            count.
         prompt_width: P, static.
     """
 
@@ -80,8 +81,8 @@ class GenerateOutput:
             beam_indices=None if self.beam_indices is None else np.asarray(self.beam_indices)[:, :steps],
             scores=per_step(self.scores),
             logits=per_step(self.logits),
-            attentions=_layers_per_step(self.attentions, self.lengths.shape[0], steps, tokens=True),
-            hidden_states=_layers_per_step(self.hidden_states, self.lengths.shape[0], steps, tokens=False),
+            attentions=_layers_per_step(self.attentions, steps, tokens=True),
+            hidden_states=_layers_per_step(self.hidden_states, steps, tokens=False),
             past_key_values=None if self.cache is None else self._past(width + steps - 1),
         )
 
@@ -127,12 +128,13 @@ class HFOutput:
     past_key_values: tuple[tuple[np.ndarray, np.ndarray], ...] | None
 
 
-def _layers_per_step(record: LayerRecording | None, rows: int, steps: int, tokens: bool):
+def _layers_per_step(record: LayerRecording | None, steps: int, tokens: bool):
     """Cut a record into steps. With `tokens`, the last axis is tokens and is one longer in each step."""
     if record is None:
         return None
     first = [np.asarray(x) for x in record.prefill]
     later = [np.asarray(x)[..., None, :] for x in record.decode]
+    rows = later[0].shape[1]
     result = [tuple(np.repeat(x, rows // x.shape[0], axis=0) for x in first)]
     for step in range(1, steps):
         last = slice(first[0].shape[-1] + step) if tokens else slice(None)
@@ -177,7 +179,7 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         trimmed = jax.tree.map(on_host, record).trim(prepared.width, new_tokens, tokens)
         return jax.tree.map(to_array, trimmed)
 
-    recording = decoded.recording
+    recording, logprobs = decoded.recording, decoded.logprobs or LogProbs(None)
     lengths = on_host(decoded.lengths)
     return GenerateOutput(
         sequences=with_prompt(prepared.ids, on_host(decoded.tokens)[:, :new_tokens]),
@@ -188,9 +190,9 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         beam_indices=cut(decoded.beam_indices),
         scores=steps_first(recording.scores),
         logits=steps_first(recording.logits),
-        logprobs=cut(recording.logprobs),
-        top_logprobs=cut(recording.top_logprobs),
-        top_tokens=cut(recording.top_tokens),
+        logprobs=cut(logprobs.logprobs),
+        top_logprobs=cut(logprobs.top_logprobs),
+        top_tokens=cut(logprobs.top_tokens),
         attentions=layers(recording.attentions, new_tokens),
         hidden_states=layers(recording.hidden_states, None),
         cache=decoded.continuation,

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import prompt_bucket
-from jaxgen.config.availability import check_options, normal_form, refuse_unbuilt
+from jaxgen.config.availability import check_options, normal_form, refuse_unimplemented
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
-from jaxgen.decoding.teacher_forcing import Replay
+from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_call, check_grammar
+from jaxgen.request.inputs import is_traced, mask_of, token_ids
 from jaxgen.request.prepare import under_jit
-from jaxgen.request.prompts import is_traced, mask_of, token_ids
 
 # Logits in memory at a time unless `chunk` says otherwise: 128 MiB of float32.
 _LOGITS_AT_ONCE = 2**25
@@ -68,8 +68,9 @@ def score(
             number of these columns.
         logits_processor: as in `generate`, for `of="scores"`.
         prefix_allowed_tokens_fn: a `TokenAutomaton`, for `of="scores"`.
-        top_logprobs: n, also return the n likeliest tokens for each position.
-        chunk: positions, of all rows, whose logits are in memory at a time; by default as many as fit into 128 MiB.
+        top_logprobs: n, also return the n most likely tokens for each position.
+        chunk: the number of columns whose logits, for all rows, are in memory at once; by default as many as fit into
+            128 MiB.
 
     Raises:
         InputError: params, ids or mask that do not fit the model or each other; rows that `generate` cannot return.
@@ -127,9 +128,9 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
         return None
     if cfg.mode not in ("greedy_search", "sample"):
         raise ConfigError(f"of='scores' is for greedy search and sampling, and cfg is for {cfg.mode}: use of='logits'")
-    refuse_unbuilt(cfg)
+    refuse_unimplemented(cfg)
     if cfg.on("guidance_scale"):
-        raise ConfigError("guidance_scale is not offered with of='scores', as it needs more prompts: use of='logits'")
+        raise ConfigError("of='scores' does not offer guidance_scale, which needs negative prompts: use of='logits'")
     if allowed is not None and not isinstance(allowed, TokenAutomaton):
         raise TypeError(f"prefix_allowed_tokens_fn must be a TokenAutomaton here, got {type(allowed).__name__}")
     return Extensions(processors=functions("logits_processor", processors), allowed=allowed)
@@ -153,7 +154,7 @@ def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int
     longest = cfg.max_length if counts_prompt else np.iinfo(np.int32).max
     new_tokens = cfg.max_new_tokens if cfg.on("max_new_tokens") else width - start
     leaves = cfg if traced else normal_form(cfg)
-    # As in a compiled program, also under jax.disable_jit().
+    # Arrays, not numbers, so that jax.disable_jit() gives the same result.
     return Replay(jax.tree.map(jnp.asarray, leaves), extensions, jnp.asarray(new_tokens, jnp.int32), jnp.int32(longest))
 
 
@@ -211,7 +212,7 @@ def compute_transition_scores(
     """
     if isinstance(scores, tuple | list):
         if len({np.shape(step) for step in scores}) != 1:
-            raise InputError("scores must be steps of one shape, [rows, V], at least one")
+            raise InputError("scores must be a non-empty sequence of arrays of one shape, [rows, V]")
         shape = (len(scores), *np.shape(scores[0]))
         scores = tuple(scores)
     else:

@@ -29,11 +29,12 @@ CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
-def compile_loop(copies: int, dtype: str, do_sample: bool):
+def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1):
     model = model_config(torch_dtype=dtype, **MODEL)
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1} if do_sample else {}
     cfg = GenerationConfig(
-        model=model, do_sample=do_sample, num_return_sequences=copies, max_new_tokens=8, eos_token_id=1, **options
+        **{"model": model, "do_sample": do_sample, "num_return_sequences": copies, "num_beams": beams},
+        **{"max_new_tokens": 8, "eos_token_id": 1, **options},
     )
     params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     ids = np.zeros((ROWS, PROMPT), np.int32)
@@ -78,9 +79,9 @@ def loop_bodies(computations, carries: str) -> list[str]:
     return [body for body in bodies if not any(body in others for others in inside.values())]
 
 
-def decode_loop(computations, into_branches: bool) -> list[str]:
+def decode_loop(computations, into_branches: bool, slots: int = NEW) -> list[str]:
     """The lines of the loop over tokens and of what it calls: the loop that carries the generated cache."""
-    (body,) = loop_bodies(computations, rf"\[\d+,2,{NEW},32\]")
+    (body,) = loop_bodies(computations, rf"\[\d+,2,{slots},32\]")
     names = reachable(computations, body, set(), into_branches)
     return [line for name in names for line in computations.get(name, [])]
 
@@ -111,6 +112,13 @@ def big_operations(lines, sizes) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+def test_beams_move_no_cache(dtype):
+    compiled, _ = compile_loop(2, dtype, do_sample=False, beams=3)
+    lines = decode_loop(parse(compiled.as_text()), into_branches=True, slots=3 * NEW)
+    assert results_of_size(lines, {ROWS * 2 * PROMPT * 32, 3 * ROWS * 2 * PROMPT * 32, ROWS * 2 * 3 * NEW * 32}) == []
+
+
 @pytest.mark.parametrize(("copies", "do_sample"), [(3, True), *slow((1, False), (1, True))])
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
@@ -136,7 +144,8 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
             assert tuple(int(d) for d in match["dims"].split(",") if d) not in wanted, line
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.slow
 def test_memory_beside_the_weights_is_the_cache_and_little_more(dtype):
     compiled, params = compile_loop(1, dtype, do_sample=False)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))

@@ -81,6 +81,7 @@ def test_one_export_serves_all_platforms(mode):
     np.testing.assert_array_equal(exported.call(*arguments()), run(*arguments()))
 
 
+@pytest.mark.slow
 def test_an_export_can_be_stored():
     pytest.importorskip("flatbuffers", reason="jax.export stores programs with flatbuffers, which is not installed")
     exported = export.export(run_of("greedy"), platforms=PLATFORMS)(*arguments())

@@ -85,7 +85,7 @@ def test_chunks_change_nothing(chunk):
 
 
 @pytest.mark.parametrize("top", [5, *slow(1, 97)])
-def test_the_likeliest_tokens(top):
+def test_the_most_likely_tokens(top):
     ids, mask = left_pad(ROWS)
     out = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=top)
     assert (out.top_tokens.shape, out.top_tokens.dtype) == ((*ids.shape, top), "int32")
@@ -100,6 +100,7 @@ def test_the_likeliest_tokens(top):
         assert not np.any(np.asarray(out.top_tokens)[row, :first])
 
 
+@pytest.mark.slow
 def test_what_generate_gave():
     prompts, mask = left_pad([[5, 3, 8], [2], [4, 1]])
     eos = [int(token) for token in range(0, 97, 9)]
@@ -147,7 +148,8 @@ def test_in_16_bits():
 # --- Gradients --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [True, *slow(False)])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_plain_formula(tied):
     model = model_config(tie_word_embeddings=tied, num_hidden_layers=1)
     params = random_params(model)
@@ -296,8 +298,8 @@ def test_beams_add_up_to_their_score():
     ("change", "message"),
     [
         ({"scores": np.zeros((5, 11), np.float32)}, "scores must have shape"),
-        ({"scores": []}, "steps of one shape"),
-        ({"scores": [np.zeros((4, 11)), np.zeros((4, 12))]}, "steps of one shape"),
+        ({"scores": []}, "arrays of one shape"),
+        ({"scores": [np.zeros((4, 11)), np.zeros((4, 12))]}, "arrays of one shape"),
         ({"sequences": np.zeros((4, 4), np.int32)}, "sequences must have shape"),
         ({"beam_indices": None}, "beam_indices"),
         ({"beam_indices": np.zeros((4, 6), np.int32)}, "beam_indices must have shape"),

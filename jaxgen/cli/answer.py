@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,16 +13,15 @@ from convert import load_hf
 from convert.hf import open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
-from jaxgen.cli.batch import read_lines, write_answers
+from jaxgen.cli.batch import prompt_ids, read_lines, write_answers
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.options import generation_fields
+from jaxgen.cli.printing import generate_and_print
 from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import InputError
-from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.memory import check_memory
-from jaxgen.text.streaming import TextStreamer
 from jaxgen.text.tokenizer import Batch, Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
@@ -44,7 +42,7 @@ def answer(options: argparse.Namespace) -> Stats:
     tokenizer = Tokenizer.from_pretrained(directory)
     room = functools.partial(budget, cfg, options)
     lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
-    batch = _encode(tokenizer, options) if lines is None and not options.chat else None
+    batch = _encode(tokenizer, options, options.prompt) if lines is None and not options.chat else None
     chat = Chat(tokenizer, model_of(cfg).context_length, options.system) if options.chat else None
     rows, width = (1, 1) if batch is None else batch.ids.shape
     if lines is None:
@@ -65,7 +63,8 @@ def answer(options: argparse.Namespace) -> Stats:
     elif lines is not None:
         write_answers(lines, params, cfg, key, tokenizer, options.batch_size, options.output, stats, more)
     elif batch is not None:
-        _answer(batch, params, cfg, key, tokenizer, stats, more)
+        mask = batch.attention_mask
+        generate_and_print(params, batch.ids, key, cfg, stats, attention_mask=mask, **more)
     return stats
 
 
@@ -75,50 +74,22 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
     if options.negative_prompt is not None:
         if not cfg.on("guidance_scale"):
             raise InputError("--negative-prompt needs --guidance-scale: set that too")
-        more["negative_prompt_ids"] = _encode_text(tokenizer, options, options.negative_prompt).ids
+        more["negative_prompt_ids"] = _encode(tokenizer, options, options.negative_prompt).ids
+    vocab = model_of(cfg).vocab_size
     if options.regex is not None:
-        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(
-            options.regex, tokenizer, vocab_size=model_of(cfg).vocab_size
-        )
+        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
-        schema = Path(options.json_schema).read_text("utf-8")
-        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_json_schema(
-            schema, tokenizer, vocab_size=model_of(cfg).vocab_size
-        )
+        schema = options.json_schema.read_text("utf-8")
+        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_json_schema(schema, tokenizer, vocab_size=vocab)
     return more
 
 
-def _answer(
-    batch: Batch, params, cfg: GenerationConfig, key, tokenizer: Tokenizer, stats: Stats, more: dict[str, Any]
-) -> None:
-    if cfg.num_return_sequences == 1:
-        streamer = stats.watch(TextStreamer(tokenizer, skip_prompt=True))
-        generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, streamer=streamer, **more)
-        return
-    with stats.generating() as generated:
-        out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask, **more)
-        generated(out.lengths)
-    print("\n\n".join(tokenizer.decode_batch(out)))
-
-
-def _encode(tokenizer: Tokenizer, options: argparse.Namespace) -> Batch:
-    if tokenizer.chat_template is None or options.raw:
-        if options.system is not None:
-            raise InputError("--system needs a chat template, which this tokenizer lacks: put the text into the prompt")
-        if not options.prompt and not tokenizer.encode(""):
-            raise InputError("the prompt is empty and this tokenizer adds no BOS token: write a prompt")
-    return _encode_text(tokenizer, options, options.prompt)
-
-
-def _encode_text(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Batch:
-    if tokenizer.chat_template is None or options.raw:
-        return tokenizer.batch([text])
-    system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return tokenizer.chat([[*system, {"role": "user", "content": text}]])
+def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Batch:
+    return tokenizer.pad([prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)])
 
 
 def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> int:
-    """Return the most new tokens after a prompt of `prompt` tokens."""
+    """Return the maximum number of new tokens after a prompt of `prompt` tokens."""
     context = model_of(cfg).context_length
     if prompt >= context:
         raise InputError(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
@@ -36,31 +38,34 @@ class Parser(argparse.ArgumentParser):
         return options, rest
 
 
-def whole(text: str) -> int:
-    """Read a whole number of 32 bits."""
+def whole(text: str, least: int = 1 - 2**31) -> int:
+    """Read a whole number of 32 bits that is at least `least`."""
     try:
         value = int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
     if abs(value) >= 2**31:
         raise argparse.ArgumentTypeError(f"{text} is out of range: stay below 2**31")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
     return value
 
 
-def count(text: str) -> int:
-    """Read a whole number that is at least 1."""
-    value = whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
+count, natural = functools.partial(whole, least=1), functools.partial(whole, least=0)
 
 
-def seed(text: str) -> int:
-    """Read a whole number that is at least 0."""
-    value = whole(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return value
+def file(text: str) -> Path:
+    """Read the path of a file that exists."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file")
+    return Path(text)
+
+
+def one_of(values: Mapping[str, Any], text: str) -> Any:
+    """Return the value that a text stands for."""
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(values)}")
+    return values[text]
 
 
 def json_value(text: str) -> Any:

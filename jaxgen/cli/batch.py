@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.keys import prompt_keys
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import InputError
 from jaxgen.generation import generate
@@ -23,7 +23,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 
 class Line(NamedTuple):
-    """One line of the input: the request, which the output repeats, its token ids, and the most new tokens."""
+    """One line of the input: the request, which the output repeats, its ids, and the maximum number of new tokens."""
 
     asked: dict[str, Any]
     ids: list[int]
@@ -33,7 +33,7 @@ class Line(NamedTuple):
 def read_lines(
     source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[int], int]
 ) -> list[Line]:
-    """Read a file, or stdin if `source` is "-". `budget` maps the length of a prompt to the most new tokens.
+    """Read a file, or stdin if `source` is "-". `budget` maps a prompt's length to its maximum number of new tokens.
 
     Each line is a prompt; or, if the first line is a JSON object, a JSON object with `prompt` or `messages`. Empty
     lines are skipped.
@@ -50,7 +50,7 @@ def read_lines(
     for number, line in lines:
         try:
             asked = _entry(line) if as_json else {"prompt": line}
-            ids = _ids(asked, system, tokenizer, raw)
+            ids = prompt_ids(asked, system, tokenizer, raw)
             read.append(Line(asked, ids, budget(len(ids))))
         except (ValueError, TypeError) as error:
             raise InputError(f"--input {source}, line {number}: {error}") from error
@@ -76,15 +76,16 @@ def write_answers(
     Raises:
         InputError: the file exists.
     """
+    keys = None if key is None else prompt_keys(key, len(lines))
     with _opened(target) as stream:
         for start in range(0, len(lines), batch_size):
             part = lines[start : start + batch_size]
             ids, mask = tokenizer.pad([line.ids for line in part])
             ids = ids * mask  # the tokenizer may pad with an id that the model lacks
             cfg = cfg.replace(max_new_tokens=[line.budget for line in part])
-            keys = None if key is None else _keys(key, start, len(part))
+            own = None if keys is None else keys[start : start + batch_size]
             with stats.generating() as generated:
-                out = generate(params, ids, keys, cfg, attention_mask=mask, **more)
+                out = generate(params, ids, own, cfg, attention_mask=mask, **more)
                 generated(out.lengths)
             for answer in _answers(part, out, cfg, tokenizer):
                 print(json.dumps(answer, ensure_ascii=False), file=stream, flush=True)
@@ -97,10 +98,6 @@ def _answers(part: list[Line], out: GenerateOutput, cfg: GenerationConfig, token
         sequence = {"sequence": row % copies} if copies > 1 else {}
         finish = StopReason(reasons[row]).name.lower()
         yield part[row // copies].asked | sequence | {"text": text, "tokens": int(lengths[row]), "finish": finish}
-
-
-def _keys(key: jax.Array, start: int, count: int) -> jax.Array:
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(start, start + count))
 
 
 def _read(path: Path) -> str:
@@ -126,22 +123,22 @@ def _entry(line: str) -> dict[str, Any]:
     return dict(entry)
 
 
-def _ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:
-    template = tokenizer.chat_template is not None and not raw
-    if not template:
+def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:
+    """Return the ids of `prompt` or `messages` of a request, with the chat template unless there is none or `raw`.
+
+    Raises:
+        InputError: messages or a system message without a template, or no token.
+    """
+    if tokenizer.chat_template is None or raw:
         if "messages" in asked or system is not None:
             raise InputError("messages and --system need a chat template: leave out --raw, or choose another model")
-        return _checked(tokenizer.encode(asked["prompt"]))
+        if not (ids := tokenizer.encode(asked["prompt"])):
+            raise InputError("the prompt is empty and this tokenizer adds no BOS token: write a prompt")
+        return ids
     messages = asked.get("messages") or [{"role": "user", "content": asked["prompt"]}]
     if system is not None and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": system}, *messages]
     return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
-
-
-def _checked(ids: list[int]) -> list[int]:
-    if not ids:
-        raise InputError("the prompt has no token")
-    return ids
 
 
 @contextlib.contextmanager

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxgen.cli.printing import generate_and_print
 from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError
-from jaxgen.generation import generate
-from jaxgen.text.streaming import TextStreamer
 from jaxgen.text.tokenizer import Tokenizer
 
 HELP = """\
@@ -22,7 +21,7 @@ HELP = """\
 /system TEXT   start over with this system message; without TEXT, with none
 /help          show this help
 /exit          quit, like the end of the input (Ctrl-D)
-End a line with \\ to continue it on the next, or enclose several lines in two lines of \"\"\"."""
+End a line with \\ to continue it on the next, or put a line of \"\"\" before and after several lines."""
 
 
 class Chat:
@@ -61,9 +60,8 @@ class Chat:
             self._forget_cache()
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = cfg.replace(max_new_tokens=min(most, self._left(prompt)))
-        streamer = stats.watch(TextStreamer(self.tokenizer, skip_prompt=True))
-        given = {"attention_mask": [[1] * len(ids)], "cache": self._cache, "streamer": streamer, **more}
-        out = generate(params, [ids], key, cfg, **given)
+        given = {"attention_mask": [[1] * len(ids)], "cache": self._cache, **more}
+        out = generate_and_print(params, [ids], key, cfg, stats, **given)
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
@@ -93,7 +91,8 @@ def converse(
     chat: Chat, params, cfg: GenerationConfig, key: jax.Array | None, stats: Stats, more: Mapping[str, Any]
 ) -> None:
     """Read messages from stdin until its end, and answer each; the n-th answer is drawn with `fold_in(key, n)`."""
-    _note("Say something. /help lists the commands.")
+    if sys.stdin.isatty():
+        _note("Say something. /help lists the commands.")
     number = 0
     while (message := _read_message()) is not None:
         word, _, rest = message.strip().partition(" ")
@@ -152,7 +151,4 @@ def _read_line(prompt: str) -> str | None:
 
 
 def _note(text: str) -> None:
-    if sys.stdin.isatty():
-        print(text, file=sys.stderr)
-    elif not text.startswith("Say"):
-        print(f"jaxgen: {text}", file=sys.stderr)
+    print(text if sys.stdin.isatty() else f"jaxgen: {text}", file=sys.stderr)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.options import parse
+from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import JaxgenError, JaxgenWarning
 
 SHOWN_PROBLEMS = 3
@@ -29,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             if argv[:1] == ["train"]:
-                from jaxgen.cli import train  # optax takes a second to import
-
-                train.main(argv[1:])
+                _train(argv[1:])
             else:
                 _answer(argv)
             print(end="", flush=True)
@@ -63,6 +62,13 @@ def _answer(argv: Sequence[str]) -> None:
     if options.stats:
         for line in stats.lines():
             _say("stats", line)
+
+
+def _train(argv: Sequence[str]) -> None:
+    options = parse_train(argv)
+    from jaxgen.cli.train import train_and_save
+
+    train_and_save(options)
 
 
 def _shortened(error: JaxgenError) -> str:

@@ -1,16 +1,17 @@
 """The options of `jaxgen "PROMPT"`: its own, and those of `GenerationConfig` whose records offer them to the command.
 
-Imports no jax.
+Does not import jax.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jaxgen.cli import arguments
-from jaxgen.config.kinds import Flag, Text
+from jaxgen.config.kinds import Choice, Flag, Text
 from jaxgen.config.options import OPTIONS, Option
 from jaxgen.model.config import DTYPES
 
@@ -23,7 +24,7 @@ def parser() -> arguments.Parser:
         prog="jaxgen",
         usage='jaxgen [options] "PROMPT"\n       jaxgen [options] --chat\n       jaxgen [options] --input FILE\n'
         "       jaxgen train --help",
-        description="Continue a prompt with a checkpoint; without --model, with the bundled demo model. "
+        description="Continue a prompt with a checkpoint; without --model, with the bundled model. "
         "Text goes to stdout as it is generated, everything else to stderr.",
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
     )
@@ -32,20 +33,16 @@ def parser() -> arguments.Parser:
     add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
     add("--chat", action="store_true", help="start a conversation; /help lists its commands")
     add("--input", metavar="FILE", help="one prompt per line, or JSONL with prompt or messages; - is stdin")
-    add("--output", metavar="FILE", help="write the answers to --input there, as JSONL (default: stdout)")
+    add("--output", metavar="FILE", help="write the answers to --input to this file, as JSONL (default: stdout)")
     add("--batch-size", type=arguments.count, default=8, metavar="N", help="prompts of --input at once (default: 8)")
     add("--system", metavar="TEXT", help="a system message before each conversation")
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    add("--seed", type=arguments.seed, default=0, help="the seed for sampling (default: 0)")
+    add("--seed", type=arguments.natural, default=0, help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
-    add(
-        "--negative-prompt",
-        metavar="TEXT",
-        help="--guidance-scale moves away from this prompt (default: the last token)",
-    )
+    add("--negative-prompt", metavar="TEXT", help="what --guidance-scale moves away from (default: the last token)")
     add("--regex", metavar="PATTERN", help="answer with text that matches this regular expression")
-    add("--json-schema", metavar="FILE", help="answer with JSON that follows this schema")
+    add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
     groups: dict[str, Any] = {}
     for option in OFFERED:
         group = result
@@ -62,6 +59,9 @@ def _argument(option: Option) -> dict[str, Any]:
     """Return argparse's keywords for the values of an option."""
     if isinstance(option.kind, Flag):
         return {"action": argparse.BooleanOptionalAction}
+    if isinstance(option.kind, Choice):
+        texts = {str(value).lower(): value for value in option.kind.values}
+        return {"type": functools.partial(arguments.one_of, texts), "metavar": "|".join(texts)}
     if isinstance(option.kind, Text):
         return {"action": "append", "metavar": "TEXT"}
     numbers = {"int": (arguments.whole, "N"), "float": (float, "X")}

@@ -23,7 +23,7 @@ class Stats:
         compile: seconds of tracing and compiling, in total.
         first: seconds from each request to its first token, compiling included.
         rest: seconds from each first token to the last.
-        tokens: the number of tokens generated after first ones, in all rows.
+        tokens: the number of generated tokens, without those that `first` times.
     """
 
     def __init__(self):

@@ -8,8 +8,6 @@ import dataclasses
 import hashlib
 import math
 import sys
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,94 +20,28 @@ from convert import load_hf
 from convert.atomic_directory import new_directory
 from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint, write_arrays
 from convert.hub import local_directory
-from jaxgen.cli import arguments
-from jaxgen.config.generation_config import model_of
+from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
+from jaxgen.config.generation_config import model_of, warn
 from jaxgen.config.tables import eos_list
-from jaxgen.errors import ConfigError, InputError, JaxgenWarning
-from jaxgen.model.config import DTYPES, ModelConfig
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.model.config import ModelConfig
 from jaxgen.request.memory import free_bytes
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
-from jaxgen.training.checkpoints import alone_in, remove_state
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
+from jaxgen.training.state import alone_in, remove_state
 from jaxgen.training.train import TrainBatch, TrainConfig, can_resume, evaluate, train
 
-EPOCHS, WIDTH, WARMUP = 3, 1024, 0.03
-FULL_RATE, LORA_RATE = 1e-5, 2e-4
 SAMPLE = 4096  # bytes of each tensor that go into a checkpoint's fingerprint
 
 
-def parser() -> arguments.Parser:
-    """Return the parser of the command line."""
-    result = arguments.Parser(
-        prog="jaxgen train",
-        usage="jaxgen train --data FILE --model DIR --out DIR [options]",
-        description="Fine-tune a checkpoint: all weights, or with --lora low-rank updates that are "
-        "merged into them at the end. Progress goes to stderr.",
-        epilog="To resume an interrupted run, repeat the command: it continues from the last saved state, in "
-        "OUT.training.",
-    )
-    add = result.add_argument
-    add("--data", type=Path, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
-    add("--eval-data", type=Path, metavar="FILE", help="held-out data; its loss is reported before and after")
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
-    add("--out", type=Path, metavar="DIR", help="the directory to create")
-    add("--overwrite", action="store_true", help="replace the checkpoint --out")
-    length = result.add_mutually_exclusive_group()
-    length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
-    length.add_argument("--steps", type=arguments.count, metavar="N", help="instead of --epochs")
-    add("--batch", type=arguments.count, default=8, metavar="N", help="rows per step (default: 8)")
-    add(
-        "--width",
-        type=arguments.count,
-        metavar="N",
-        help=f"tokens per row (default: {WIDTH} or the model's context)",
-    )
-    add("--learning-rate", type=arguments.positive, metavar="X", help=f"(default: {FULL_RATE}, --lora: {LORA_RATE})")
-    add("--warmup", type=arguments.share, default=WARMUP, metavar="X", help=f"share of the steps (default: {WARMUP})")
-    add("--weight-decay", type=arguments.share, default=0.0, metavar="X", help="(default: 0)")
-    add("--clip", type=arguments.positive, default=1.0, metavar="X", help="the gradient's largest norm (default: 1)")
-    add(
-        "--accumulate",
-        type=arguments.count,
-        default=1,
-        metavar="N",
-        help="split each batch into N parts, run one after the other",
-    )
-    add(
-        "--remat",
-        action="store_true",
-        help="compute layers twice instead of storing their results",
-    )
-    add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
-    add(
-        "--lora",
-        type=arguments.whole,
-        default=0,
-        metavar="RANK",
-        help="train updates of this rank (default: 0, all weights)",
-    )
-    add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
-    add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
-    add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
-    add(
-        "--seed",
-        type=arguments.seed,
-        default=0,
-        metavar="N",
-        help="for the rows' order and the updates (default: 0)",
-    )
-    return result
-
-
-def main(words: Sequence[str]) -> None:
-    """Run the command; `words` are the words after "train".
+def train_and_save(options: argparse.Namespace) -> None:
+    """Run the command with the options that `train_options.parse` returned.
 
     Raises:
         JaxgenError: bad input; nothing was written to --out.
         OSError: a file that cannot be read or written.
     """
-    options = _parse(words)
     # All input is checked before the weights are read, which can take long.
     _check_out(options)
     job = _prepare(options)
@@ -121,7 +53,7 @@ def main(words: Sequence[str]) -> None:
         else:
             _say(f"the state is saved in {work} every {options.save_every} steps")
         _say_held_out(job, "before")
-        params = _fine_tune(job, work, options)
+        params = _trained(job, work, options)
         with new_directory(out, overwrite=options.overwrite) as directory:
             _write(params, job, directory)
         remove_state(work)
@@ -147,27 +79,6 @@ class _Job:
     batch: int
     rank: int
     run: str
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    command = parser()
-    options, rest = command.read(words)
-    if rest:
-        command.error(f"{rest[0]!r} does not belong to an option")
-    for name, what in (("data", "JSONL file"), ("model", "checkpoint to start from"), ("out", "directory to create")):
-        if getattr(options, name) is None:
-            command.error(f"--{name} is missing: name the {what}")
-    for name in ("data", "eval_data"):
-        file = getattr(options, name)
-        if file is not None and not file.is_file():
-            command.error(f"--{name.replace('_', '-')} {file} is not a file")
-    if options.batch % options.accumulate:
-        command.error(f"--batch {options.batch} cannot be divided into --accumulate {options.accumulate} parts")
-    if options.lora < 0:
-        command.error(f"--lora {options.lora} must be at least 0")
-    if options.lora_alpha is not None and not options.lora:
-        command.error("--lora-alpha scales low-rank updates: set --lora RANK too")
-    return options
 
 
 class _NothingToWriteYet(Exception):
@@ -223,18 +134,16 @@ def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -
             f"{file}: there is nothing to learn from in the first {width} tokens of any line: raise --width"
         )
     if cut:
-        warnings.warn(
+        warn(
             f"{file}: {cut:,} of {len(examples):,} examples are longer than {width} tokens and were truncated: "
             "raise --width to keep their ends",
-            JaxgenWarning,
-            stacklevel=2,
         )
     return rows
 
 
 def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) -> TrainConfig:
     steps = options.steps or math.ceil((options.epochs or EPOCHS) * rows / options.batch)
-    stored = source.dtype("model.embed_tokens.weight", None).name
+    stored = source.dtype(None).name
     alpha = options.lora_alpha or 2 * options.lora
     return TrainConfig(
         steps=steps,
@@ -266,11 +175,9 @@ def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Examp
         if generation is None:
             return config | eos, None
         return config, generation | eos
-    warnings.warn(
+    warn(
         "not all examples end with a special token, so the model does not learn to stop there: check eos_token of the "
         "tokenizer or the end of its chat template",
-        JaxgenWarning,
-        stacklevel=2,
     )
     return config, generation
 
@@ -298,12 +205,12 @@ def _check_memory(job: _Job) -> None:
     if free is not None and weights + logits > free:
         raise InputError(
             f"training needs more than {(weights + logits) / 1e9:.1f} GB ({weights / 1e9:.1f} for weights, "
-            f"{logits / 1e9:.1f} for the logits of {rows} rows), {free / 1e9:.1f} are free: try "
+            f"{logits / 1e9:.1f} for the logits of {rows} rows) and only {free / 1e9:.1f} GB is free: try "
             f"{'' if job.rank else '--lora 16, '}a larger --accumulate or a smaller --width"
         )
 
 
-def _fine_tune(job: _Job, work: Path, options: argparse.Namespace):
+def _trained(job: _Job, work: Path, options: argparse.Namespace):
     """Return the trained parameters, in the dtypes of the source."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
@@ -320,7 +227,7 @@ def _fine_tune(job: _Job, work: Path, options: argparse.Namespace):
     )
     if frozen is not None:
         return lora.merge(frozen, trained, job.cfg.lora_scale)
-    names = {name: job.source.dtype(name, None) for name in job.source.tensors}
+    names = {name: job.source.dtype(None, name) for name in job.source.tensors}
     dtypes = flax.traverse_util.unflatten_dict(names, sep=".")
     return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
 

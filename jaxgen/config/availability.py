@@ -6,15 +6,17 @@ from typing import Any
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import BUILT, GROUP_BEAM, OPTIONS, TRACED
+from jaxgen.config.options import GROUP_BEAM, IMPLEMENTED, OPTIONS, TRACED
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
 
 _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
-_UNBUILT = tuple(option for option in OPTIONS.values() if option.modes is not None and BUILT.isdisjoint(option.modes))
+_UNIMPLEMENTED = tuple(
+    option for option in OPTIONS.values() if option.modes is not None and IMPLEMENTED.isdisjoint(option.modes)
+)
 
 
-def refuse_unbuilt(cfg: GenerationConfig) -> None:
+def refuse_unimplemented(cfg: GenerationConfig) -> None:
     """Raise an error for an option that is not offered, by its name.
 
     Options of 4.41.1 that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
@@ -24,11 +26,11 @@ def refuse_unbuilt(cfg: GenerationConfig) -> None:
         if option.is_given(value) and value not in option.offered:
             raise ConfigError(f"{option.name}={value!r} {option.refused}")
     mode = cfg.mode
-    given = [option for option in _UNBUILT if option.is_given(getattr(cfg, option.name))]
-    unbuilt = [option for option in given if option.since or mode in (option.modes or ())]
-    if unbuilt or mode not in BUILT:
-        shown = ", ".join(f"{option.name}={getattr(cfg, option.name)!r}" for option in unbuilt)
-        raise NotBuiltYetError(f"not built yet: {shown}{'' if mode in BUILT else f' ({mode})'}")
+    given = [option for option in _UNIMPLEMENTED if option.is_given(getattr(cfg, option.name))]
+    lacking = [option for option in given if option.since or mode in (option.modes or ())]
+    if lacking or mode not in IMPLEMENTED:
+        shown = ", ".join(f"{option.name}={getattr(cfg, option.name)!r}" for option in lacking)
+        raise NotBuiltYetError(f"not implemented yet: {shown}{'' if mode in IMPLEMENTED else f' ({mode})'}")
     if cfg.on("diversity_penalty") and mode != GROUP_BEAM:
         raise ConfigError(
             f"diversity_penalty={cfg.diversity_penalty} needs groups of beams: set num_beams and num_beam_groups above "

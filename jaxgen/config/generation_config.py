@@ -1,8 +1,9 @@
 """GenerationConfig: every option of transformers 4.41.1's generate(), by its name and with its default.
 
-The config is a pytree. Its numbers are leaves, so changing a value never recompiles. Everything that shapes the
-program (the mode, the model, which options are on) is its structure. An option at its neutral value is off and has
-no leaf: a config's structure alone says which processors exist, also inside the caller's own jit.
+The config is a pytree. The values of traced options are its leaves, so changing them never recompiles. Everything that
+shapes the program (the mode, the model, static options, which options are on) is its structure. An option at its
+neutral value is off and has no leaf: a config's structure alone says which processors exist, also inside the caller's
+own jit.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ _OF_SOME_MODES = tuple(option for option in OPTIONS.values() if option.modes is 
 class GenerationConfig(GenerationOptions):
     """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
-    docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases are None, off.
-    Most options accept one value for all prompts or one for each. An option that jaxgen recognises but does not offer
-    is accepted here, so that every checkpoint's config can be read, and refused by `generate`.
+    docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases default to None,
+    which is off. Most options accept one value for all prompts or one for each. An option that jaxgen recognises but
+    does not offer is accepted here, so that every checkpoint's config can be read, and refused by `generate`.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -198,7 +199,7 @@ class GenerationConfig(GenerationOptions):
 
 
 def model_of(cfg: GenerationConfig) -> ModelConfig:
-    """Return the shape of the model that a config is for.
+    """Return the config of the model that a generation config is for.
 
     Raises:
         ConfigError: `cfg.model` is None.
@@ -262,7 +263,7 @@ def warn_unused(cfg: GenerationConfig) -> None:
     values = [(option, getattr(cfg, option.name)) for option in cfg.unread()]
     given = [f"{option.name}={value}" for option, value in values if not is_tracer(value) and option.is_given(value)]
     if given:
-        warn(f"{', '.join(given)} given, which {cfg.mode} does not read")
+        warn(f"{cfg.mode} does not read {', '.join(given)}")
     if cfg.on("min_new_tokens") and cfg.on("min_length"):
         warn("min_new_tokens and min_length are both set: min_length is ignored")
 

@@ -1,12 +1,13 @@
 """Kinds of option values: parsing, allowed values, the neutral value, and the form in a compiled program.
 
-Imports no jax, so that the command can parse its arguments quickly; jax arrays and tracers are recognised once jax is
-loaded.
+Does not import jax, so that the command can parse its arguments quickly; jax arrays and tracers are recognised once jax
+is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +24,7 @@ else:
     Number = Any
 
 INT32_MAX = int(np.iinfo(np.int32).max)
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
 
 
 def is_tracer(value: Any) -> bool:
@@ -45,7 +47,7 @@ class Kind:
         type_name: the type as the option reference shows it.
         neutral: the neutral value, at which the option is off; of a static kind, the default.
         per_prompt: one value per prompt is allowed.
-        ranks: the number of axes of each array of a leaf if it is one value for all prompts.
+        ranks: the number of axes of each array of the leaf when one value serves all prompts.
         optional: None is allowed and means a default other than None.
     """
 
@@ -58,6 +60,8 @@ class Kind:
 
     def parse(self, name: str, value: Any) -> Any:
         """Return the normal form of a value: equal values have equal forms, of Python numbers where possible.
+
+        `Option.parse` handles None where it means the default.
 
         Raises:
             ConfigError: a value that is not allowed.
@@ -98,7 +102,6 @@ class Static(Kind):
     """A value that is part of the program, or that the call itself uses."""
 
     def is_off(self, value: Any) -> bool:
-        """Return True if a value in normal form is the neutral value."""
         return not value
 
 
@@ -109,7 +112,6 @@ class Anything(Static):
     neutral: Any = None
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a hashable form of the value."""
         return frozen(value)
 
 
@@ -122,7 +124,6 @@ class Flag(Static):
     type_name = "bool"
 
     def parse(self, name: str, value: Any) -> bool:
-        """Return the value as a Python bool."""
         value = frozen(value)
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -130,7 +131,7 @@ class Flag(Static):
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Static):
+class StaticInteger(Static):
     """A whole number of at least `least`."""
 
     neutral: int | None = None
@@ -140,11 +141,9 @@ class Whole(Static):
 
     @property
     def allowed(self) -> str:
-        """The bound, in words."""
         return f">= {self.least}"
 
     def parse(self, name: str, value: Any) -> int:
-        """Return the value as a Python int."""
         value = frozen(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number, got {value!r}")
@@ -159,16 +158,13 @@ class Seconds(Static):
     type_name = "float"
 
     def is_off(self, value: Any) -> bool:
-        """Return True without a limit; 0 seconds is a limit."""
-        return value is None
+        return value is None  # 0 seconds is a limit
 
     @property
     def allowed(self) -> str:
-        """The bound, in words."""
         return ">= 0"
 
     def parse(self, name: str, value: Any) -> float:
-        """Return the value as a Python number."""
         value = frozen(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} must be a number of seconds, got {value!r}")
@@ -186,12 +182,10 @@ class Choice(Static):
 
     @property
     def allowed(self) -> str:
-        """The values, in words."""
         *most, last = map(repr, self.values)
         return f"{', '.join(most)} or {last}"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return the value."""
         value = frozen(value)
         if not any(type(value) is type(known) and value == known for known in self.values):
             raise ConfigError(f"{name} must be {self.allowed}, got {value!r}")
@@ -204,7 +198,6 @@ class Text(Static):
     type_name = "str or list"
 
     def parse(self, name: str, value: Any) -> str | tuple[str, ...]:
-        """Return a string or a tuple of strings."""
         value = frozen(value)
         strings = (value,) if isinstance(value, str) else value
         if not isinstance(strings, tuple) or not all(isinstance(string, str) for string in strings):
@@ -245,7 +238,6 @@ class _Number(Kind):
     array_dtype: ClassVar[type] = np.float32
 
     def is_off(self, value: Any) -> bool:
-        """Return True if the value means off."""
         return value is None or (isinstance(value, int | float) and value in (self.neutral, self.also_off))
 
     def parse(self, name: str, value: Any) -> Any:
@@ -272,7 +264,8 @@ class _Number(Kind):
             raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
         with np.errstate(over="ignore"):  # a value that becomes infinite is refused
             array = array.astype(self.array_dtype)
-        if not np.all(self._within(array)):
+        compared = (_COMPARE[sign](array, bound) for sign, bound in self._bounds.items())
+        if not all(map(np.all, (np.isfinite(array), *compared))):
             raise ConfigError(f"{name} must be {self.allowed}{self.hint and f' ({self.hint})'}, got {value!r}")
         if array.ndim:
             return array
@@ -280,34 +273,23 @@ class _Number(Kind):
         return self.neutral if self.is_off(number) else number
 
     def leaf(self, value: Any) -> Any:
-        """Return None if the option is off, else a number or array of the right dtype."""
         if self.is_off(value):
             return None
         return self.array_dtype(value) if isinstance(value, int | float) else value
 
     def prompt_count(self, value: Any) -> int | None:
-        """Return the number of prompts if each has its own value; None if one value serves all."""
         return value.shape[0] if is_array(value) and value.ndim else None
 
     @property
     def allowed(self) -> str:
-        """The bounds, in words."""
         if (self.least, self.most) == (0, 1):
             return "between 0 and 1"
-        bounds = {">": self.above, ">=": self.least, "<=": self.most, "<": self.below}
-        return " and ".join(f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None) or "finite"
+        return " and ".join(f"{sign} {bound}" for sign, bound in self._bounds.items()) or "finite"
 
-    def _within(self, array: np.ndarray) -> np.ndarray:
-        within = np.isfinite(array)
-        if self.above is not None:
-            within &= array > self.above
-        if self.least is not None:
-            within &= array >= self.least
-        if self.most is not None:
-            within &= array <= self.most
-        if self.below is not None:
-            within &= array < self.below
-        return within
+    @property
+    def _bounds(self) -> dict[str, float]:
+        bounds = {">": self.above, ">=": self.least, "<=": self.most, "<": self.below}
+        return {sign: bound for sign, bound in bounds.items() if bound is not None}
 
 
 class Real(_Number):
@@ -334,7 +316,6 @@ class TokenId(Integer):
         super().__init__(least=0, **fields)
 
     def tokens(self, value: Any) -> list[int]:
-        """Return every token id of a value; an empty list for a traced value, whose ids are unknown."""
         return [] if value is None or is_tracer(value) else np.ravel(value).tolist()
 
 
@@ -347,9 +328,6 @@ class DecayPair(Kind):
     _start, _factor = Integer(least=0), Real(above=0)
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return None or the pair."""
-        if value is None:
-            return None
         if not isinstance(value, list | tuple) or len(value) != 2 or any(part is None for part in value):
             raise ConfigError(f"{name} must be a pair, (start, factor), got {value!r}")
         pair = self._start.parse(f"{name}'s start", value[0]), self._factor.parse(f"{name}'s factor", value[1])
@@ -358,15 +336,12 @@ class DecayPair(Kind):
         return pair
 
     def leaf(self, value: Any) -> Any:
-        """Return the pair with its dtypes, or None."""
         return None if value is None else (self._start.leaf(value[0]), self._factor.leaf(value[1]))
 
     def prompt_count(self, value: Any) -> int | None:
-        """Return the number of prompts if each has its own value; None if one value serves all."""
         return None if value is None else self._start.prompt_count(value[0]) or self._factor.prompt_count(value[1])
 
     def per_prompt_value(self, values: Iterable[Any]) -> Any:
-        """Return one option value that contains one of `values` per prompt."""
         return tuple(map(list, zip(*values, strict=True)))
 
 
@@ -377,9 +352,6 @@ class Watermark(Kind):
     type_name = "WatermarkingConfig or dict"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return None or a WatermarkingConfig."""
-        if value is None:
-            return None
         from jaxgen.config.watermarking import WatermarkingConfig  # a pytree; the import needs jax
 
         if isinstance(value, Mapping):

@@ -1,9 +1,10 @@
 """Every option of `GenerationConfig`, one record each; everything else about an option is derived from its record.
 
-Records in `SCORES` and `CHOICE` that have a `stage` are logits processors and warpers: within a stage they run in the
-order as listed, which is that of transformers. CONTRIBUTING.md shows how to add one.
+Records that have a `stage` are logits processors and warpers; within a stage they run in the order listed, which is
+that of transformers. CONTRIBUTING.md shows how to add one. kinds.py parses and checks the values, reference.py writes
+docs/options.md, and cli/options.py makes the command's flags.
 
-Imports no jax.
+Does not import jax.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from jaxgen.config.kinds import (
     Number,
     Real,
     Seconds,
+    StaticInteger,
     Text,
     TokenId,
     Watermark,
-    Whole,
     is_array,
 )
 from jaxgen.config.tables import PlacedTokens, SequenceBias, TokenIds, TokenSequences
@@ -42,7 +43,7 @@ BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
 ASSISTED, DOLA = "assisted_generation", "dola_generation"
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 # The implemented modes.
-BUILT = frozenset({GREEDY, SAMPLE})
+IMPLEMENTED = frozenset({GREEDY, SAMPLE, BEAM, BEAM_SAMPLE, GROUP_BEAM})
 
 # Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
 # BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
@@ -153,7 +154,7 @@ class GenerationOptions:
         examples=(5, 7),
     )
     max_length: int = _length(
-        Whole(20, least=1, optional=True),
+        StaticInteger(20, least=1, optional=True),
         "the maximum number of tokens of prompt and answer together",
         hf="MaxLengthCriteria",
         differs="padding is not counted",
@@ -189,7 +190,7 @@ class GenerationOptions:
     # Choosing a token
     do_sample: bool = _choice(Flag(), "draw tokens; otherwise the most likely one is chosen", command=True)
     num_return_sequences: int = _choice(
-        Whole(1, least=1),
+        StaticInteger(1, least=1),
         "the number of sequences to draw per prompt",
         differs="the prompt is computed once",
         command="; several are printed at the end, separated by blank lines",
@@ -260,10 +261,17 @@ class GenerationOptions:
         SequenceBias(),
         "add a bias to tokens, and to the last token of sequences, {(id, ...): bias}",
         hf="SequenceBiasLogitsProcessor",
-        differs="a sequence that would span the whole row is biased too, as in later releases",
+        differs="also applied if the sequence's other tokens are the whole row, as in later releases",
         of_tokens=True,
         command=", here [[[id, ...], bias], ...]",
         examples=({(11, 12): 0.5}, {(13,): -0.5, (14, 15): 1.0}),
+    )
+    diversity_penalty: Number = _score(
+        Real(0.0),
+        "subtract this from a token's score for each beam of an earlier group that chose it in the same step",
+        hf="HammingDiversityLogitsProcessor",
+        modes=(GROUP_BEAM,),
+        examples=(0.5, 1.5),
     )
     encoder_repetition_penalty: Number = _score(
         Real(1.0, above=0),
@@ -294,14 +302,14 @@ class GenerationOptions:
         examples=(0.5, -0.5),
     )
     no_repeat_ngram_size: int = _score(
-        Whole(0, optional=True),
+        StaticInteger(0, optional=True),
         "no n-gram of this size occurs twice in prompt and answer",
         hf="NoRepeatNGramLogitsProcessor",
         of_tokens=True,
         examples=(3,),
     )
     encoder_no_repeat_ngram_size: int = _score(
-        Whole(0, optional=True),
+        StaticInteger(0, optional=True),
         "no n-gram of this size from the prompt occurs again",
         hf="EncoderNoRepeatNGramLogitsProcessor",
         of_tokens=True,
@@ -311,7 +319,7 @@ class GenerationOptions:
         TokenSequences(),
         "sequences of ids that are never generated",
         hf="NoBadWordsLogitsProcessor",
-        differs="as with sequence_bias",
+        differs="also applied if the sequence's other tokens are the whole row, as in later releases",
         of_tokens=True,
         examples=([[11], [12, 13]], [[14, 15]]),
     )
@@ -337,14 +345,14 @@ class GenerationOptions:
     )
     forced_bos_token_id: Number | None = _late_score(
         TokenId(),
-        "the token after a prompt of one token",
+        "force this token after a one-token prompt",
         hf="ForcedBOSTokenLogitsProcessor",
         of_tokens=True,
         examples=(5, 6),
     )
     forced_eos_token_id: Any = _late_score(
         TokenIds(),
-        "the id, or a list of ids to choose from, of the last token that the budget allows",
+        "force the last token that the budget allows to be this id, or one of these",
         hf="ForcedEOSTokenLogitsProcessor",
         examples=([1, 2], [3, 4, 5]),
     )
@@ -398,7 +406,7 @@ class GenerationOptions:
     output_scores: bool = _output(
         Flag(), "return the scores that each token was chosen from: steps * rows * V * 4 bytes"
     )
-    output_logits: bool | None = _output(Flag(None), "return the model's logits at each step: of the same size")
+    output_logits: bool | None = _output(Flag(None), "return the model's logits of each step, as large as the scores")
     output_logprobs: str | None = _output(
         Choice(None, "logits", "scores"),
         "return each chosen token's log-probability: with 'logits' under the model's distribution, with 'scores' under "
@@ -406,7 +414,7 @@ class GenerationOptions:
         since="jaxgen",
     )
     top_logprobs: int = _output(
-        Whole(0), "with output_logprobs, also return those of the n most likely tokens", since="jaxgen"
+        StaticInteger(0), "with output_logprobs, also return those of the n most likely tokens", since="jaxgen"
     )
     output_hidden_states: bool = _output(Flag(), "return the hidden states of all layers")
     output_attentions: bool = _output(Flag(), "return the attention weights of all layers")
@@ -414,9 +422,9 @@ class GenerationOptions:
     pad_token_id: Number | None = _output(
         TokenId(per_prompt=False), "the id that follows a row's end; by default the first eos id", examples=(0, 1)
     )
-    bos_token_id: int | None = _output(Whole(None), "the token to start from if no prompt is given", host=True)
+    bos_token_id: int | None = _output(StaticInteger(None), "the token to start from if no prompt is given", host=True)
     prefill_chunk_size: int | None = _output(
-        Whole(None, least=1),
+        StaticInteger(None, least=1),
         "process prompts in pieces of this many tokens, to save memory",
         since="later",
         command=True,
@@ -434,16 +442,31 @@ class GenerationOptions:
         offered=("static",),
     )
     # Other decode modes
-    num_beams: int = _beams(Whole(1, least=1), "the number of beams", hf="BeamSearchScorer")
-    num_beam_groups: int = _beams(Whole(1, least=1), "the number of groups of beams", modes=(GROUP_BEAM,))
-    diversity_penalty: Number = _beams(
-        Real(0.0),
-        "how strongly groups of beams avoid each other's tokens",
-        hf="HammingDiversityLogitsProcessor",
-        modes=(GROUP_BEAM,),
+    num_beams: int = _beams(
+        StaticInteger(1, least=1),
+        "the number of beams: continuations of each prompt that are extended side by side",
+        hf="BeamSearchScorer",
+        command=True,
     )
-    length_penalty: Number = _beams(Real(1.0), "the exponent of the length in a beam's score")
-    early_stopping: bool | str = _beams(Choice(False, True, "never"), "when beam search ends")
+    num_beam_groups: int = _beams(
+        StaticInteger(1, least=1),
+        "the number of groups that the beams are divided into; diversity_penalty keeps the groups apart",
+        modes=(GROUP_BEAM,),
+        command=True,
+    )
+    length_penalty: Number = _beams(
+        Real(1.0),
+        "a beam's score is the sum of its tokens' scores, divided by its length to this power; above 0 favours longer "
+        "texts",
+        command=True,
+        examples=(0.5, 2.0),
+    )
+    early_stopping: bool | str = _beams(
+        Choice(False, True, "never"),
+        "when a search ends that has num_beams ended beams: True, at once; False, if the best running beam, at its "
+        "present length, is no better; 'never', if it cannot become better at any length",
+        command=True,
+    )
     constraints: tuple | None = _beams(Anything(), "constraints of beam search", modes=(CONSTRAINED,))
     force_words_ids: tuple | None = _beams(Anything(), "sequences of ids that must be generated", modes=(CONSTRAINED,))
     penalty_alpha: Number | None = _option(
@@ -453,15 +476,15 @@ class GenerationOptions:
         modes=(CONTRASTIVE,),
     )
     prompt_lookup_num_tokens: int | None = _assisted(
-        Whole(None, least=1), "the number of tokens that prompt lookup proposes"
+        StaticInteger(None, least=1), "the number of tokens that prompt lookup proposes"
     )
     max_matching_ngram_size: int | None = _assisted(
-        Whole(None, least=1), "the size of the n-gram that prompt lookup searches for"
+        StaticInteger(None, least=1), "the size of the n-gram that prompt lookup searches for"
     )
     num_assistant_tokens: int = _assisted(
-        Whole(5, least=1, optional=True), "the number of tokens that an assistant proposes"
+        StaticInteger(5, least=1, optional=True), "the number of tokens that an assistant proposes"
     )
-    num_assistant_tokens_schedule: str = _assisted(Anything("heuristic"), "how that number changes")
+    num_assistant_tokens_schedule: str = _assisted(Anything("heuristic"), "how num_assistant_tokens changes")
     assistant_confidence_threshold: float | None = _assisted(
         Anything(), "an assistant stops when its confidence falls below this", since="later"
     )
@@ -477,7 +500,7 @@ class GenerationOptions:
     )
     # Refused by name
     decoder_start_token_id: int | None = _option(
-        Whole(None), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
+        StaticInteger(None), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
     )
     low_memory: bool | None = _refused(
         refused="is not offered: rows already share the prompt's cache; leave it out", offered=(False,)

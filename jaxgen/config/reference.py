@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from jaxgen.config.options import BUILT, CHOICE, LENGTH, MODES, OPTIONS, OUTPUT, REFUSED, SCORES, Option
+from jaxgen.config.options import CHOICE, IMPLEMENTED, LENGTH, MODES, OPTIONS, OUTPUT, REFUSED, SCORES, Option
 
 _INTRODUCTION = """\
 # Options
 
 The fields of `GenerationConfig`, by transformers' names.
 
-- A *traced* option is an argument of the compiled program: changing its value never recompiles. Lists of ids are
-  padded to 4, 8, 16, ... entries. Which traced options are on is part of the program.
+- A *traced* option is an argument of the compiled program: another value of the same form does not recompile. Lists of
+  ids are padded to 4, 8, 16, ... entries. Which traced options are on is part of the program.
 - A *static* option is part of the program.
 - A *host* option is used on the host, before or between runs of the program.
 
-*Per prompt* shows a value for each of two prompts; in arrays of ids -1 is an unused entry. An option that the decode
-mode does not read has no effect and causes a warning. This page is written by
-`python -m jaxgen.config.reference > docs/options.md`.
+The column *per prompt* has an example for a batch of two prompts; it is empty if one value serves all. In arrays of
+ids, -1 fills unused places. An option that the decode mode does not read causes a warning, or an error where
+transformers raises one. This page is written by `python -m jaxgen.config.reference > docs/options.md`.
 """
 
 
@@ -49,7 +49,7 @@ def _line(option: Option) -> str:
 
 
 def _mode_line(option: Option) -> str:
-    modes = ", ".join(mode if mode in BUILT else f"{mode}\\*" for mode in option.modes or ()) or "nothing yet"
+    modes = ", ".join(mode if mode in IMPLEMENTED else f"{mode}\\*" for mode in option.modes or ()) or "nothing yet"
     default = _default(option)
     return (
         f"| `{option.name}` | {option.kind.type_name} | {default} | {option.doc} | {modes} | {_transformers(option)} |"

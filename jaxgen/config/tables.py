@@ -33,7 +33,7 @@ def _depth(value: Any) -> int:
 
 def _token(name: str, token: Any, given: Any) -> int:
     if isinstance(token, bool) or not isinstance(token, int):
-        raise TypeError(f"{name} must contain token ids, whole numbers, got {given!r}")
+        raise TypeError(f"{name} must contain token ids (whole numbers), got {given!r}")
     if not 0 <= token <= INT32_MAX:
         raise ConfigError(f"{name} must contain token ids >= 0 that fit into 32 bits, got {given!r}")
     return token
@@ -45,7 +45,7 @@ def _filled(row: Sequence[int], size: int) -> list[int]:
 
 def _traced_table(name: str, value: Any, *ranks: int) -> Any:
     if not np.issubdtype(value.dtype, np.integer):
-        raise TypeError(f"{name} must contain token ids, whole numbers, got {value.dtype}")
+        raise TypeError(f"{name} must contain token ids (whole numbers), got {value.dtype}")
     if value.ndim not in ranks:
         raise ConfigError(f"{name} must have {' or '.join(map(str, ranks))} axes under jit, got {list(value.shape)}")
     return value
@@ -62,14 +62,12 @@ class _Table(Kind):
         return self.leaf(value)
 
     def prompt_count(self, value: Any) -> int | None:
-        """Return the number of prompts if each has its own value; None if one value serves all."""
         if value is None:
             return None
         ids = self.ids(value)
         return ids.shape[0] if ids.ndim > self.rank else None
 
     def tokens(self, value: Any) -> list[int]:
-        """Return every token id of a value; an empty list for a traced value, whose ids are unknown."""
         if value is None or is_tracer(self.ids(value)):
             return []
         ids = np.ravel(np.asarray(self.ids(value)))
@@ -83,9 +81,7 @@ class TokenIds(_Table):
     type_name = "id or ids"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return None, an int, a tuple of ints, or int32[B, E]; in an array -1 is an unused entry."""
-        if value is None:
-            return None
+        """Return an int, a tuple of ints, None for an empty one, or int32[B, E]; in an array -1 is an unused entry."""
         if is_tracer(value):
             return _traced_table(name, value, 0, 1, 2)
         padded = is_array(value)
@@ -104,7 +100,6 @@ class TokenIds(_Table):
         return tuple(row(ids)) or None
 
     def leaf(self, value: Any) -> Any:
-        """Return the table, or None if the option is off."""
         if isinstance(value, int):
             value = (value,)
         if isinstance(value, tuple):
@@ -120,9 +115,7 @@ class TokenSequences(_Table):
     type_name = "lists of ids"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return None, a tuple of tuples of ints, or int32[B, S, W]; in an array -1 is an unused entry."""
-        if value is None:
-            return None
+        """Return a tuple of tuples of ints, or int32[B, S, W]; in an array -1 is an unused entry."""
         if is_tracer(value):
             return _traced_table(name, value, 2, 3)
         padded = is_array(value)
@@ -146,7 +139,6 @@ class TokenSequences(_Table):
         return tuple(tuple(_token(name, token, given) for token in row) for row in rows)
 
     def leaf(self, value: Any) -> Any:
-        """Return the table, or None if the option is off."""
         return _stacked([value])[0] if isinstance(value, tuple) else value
 
 
@@ -157,8 +149,7 @@ class PlacedTokens(TokenSequences):
     type_name = "lists of [position, id]"
 
     def tokens(self, value: Any) -> list[int]:
-        """Return every token id of a value, without the positions."""
-        return super().tokens(value)[1::2]
+        return super().tokens(value)[1::2]  # without the positions
 
 
 def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
@@ -180,13 +171,10 @@ class SequenceBias(_Table):
     type_name = "dict"
 
     def ids(self, value: Any) -> Any:
-        """Return the ids of the leaf of a value, which is not None."""
         return self.leaf(value)[0]
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return None, a FrozenDict of floats by tuples of ints or, per prompt, the leaf."""
-        if value is None:
-            return None
+        """Return a FrozenDict of floats by tuples of ints or, per prompt, the leaf."""
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:
@@ -211,7 +199,6 @@ class SequenceBias(_Table):
         return FrozenDict(table)
 
     def leaf(self, value: Any) -> Any:
-        """Return the tables, or None if the option is off."""
         if not isinstance(value, FrozenDict):
             return value
         sequences, biases = _biases([value])

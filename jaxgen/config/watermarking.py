@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgen.config.kinds import Choice, Number, Real, Unsigned, Whole
+from jaxgen.config.kinds import Choice, Number, Real, StaticInteger, Unsigned
 from jaxgen.errors import ConfigError
 
 _KINDS = {
@@ -18,7 +18,7 @@ _KINDS = {
     "bias": Real(per_prompt=False),
     "hashing_key": Unsigned(per_prompt=False),
     "seeding_scheme": Choice("lefthash", "selfhash"),
-    "context_width": Whole(1, least=1),
+    "context_width": StaticInteger(1, least=1),
 }
 _TRACED = tuple(name for name, kind in _KINDS.items() if kind.traced)
 _STATIC = tuple(name for name, kind in _KINDS.items() if not kind.traced)

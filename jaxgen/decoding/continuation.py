@@ -30,9 +30,9 @@ class Continuation:
     count: jax.Array
 
     @classmethod
-    def of(cls, cache: KVCache | Continuation) -> Continuation:
+    def of(cls, cache: KVCache) -> Continuation:
         """Wrap a cache of the model; its tokens are not known."""
-        return cache if isinstance(cache, Continuation) else cls(cache, None, cache.total_length)
+        return cls(cache, None, cache.total_length)
 
     @property
     def rows(self) -> int:

@@ -61,7 +61,7 @@ class StaticCallable:
 
 
 def as_pytree(value: Any) -> Any:
-    """Return a function or object as a pytree: itself if it is one, else without leaves."""
+    """Return a function or object itself if it is a pytree, else wrapped in a pytree without leaves."""
     leaves = jax.tree.leaves(value)
     return StaticCallable(value) if len(leaves) == 1 and leaves[0] is value else value
 
@@ -71,7 +71,7 @@ def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:
     if given is None:
         return ()
     if callable(given):
-        raise TypeError(f"{name} must be a list of functions: put [ ] around the one")
+        raise TypeError(f"{name} must be a list of functions: pass [function]")
     if not isinstance(given, Sequence) or not all(map(callable, given)):
         raise TypeError(f"{name} must be a list of functions, got {given!r}")
     return tuple(as_pytree(function) for function in given)
@@ -86,11 +86,12 @@ class HostFunction:
 
     number: jax.Array | np.ndarray
     vocab: int = flax.struct.field(pytree_node=False)
+    beams: int = flax.struct.field(pytree_node=False, default=1)
 
     def __call__(self, history: History) -> jax.Array:
         """bool[rows, V]: the tokens that it allows."""
         shape = jax.ShapeDtypeStruct((history.ids.shape[0], self.vocab), np.dtype(bool))
-        ask = functools.partial(_ask, self.vocab)
+        ask = functools.partial(_ask, self.vocab, self.beams)
         return jax.pure_callback(ask, shape, self.number, history.ids, history.length, history.done)
 
 
@@ -103,11 +104,11 @@ class HostCalls:
 
     In an eager call of generate(), its exception is stored in `error` and every row ends; the number is released at
     the end of the call. Under the caller's own jit the number is part of the program and stays valid, and an exception
-    of the function leaves the program as JAX's own error.
+    in the function surfaces as a JAX error.
     """
 
-    def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, eager: bool):
-        self.function, self.vocab, self.eager = function, vocab, eager
+    def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, beams: int, eager: bool):
+        self.function, self.vocab, self.beams, self.eager = function, vocab, beams, eager
         self.error: BaseException | None = None
         self.number = next(_NUMBERS)
         _CALLED[self.number] = self
@@ -115,14 +116,14 @@ class HostCalls:
     @property
     def pytree(self) -> HostFunction:
         """The argument of the compiled program."""
-        return HostFunction(np.asarray(self.number, np.int32), self.vocab)
+        return HostFunction(np.asarray(self.number, np.int32), self.vocab, self.beams)
 
     def close(self) -> None:
         """Forget the function."""
         _CALLED.pop(self.number, None)
 
     def allowed(self, row: int, ids: np.ndarray) -> np.ndarray:
-        """Call it and validate the result."""
+        """Return the allowed ids of a row, int[n], after checking what the function returns."""
         tokens = list(self.function(row, ids))
         if not tokens:
             raise InputError(f"prefix_allowed_tokens_fn returned no token for row {row}: it must allow at least one")
@@ -134,7 +135,7 @@ class HostCalls:
         return allowed
 
 
-def _ask(vocab: int, number, ids, length, done) -> np.ndarray:
+def _ask(vocab: int, beams: int, number, ids, length, done) -> np.ndarray:
     calls = _CALLED[int(number)]
     result = np.zeros((len(ids), vocab), bool)
     ids, length, done = (np.asarray(x) for x in (ids, length, done))
@@ -142,7 +143,7 @@ def _ask(vocab: int, number, ids, length, done) -> np.ndarray:
         return result  # no token for any row: the run ends, and generate() raises the error
     for row in np.flatnonzero(~done):
         try:
-            result[row, calls.allowed(int(row), ids[row, : length[row]])] = True
+            result[row, calls.allowed(int(row) // beams, ids[row, : length[row]])] = True
         except BaseException as error:
             if not calls.eager:
                 raise

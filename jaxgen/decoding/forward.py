@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -13,11 +14,10 @@ from jax import lax
 
 from jaxgen.decoding import guidance
 from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
-from jaxgen.decoding.prompt import Prompt
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
+from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import InputError
-from jaxgen.logits.history import History
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
 from jaxgen.shapes import pad_axis
@@ -25,14 +25,14 @@ from jaxgen.shapes import pad_axis
 
 @flax.struct.dataclass
 class ModelInputs:
-    """Inputs of the model in one pass; streams of rows are stacked.
+    """Inputs of the model in one pass, for the rows of all streams (see `guidance`).
 
     Attributes:
-        mask: bool[S*rows, T], True for tokens.
-        ids: int32[S*rows, T], or None.
-        inputs_embeds: `[S*rows, T, D]` in place of ids, or None.
-        position_ids: int32[S*rows, T], or None for each token's index in its row.
-        key_mask: bool[S*rows, W], which tokens of the row may be attended to, or None for all.
+        mask: bool[streams * rows, T], True for tokens.
+        ids: int32[streams * rows, T], or None.
+        inputs_embeds: `[streams * rows, T, D]` in place of ids, or None.
+        position_ids: int32[streams * rows, T], or None for each token's index in its row.
+        key_mask: bool[streams * rows, W], which tokens of the row may be attended to, or None for all.
     """
 
     mask: jax.Array
@@ -43,16 +43,15 @@ class ModelInputs:
 
     def columns(self, first: jax.Array, size: int) -> ModelInputs:
         """Return `size` columns from column `first` on."""
-        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1), self._per_token())
-        return dataclasses.replace(part, key_mask=self.key_mask)
+        return self._map_columns(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1))
 
     def padded(self, width: int) -> ModelInputs:
         """Return the inputs padded to `width` columns."""
-        part = jax.tree.map(lambda x: pad_axis(x, 1, width), self._per_token())
-        return dataclasses.replace(part, key_mask=self.key_mask)
+        return self._map_columns(lambda x: pad_axis(x, 1, width))
 
-    def _per_token(self) -> ModelInputs:
-        return dataclasses.replace(self, key_mask=None)
+    def _map_columns(self, change: Callable[[jax.Array], jax.Array]) -> ModelInputs:
+        changed = jax.tree.map(change, dataclasses.replace(self, key_mask=None))
+        return dataclasses.replace(changed, key_mask=self.key_mask)
 
 
 @flax.struct.dataclass
@@ -60,8 +59,8 @@ class Forward:
     """Result of one pass over T tokens per row.
 
     Attributes:
-        logits: float32[S*rows, n, V], of all T positions or of the last one.
-        states: L + 1 arrays `[S*rows, n, D]` of these positions, for the hook; empty without one.
+        logits: float32[streams * rows, n, V], of all T positions or of the last one.
+        states: L + 1 arrays `[streams * rows, n, D]` of these positions, for the hook; empty without one.
         out: hidden states and attention weights of all T positions, if asked for.
         cache: the cache with the tokens in it.
     """
@@ -73,45 +72,45 @@ class Forward:
 
 
 def run_model(
-    run: Run, rows: Rows, prompt: Prompt, cache: KVCache, *, all_logits: bool = False, following: int = 0
+    run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, all_logits: bool = False, following: int = 0
 ) -> tuple[Forward, Rows]:
-    """Run the tokens of `prompt`, which has a row per row of the cache, through the model.
+    """Run `tokens`, whose rows are those of the cache, through the model.
 
     Args:
         run: the constants.
         rows: returned with the hook's new state.
-        prompt: the tokens.
-        cache: the preceding tokens; extended by these tokens.
+        tokens: the tokens to read.
+        cache: the preceding tokens; extended by `tokens`.
         all_logits: return the logits of all positions, not only those of each row's last token.
         following: extra slots that generation will add, for the hook's attention mask.
     """
-    inputs = ModelInputs(prompt.mask, None if prompt.embeds is not None else prompt.ids, prompt.embeds)
+    inputs = ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds)
     if run.extensions.hook is not None:
-        inputs, rows = _before(run, rows, prompt, cache, following)
-    last = jnp.maximum(prompt.length - 1, 0)
+        inputs, rows = _before(run, rows, tokens, cache, following)
+    last = jnp.maximum(tokens.length - 1, 0)
     chunk = run.cfg.prefill_chunk_size
-    if chunk is not None and chunk < prompt.ids.shape[1] and not all_logits:
+    if chunk is not None and chunk < tokens.ids.shape[1] and not all_logits:
         return _in_chunks(run, inputs, cache, last, chunk), rows
     return _in_one_pass(run, inputs, cache, None if all_logits else last), rows
 
 
 def observe(
-    run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array
+    run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, normalize: bool = False
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """Return the logits of a column, float32[rows, V], the processors' input scores, and the rows.
 
-    With guidance the scores differ from the logits. The hook sees the column first and may change its logits; its state
-    changes in the rows that are `live bool[rows]`.
+    The scores are the logits, or with `normalize` their log-probabilities, after guidance. The hook sees the column
+    first and may change its logits; the hook's state changes only in the rows that are `live bool[rows]`.
     """
     logits = read.logits[:, column]
     hook = run.extensions.hook
     if hook is not None:
         states = tuple(x[:, column] for x in read.states)
-        history, state = _streams(run, rows.history), guidance.join(rows.hook)
-        seen, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
-        logits, rows = seen.logits, _with_hook(run, rows, state, live)
-    logits, scores = guidance.guide(run.cfg, rows.options, logits)
-    return logits, scores, rows
+        history, state = guidance.stack(run.cfg, rows.history), guidance.join(rows.hook)
+        changed, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
+        logits, rows = changed.logits, _with_hook(run, rows, state, live)
+    scores = jax.nn.log_softmax(logits, axis=-1) if normalize else logits
+    return guidance.conditional_part(run.cfg, logits), guidance.guide(run.cfg, rows.options, scores), rows
 
 
 def begin_hook(run: Run, rows: Rows) -> Rows:
@@ -119,12 +118,12 @@ def begin_hook(run: Run, rows: Rows) -> Rows:
     hook: StepHook | None = run.extensions.hook
     if hook is None:
         return rows
-    state = hook.init(_streams(run, rows.history))
+    state = hook.init(guidance.stack(run.cfg, rows.history))
     count = rows.count * guidance.streams(run.cfg)
     for leaf in jax.tree.leaves(state):
         if np.ndim(leaf) == 0 or np.shape(leaf)[0] != count:
             raise InputError(
-                f"StepHook.init must return arrays with the rows first, [{count}, ...], got one of shape "
+                f"StepHook.init must return arrays whose first axis is the rows, [{count}, ...], got one of shape "
                 f"{list(np.shape(leaf))}"
             )
     return dataclasses.replace(rows, hook=guidance.split(run.cfg, state))
@@ -140,27 +139,21 @@ def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
     return dataclasses.replace(rows, hook=jax.tree.map(update_live, split, rows.hook))
 
 
-def _before(run: Run, rows: Rows, prompt: Prompt, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:
-    embeds = prompt.embeds
-    if embeds is None:
-        embeds = embed(run.model, run.params, prompt.ids)
-    width = prompt.ids.shape[1]
+def _before(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:
+    embeds = embed(run.model, run.params, tokens.ids) if tokens.embeds is None else tokens.embeds
+    count, width = tokens.ids.shape
     positions = cache.total_length[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-    attended = jnp.ones((prompt.ids.shape[0], cache.offset + cache.slots + following), bool)
-    given = StepInputs(prompt.ids, embeds, positions, attended, prompt.mask)
-    before = run.extensions.hook.before(guidance.join(rows.hook), _streams(run, rows.history), given)
+    attended = jnp.ones((count, cache.offset + cache.slots + following), bool)
+    given = StepInputs(tokens.ids, embeds, positions, attended, tokens.mask)
+    before = run.extensions.hook.before(guidance.join(rows.hook), guidance.stack(run.cfg, rows.history), given)
     given, state = _pair("before", before, StepInputs)
     inputs = ModelInputs(
-        prompt.mask,
+        tokens.mask,
         inputs_embeds=given.inputs_embeds,
         position_ids=given.position_ids,
         key_mask=given.attention_mask.astype(bool),
     )
     return inputs, _with_hook(run, rows, state, rows.live)
-
-
-def _streams(run: Run, history: History) -> History:
-    return guidance.stack(run.cfg, history)
 
 
 def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.prompt import Prompt
 from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits import processors
 from jaxgen.logits.row_options import OptionValues, RowOptions
 from jaxgen.model.cache import KVCache
@@ -35,7 +35,7 @@ def stack(cfg: GenerationConfig, tree: Any) -> Any:
 def split(cfg: GenerationConfig, tree: Any) -> tuple[Any, ...]:
     """Split arrays `[streams * rows, ...]` into one tree per stream."""
     count = streams(cfg)
-    return tuple(jax.tree.map(lambda x, part=part: _part(x, part, count), tree) for part in range(count))
+    return tuple(jax.tree.map(lambda x, part=part: jnp.split(x, count)[part], tree) for part in range(count))
 
 
 def join(trees: tuple[Any, ...]) -> Any:
@@ -43,18 +43,13 @@ def join(trees: tuple[Any, ...]) -> Any:
     return trees[0] if len(trees) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *trees)
 
 
-def _part(x: jax.Array, part: int, count: int) -> jax.Array:
-    rows = x.shape[0] // count
-    return x[part * rows : (part + 1) * rows]
-
-
-def with_negative(run: Run, request: Request, prompt: Prompt) -> Prompt:
+def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
     """Stack the negative prompts under the prompts; by default a prompt's last token is its negative prompt."""
     if streams(run.cfg) == 1:
         return prompt
-    negative = Prompt(prompt.last().ids, jnp.ones((prompt.ids.shape[0], 1), bool))
+    negative = Tokens(prompt.last(), jnp.ones((prompt.ids.shape[0], 1), bool))
     if request.negative_ids is not None and request.negative_mask is not None:
-        negative = Prompt.align(request.negative_ids, request.negative_mask)
+        negative = Tokens.align(request.negative_ids, request.negative_mask)
     width = max(prompt.ids.shape[1], negative.ids.shape[1])
 
     def over(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -63,23 +58,27 @@ def with_negative(run: Run, request: Request, prompt: Prompt) -> Prompt:
     embeds = None
     if prompt.embeds is not None:
         embeds = over(prompt.embeds, embed(run.model, run.params, negative.ids).astype(prompt.embeds.dtype))
-    return Prompt(over(prompt.ids, negative.ids), over(prompt.mask, negative.mask), embeds)
+    return Tokens(over(prompt.ids, negative.ids), over(prompt.mask, negative.mask), embeds)
 
 
-def with_empty_rows(cfg: GenerationConfig, kv: KVCache, prompts: int) -> KVCache:
+def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
     """Return a cache with the rows of `kv`, repeated for `prompts`, and an empty row for each negative prompt."""
-    return kv if streams(cfg) == 1 else kv.expand(prompts // kv.rows).pad_rows(2 * prompts)
+    return jax.tree.map(lambda x: pad_axis(x, 0, 2 * prompts), kv.expand(prompts // kv.rows))
 
 
-def guide(cfg: GenerationConfig, options: OptionValues, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the logits with the prompt, float32[rows, V], and the guided scores, from those of all streams."""
+def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
+    """Return the rows with the prompt, `[rows, ...]`, of `x [streams * rows, ...]`."""
+    return split(cfg, x)[0]
+
+
+def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> jax.Array:
+    """Return the guided scores, float32[rows, V], from those of all streams."""
     if streams(cfg) == 1:
-        return logits, logits
-    conditional, unconditional = split(cfg, logits)
+        return scores
+    conditional, unconditional = split(cfg, scores)
     scale = RowOptions(cfg, options).number("guidance_scale")
-    # A scale of 1 is off: with one scale per prompt, that prompt keeps its logits.
-    guided = jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
-    return conditional, guided
+    # A scale of 1 is off: with one scale per prompt, that prompt keeps its scores.
+    return jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
 
 
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
@@ -94,4 +93,4 @@ def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Arr
 
 def conditional(cfg: GenerationConfig, kv: KVCache) -> KVCache:
     """Return the cache of the rows with the prompt."""
-    return kv if streams(cfg) == 1 else kv.take_rows(kv.rows // 2)
+    return kv.take_rows(kv.rows // streams(cfg))

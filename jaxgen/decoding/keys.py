@@ -1,4 +1,7 @@
-"""Random keys of rows: a row draws the same numbers in every batch."""
+"""Random keys of rows: a row draws the same numbers in every batch.
+
+`draw` in sample.py folds in the step, which is the number of tokens that the row has generated.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.teacher_forcing import Replay
+from jaxgen.decoding.replay import Replay
 from jaxgen.model.causal_lm import head, hidden
 from jaxgen.model.config import ModelConfig
 
@@ -21,12 +21,12 @@ class LogProbs:
     Attributes:
         logprobs: float32[B, L], the log-probability of each token given those before it; 0 for a row's first token,
             which nothing predicts, for padding and for columns before `prompt_width`.
-        top_logprobs: float32[B, L, n], the log-probabilities of the n likeliest tokens at that position, the likeliest
-            first; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
+        top_logprobs: float32[B, L, n], the log-probabilities of the n most likely tokens at that position, in
+            descending order; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], the ids of these tokens.
     """
 
-    logprobs: jax.Array
+    logprobs: jax.Array | None
     top_logprobs: jax.Array | None = None
     top_tokens: jax.Array | None = None
 
@@ -50,17 +50,17 @@ def logprobs(
         ids: int32[B, L].
         mask: bool[B, L], False for padding.
         replay: computes the scores that the tokens were chosen from; None for the model's own distribution.
-        model: the model's shape.
+        model: the model's config.
         start: 0, or the width of the prompts.
-        top: n, how many of the likeliest tokens to return.
-        chunk: columns whose logits are in memory at a time.
+        top: n, how many of the most likely tokens to return.
+        chunk: the number of columns whose logits, for all rows, are in memory at once.
     """
     ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN embedding would spread
     states = hidden(model, params, ids, attention_mask=mask).last
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
     states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)
-    reduce_column = functools.partial(pick, top=top)
+    reduce_column = functools.partial(logprobs_of, top=top)
 
     def score_chunk(history, part):
         states, tokens, predicted = part
@@ -82,7 +82,7 @@ def _column_before(mask: jax.Array) -> jax.Array:
     return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
 
 
-def pick(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:
+def logprobs_of(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:
     """Return the log-probabilities of `targets int32[...]` under `logits float32[..., V]`; 0 where not `predicted`.
 
     `predicted`: bool[...].

@@ -17,26 +17,21 @@ from jax import lax
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import UNKNOWN, Continuation
 from jaxgen.decoding.forward import Forward, begin_hook, run_model
-from jaxgen.decoding.prompt import Prompt
+from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.recording import Recording, columns_of
 from jaxgen.decoding.rows import Rows, pad_id
 from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import embed
 from jaxgen.shapes import repeat_rows, resize_axis
 
 
-class State(Protocol):
-    """State of a mode: a pytree that reports when it is finished."""
-
-    @property
-    def finished(self) -> jax.Array:
-        """bool[], True when no row needs another step."""
-        ...
-
-
 class Mode(Protocol):
-    """A decode mode: how rows are extended. One file each."""
+    """A decode mode: how rows are extended. One file each.
+
+    Its state is a pytree with `finished`, bool[], True when no row needs another step.
+    """
 
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
         """Return the state after the prompts have been read, the first token of each row included."""
@@ -92,6 +87,7 @@ class Decoded:
         lengths: int32[rows], the number of generated tokens, eos included.
         reasons: int32[rows], a `StopReason` each.
         recording: the per-step records that the config requests.
+        logprobs: of the generated tokens, `[rows, N, ...]`; None unless asked for.
         continuation: the cache to continue from.
         sequences_scores: float32[rows], of beam search; else None.
         beam_indices: int32[rows, N], of beam search; else None.
@@ -102,6 +98,7 @@ class Decoded:
     reasons: jax.Array
     recording: Recording
     continuation: Continuation
+    logprobs: LogProbs | None = None
     sequences_scores: jax.Array | None = None
     beam_indices: jax.Array | None = None
 
@@ -112,7 +109,7 @@ class Decoded:
         kv = guidance.conditional(run.cfg, cache)
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
         tokens = history.generated(run.capacity, pad_id(run.cfg))
-        return cls(tokens, history.step, rows.reasons, recording, continuation)
+        return cls(tokens, history.step, rows.reasons, recording, continuation, rows.logprobs)
 
 
 def decode(run: Run, request: Request, mode: Mode) -> Decoded:
@@ -154,18 +151,18 @@ def continuation_of(run: Run, request: Request) -> Continuation:
     return Continuation(kv, prefilled.rows.cache_ids, history.total_length)
 
 
-def _open(run: Run, request: Request) -> tuple[Prompt, KVCache, Rows]:
+def _open(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
     """Return the tokens to read, the cache that receives them, and the rows before anything is generated."""
-    prompt = Prompt.align(request.ids, request.mask, request.embeds)
+    prompt = Tokens.align(request.ids, request.mask, request.embeds)
     cache_ids, total = _all_tokens(run, request.cache, prompt)
-    known = prompt if cache_ids is None else Prompt.of_length(cache_ids, total)
-    known = Prompt.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
+    known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
+    known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
     rows = Rows.begin(run, request, known, cache_ids, total)
     read = guidance.with_negative(run, request, _after_pending(run, request.cache, prompt))
     return read, _cache_for(run, request.cache, rows.count, read.ids.shape), rows
 
 
-def _all_tokens(run: Run, given: Continuation | None, prompt: Prompt) -> tuple[jax.Array | None, jax.Array]:
+def _all_tokens(run: Run, given: Continuation | None, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
     """Return the ids of all tokens of each prompt, int32[B, W], those of its cache first, and their number, int32[B].
 
     The ids are None if those in the cache are not known.
@@ -177,18 +174,18 @@ def _all_tokens(run: Run, given: Continuation | None, prompt: Prompt) -> tuple[j
     total = count + prompt.length
     if given.tokens is None:
         return None, total
-    cached = Prompt.of_length(resize_axis(repeat_rows(given.tokens, prompts), 1, run.sizes.slots), count)
-    return Prompt(prompt.ids, prompt.mask).after(cached).ids, total
+    cached = Tokens.of_length(resize_axis(repeat_rows(given.tokens, prompts), 1, run.sizes.slots), count)
+    return Tokens(prompt.ids, prompt.mask).after(cached).ids, total
 
 
-def _after_pending(run: Run, given: Continuation | None, prompt: Prompt) -> Prompt:
+def _after_pending(run: Run, given: Continuation | None, prompt: Tokens) -> Tokens:
     """Prepend the pending token, if any: the last generated one, which has not been through the model yet."""
     if given is None or given.tokens is None:
         return prompt
     rows = prompt.ids.shape[0]
     token, pending = (repeat_rows(x, rows)[:, None] for x in given.pending())
     embeds = None if prompt.embeds is None else embed(run.model, run.params, jnp.maximum(token, 0))
-    return prompt.after(Prompt(token, pending, embeds))
+    return prompt.after(Tokens(token, pending, embeds))
 
 
 def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
@@ -198,5 +195,5 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
         return KVCache.create(run.model, rows, width)
     kv = given.kv.flatten(run.sizes.slots)
     if guidance.streams(run.cfg) > 1:
-        return guidance.with_empty_rows(run.cfg, kv, prompts)
+        return guidance.with_empty_rows(kv, prompts)
     return kv.fork(prompts // kv.rows, width) if kv.rows < prompts else kv

@@ -1,4 +1,4 @@
-"""Per-step records: scores, log-probabilities, hidden states, attention weights."""
+"""Per-step records: scores, logits, hidden states, attention weights."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.decoding.logprobs import pick
 from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.shapes import repeat_rows
 
 
 @flax.struct.dataclass
 class LayerRecording:
-    """Values of the model's layers, for the tokens of the prompt and for each generated token that was run.
+    """Values of the model's layers, for the prompts' tokens and for each generated token that went through the model.
 
     Token axes use the columns of `GenerateOutput.sequences`, zero at padding.
 
     Attributes:
-        prefill: one array per layer: hidden states `[B, P, D]`, attention weights float32[B, heads, P, P].
-        decode: one array per layer, the steps first: `[N - 1, rows, D]`, float32[N - 1, rows, heads, P + N]. The first
-            step, which runs the prompt, is not included; zeros in steps that a row never took. In the loop the rows
-            are first.
+        prefill: one array per layer: hidden states `[B, P, D]`, attention weights float32[B, A, P, P].
+        decode: one array per layer: `[N - 1, rows, D]`, float32[N - 1, rows, A, P + N]. The first step, which runs the
+            prompt, is not included; zeros in steps that a row never took. Inside the loop the first two axes are
+            swapped: `[rows, N - 1, ...]`.
     """
 
     prefill: tuple[jax.Array, ...]
@@ -36,10 +35,10 @@ class LayerRecording:
         return dataclasses.replace(self, decode=tuple(repeat_rows(x, x.shape[0] * copies) for x in self.decode))
 
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
-        """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps first.
+        """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps on the first axis.
 
-        Rounding up padded the prompts on the left. With `tokens`, the last axis is columns too: those of the prompt
-        and of that many generated tokens.
+        Columns that rounding up added on the left are removed. If the last axis is columns too (attention weights),
+        `tokens` is how many generated tokens to keep there; else None.
         """
         bucket = self.prefill[0].shape[-2]
 
@@ -55,7 +54,7 @@ class LayerRecording:
 
     def put(self, step: jax.Array, live: jax.Array, layers: Sequence[jax.Array]) -> LayerRecording:
         """Record `layers [rows, ...]` of the step that follows `step int32[rows]` generated tokens, where `live`."""
-        decode = tuple(_put(buffer, step - 1, live, x) for buffer, x in zip(self.decode, layers, strict=True))
+        decode = tuple(put_step(buffer, step - 1, live, x) for buffer, x in zip(self.decode, layers, strict=True))
         return dataclasses.replace(self, decode=decode)
 
 
@@ -64,14 +63,14 @@ def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
 
     Args:
         mask: bool[B, P], True for the prompt's tokens.
-        length: int32[B], the number of prefilled tokens. Any surplus preceded the prompt.
+        length: int32[B], the number of prefilled tokens. If there are more than the mask has, the others came first.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
 
 
 def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-    """Put the tokens along an axis of `x`, rows first, into columns int32[rows, P]."""
+    """Put the tokens along an axis of `x [rows, ...]` into columns int32[rows, P]."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = columns.shape
     columns = columns.reshape(shape)
@@ -80,13 +79,11 @@ def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
 
 @flax.struct.dataclass
 class Recording:
-    """Records that the config requests, the others None. All arrays have the rows first, one per prompt in `.prefill`.
+    """The records that the config asks for; the others are None. The first axis is the rows, in `.prefill` the prompts.
 
     Attributes:
         scores: float32[rows, N, V], the scores that each token was chosen from; zeros in steps never taken.
         logits: float32[rows, N, V], as the model returned them.
-        logprobs: float32[rows, N], of the chosen tokens.
-        top_logprobs: float32[rows, N, n], of the n likeliest tokens, which are top_tokens int32[rows, N, n].
         hidden_states: L + 1 layers, the embeddings first.
         attentions: L layers.
         columns: int32[rows, P], see `columns_of`.
@@ -94,9 +91,6 @@ class Recording:
 
     scores: jax.Array | None = None
     logits: jax.Array | None = None
-    logprobs: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
-    top_tokens: jax.Array | None = None
     hidden_states: LayerRecording | None = None
     attentions: LayerRecording | None = None
     columns: jax.Array | None = None
@@ -106,7 +100,6 @@ class Recording:
         """Allocate `capacity` steps for each prompt and record its prefill `out`; `columns int32[B, P]`."""
         prompts, width = columns.shape
         everything = (prompts, capacity, model_of(cfg).vocab_size)
-        top = (prompts, capacity, cfg.top_logprobs)
         later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
         hidden = attentions = None
         if cfg.output_hidden_states and out.hidden_states is not None:
@@ -119,9 +112,6 @@ class Recording:
         return cls(
             scores=jnp.zeros(everything, jnp.float32) if cfg.output_scores else None,
             logits=jnp.zeros(everything, jnp.float32) if cfg.output_logits else None,
-            logprobs=jnp.zeros(everything[:2], jnp.float32) if cfg.output_logprobs is not None else None,
-            top_logprobs=jnp.zeros(top, jnp.float32) if cfg.top_logprobs else None,
-            top_tokens=jnp.zeros(top, jnp.int32) if cfg.top_logprobs else None,
             hidden_states=hidden,
             attentions=attentions,
             columns=columns if attentions is not None else None,
@@ -135,26 +125,13 @@ class Recording:
 
         return jax.tree.map(repeat, self, is_leaf=lambda x: isinstance(x, LayerRecording))
 
-    def put(
-        self,
-        cfg: GenerationConfig,
-        step: jax.Array,
-        live: jax.Array,
-        logits: jax.Array,
-        scores: jax.Array,
-        tokens: jax.Array,
-    ) -> Recording:
-        """Record step `step int32[rows]` of the rows that are `live bool[rows]`.
-
-        `logits` and `scores` are float32[rows, V]; `tokens int32[rows]` are the chosen ones.
-        """
-        values = {"scores": _put(self.scores, step, live, scores), "logits": _put(self.logits, step, live, logits)}
-        if cfg.output_logprobs is not None:
-            source = logits if cfg.output_logprobs == "logits" else scores
-            picked = pick(source, tokens, live, cfg.top_logprobs)
-            for name in ("logprobs", "top_logprobs", "top_tokens"):
-                values[name] = _put(getattr(self, name), step, live, getattr(picked, name))
-        return dataclasses.replace(self, **values)
+    def put(self, step: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Recording:
+        """Record step `step int32[rows]` of the rows that are `live bool[rows]`; both scores are float32[rows, V]."""
+        return dataclasses.replace(
+            self,
+            scores=None if self.scores is None else put_step(self.scores, step, live, scores),
+            logits=None if self.logits is None else put_step(self.logits, step, live, logits),
+        )
 
     def put_layers(self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array) -> Recording:
         """Record the layers' values for the `step`-th token of each live row, which they read in `column`."""
@@ -165,7 +142,7 @@ class Recording:
         if attentions is not None and out.attentions is not None and columns is not None:
             capacity = attentions.decode[0].shape[-1] - columns.shape[1]
 
-            def in_columns(x: jax.Array) -> jax.Array:  # [rows, heads, T, slots of prompt and generation]
+            def in_columns(x: jax.Array) -> jax.Array:  # [rows, A, T, slots of prompt and generation]
                 x = x[:rows, :, column]
                 return jnp.concatenate([_in_columns(x[..., :-capacity], columns, 2), x[..., -capacity:]], axis=-1)
 
@@ -173,9 +150,7 @@ class Recording:
         return dataclasses.replace(self, hidden_states=hidden, attentions=attentions)
 
 
-def _put(buffer: jax.Array | None, step: jax.Array, live: jax.Array, values: jax.Array | None) -> jax.Array | None:
+def put_step(buffer: jax.Array, step: jax.Array, live: jax.Array, values: jax.Array) -> jax.Array:
     """Write `values [rows, ...]` into column `step int32[rows]` of `buffer [rows, N, ...]`, where `live`."""
-    if buffer is None or values is None:
-        return None
     column = jnp.where(live & (step >= 0), step, buffer.shape[1])
     return buffer.at[jnp.arange(buffer.shape[0]), column].set(values, mode="drop", unique_indices=True)

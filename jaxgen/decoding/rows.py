@@ -1,9 +1,9 @@
 """The state that follows a row: its tokens, options, key, grammar, stop strings, hook and records.
 
 All of it supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select` rows
-(reorder them, as beams do) and `insert` rows (a finished row is replaced by another prompt). Every array has the rows
-first, so that `select` and `insert` are one tree map each. Arrays with fewer rows, `cache_ids` and the records of the
-prefill, have one row per prompt, shared by its sequences, and are left unchanged.
+(reorder them, as beams do) and `insert` rows (a finished row is replaced by another prompt). The first axis of every
+array is the rows, so that `select` and `insert` are one tree map each. Arrays with fewer rows, `cache_ids` and the
+records of the prefill, have one row per prompt, shared by its sequences, and are left unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.keys import prompt_keys, sequence_keys
-from jaxgen.decoding.prompt import Prompt
-from jaxgen.decoding.recording import Recording
+from jaxgen.decoding.logprobs import LogProbs, logprobs_of
+from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.run import Request, Run
 from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
+from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
@@ -32,7 +33,7 @@ Tree = TypeVar("Tree")
 
 @flax.struct.dataclass
 class Rows:
-    """All per-row state except keys and values. Rows are independent in time.
+    """All per-row state except keys and values. Each row has its own step.
 
     Attributes:
         history: the row's tokens, as processors see them.
@@ -41,6 +42,7 @@ class Rows:
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], how much of a stop string has been generated; None without stop strings.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
+        logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless asked for.
         recording: the per-step records of the output.
         cache_ids: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
             known.
@@ -52,11 +54,12 @@ class Rows:
     keys: jax.Array | None
     stop_strings: jax.Array | None
     hook: tuple[Any, ...]
+    logprobs: LogProbs | None
     recording: Recording
     cache_ids: jax.Array | None
 
     @classmethod
-    def begin(cls, run: Run, request: Request, known: Prompt, cache_ids: jax.Array | None, total: jax.Array) -> Rows:
+    def begin(cls, run: Run, request: Request, known: Tokens, cache_ids: jax.Array | None, total: jax.Array) -> Rows:
         """Begin one row per prompt.
 
         Args:
@@ -82,6 +85,7 @@ class Rows:
             keys=None if request.key is None else prompt_keys(request.key, prompts),
             stop_strings=None if stop_strings is None else stop_strings.begin(history.ids, history.length),
             hook=(),
+            logprobs=_no_logprobs(run.cfg, prompts, run.capacity),
             recording=Recording(),
             cache_ids=cache_ids,
         )
@@ -133,13 +137,21 @@ class Rows:
             scores: float32[rows, V], from which the tokens were chosen.
             failed: int32[rows], a `StopReason` for a row that no token could be chosen for; else NONE.
         """
-        cfg, extensions = run.cfg, run.extensions
         live &= self.live
         added = live & (failed == StopReason.NONE)
-        options = RowOptions(cfg, self.options)
-        eos = options.eos(self.count)
         # A failed step is recorded too: its scores show why.
-        recording = self.recording.put(cfg, self.history.step, live, logits, scores, jnp.where(added, tokens, 0))
+        recording = self.recording.put(self.history.step, live, logits, scores)
+        rows = self.append(run, tokens, added, scores).with_logprobs(run, added, logits, scores)
+        return dataclasses.replace(rows.end(live & ~added, failed), recording=recording)
+
+    def append(self, run: Run, tokens: jax.Array, added: jax.Array, scores: jax.Array) -> Rows:
+        """Append a token to each row that is `added bool[rows]`, and set the reasons of the rows that end.
+
+        Arguments are those of `push`.
+        """
+        extensions = run.extensions
+        options = RowOptions(run.cfg, self.options)
+        eos = options.eos(self.count)
         with jax.named_scope("stop"):
             history = self.history.push(tokens, added, extensions.allowed, eos)
             stops = {"EOS": is_eos(tokens, options.table("eos_token_id")), "LENGTH": history.step >= history.budget}
@@ -154,15 +166,23 @@ class Rows:
                 stop_strings = jnp.where(added, following, stop_strings)
             for criterion in extensions.criteria:
                 stops["CRITERION"] = stops.get("CRITERION", False) | _checked(criterion(history, scores), self.count)
-            reason = jnp.where(failed == StopReason.NONE, first_reason(**stops), failed)
-        reasons = jnp.where(live, reason, self.reasons)
-        return dataclasses.replace(
-            self,
-            history=dataclasses.replace(history, done=reasons != StopReason.NONE),
-            reasons=reasons,
-            stop_strings=stop_strings,
-            recording=recording,
-        )
+            rows = dataclasses.replace(self, history=history, stop_strings=stop_strings)
+            return rows.end(added, first_reason(**stops))
+
+    def end(self, rows: jax.Array, reason: jax.Array) -> Rows:
+        """Set the reason, int32[rows], of the `rows bool[rows]`; a row with a reason other than NONE is done."""
+        reasons = jnp.where(rows, reason, self.reasons)
+        history = dataclasses.replace(self.history, done=self.history.done | (reasons != StopReason.NONE))
+        return dataclasses.replace(self, history=history, reasons=reasons)
+
+    def with_logprobs(self, run: Run, added: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
+        """Add the log-probability of the newest token of each row that is `added`; arguments are those of `push`."""
+        if self.logprobs is None:
+            return self
+        source = logits if run.cfg.output_logprobs == "logits" else scores
+        result = logprobs_of(source, self.history.last(1)[:, 0], added, run.cfg.top_logprobs)
+        logprobs = jax.tree.map(lambda x, new: put_step(x, self.history.step - 1, added, new), self.logprobs, result)
+        return dataclasses.replace(self, logprobs=logprobs)
 
     def all_tokens(self, capacity: int) -> jax.Array | None:
         """int32[rows, W + N]: the ids of all tokens of each row in order, N = `capacity`; None if not known."""
@@ -190,6 +210,16 @@ def pad_id(cfg: GenerationConfig) -> jax.Array:
         ids = jnp.ravel(jnp.asarray(cfg.eos_token_id, jnp.int32))
         return ids[jnp.argmax(ids >= 0)]
     return jnp.zeros((), jnp.int32)
+
+
+def _no_logprobs(cfg: GenerationConfig, rows: int, capacity: int) -> LogProbs | None:
+    if cfg.output_logprobs is None:
+        return None
+    zeros = jnp.zeros((rows, capacity), jnp.float32)
+    if not cfg.top_logprobs:
+        return LogProbs(zeros)
+    top = (rows, capacity, cfg.top_logprobs)
+    return LogProbs(zeros, jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32))
 
 
 def _checked(stops: Any, rows: int) -> jax.Array:

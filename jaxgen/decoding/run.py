@@ -13,17 +13,17 @@ from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.model.config import ModelConfig
 
-Array = Any  # of jax or, before a program is called with it, of numpy
+Array = Any  # jax's inside a program, numpy's before it
 
 
 @flax.struct.dataclass
 class Request:
-    """The prompts of a run with their per-prompt values, checked, and rounded up in an eager call. All is traced.
+    """The prompts of a run with their per-prompt values, checked, and rounded up in an eager call. All of it is traced.
 
     Attributes:
         ids: int32[B, P], padded on any side; `UNKNOWN` throughout if only embeddings were given.
         mask: bool[B, P], True for tokens.
-        budget: int32[B], the most tokens to generate per prompt.
+        budget: int32[B], the maximum number of tokens to generate per prompt.
         key: one key, `key[B]`, or None for greedy search.
         cache: the tokens before the prompts, with B rows or a divisor of B; or None.
         embeds: `[B, P, D]`, or None.
@@ -46,7 +46,7 @@ class Sizes:
     """The static sizes of a run.
 
     Attributes:
-        capacity: the most tokens that a row can generate, N.
+        capacity: the maximum number of tokens that a row can generate, N.
         slots: slots for the tokens of `Request.cache` and, unless its rows are shared, the prompts; 0 without a cache.
     """
 
@@ -62,7 +62,7 @@ class Run:
         params: the model's parameters.
         cfg: which options are on. A value that belongs to a prompt is read from `Rows.options`, not from here.
         extensions: processors, criteria, grammar, stop strings and hook.
-        model: the model's shape.
+        model: the model's config.
         sizes: the static sizes.
     """
 
@@ -74,5 +74,5 @@ class Run:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that a row can generate, N."""
+        """The maximum number of tokens that a row can generate, N."""
         return self.sizes.capacity

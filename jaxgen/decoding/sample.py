@@ -7,14 +7,15 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
-from jaxgen.decoding.prompt import Prompt
 from jaxgen.decoding.rows import Rows, fork, pad_id
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stopping import first_reason
+from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.model.cache import KVCache
 
@@ -50,7 +51,7 @@ class SampleState:
 
 
 class Sample:
-    """`GenerationMixin._sample` and `_greedy_search`: greedy if there is no key."""
+    """Sampling, or greedy search if there is no key: `GenerationMixin._sample` and `_greedy_search`."""
 
     def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
         """Choose the first token of each sequence."""
@@ -63,8 +64,8 @@ class Sample:
         """Run each row's last token through the model and choose the next."""
         rows = state.rows
         # A finished row reads nothing, so that its cache stays as it is.
-        prompt = guidance.stack(run.cfg, Prompt(rows.history.last(1), rows.live[:, None]))
-        read, rows = run_model(run, rows, prompt, state.cache)
+        tokens = guidance.stack(run.cfg, Tokens(rows.history.last(1), rows.live[:, None]))
+        read, rows = run_model(run, rows, tokens, state.cache)
         rows = record_layers(rows, read, 0, rows.live)
         return SampleState(extend(run, rows, read, 0, rows.live), read.cache)
 
@@ -123,11 +124,47 @@ def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     return jax.vmap(_draw_row)(keys, jnp.broadcast_to(step, keys.shape), scores)
 
 
+def draw_distinct(key: jax.Array, scores: jax.Array, most: int, count: jax.Array) -> jax.Array:
+    """Draw `count int32[]` different entries from softmax(scores), one after the other: `torch.multinomial`.
+
+    Args:
+        key: one key.
+        scores: float32[M].
+        most: the largest count.
+        count: how many to draw.
+
+    Returns:
+        int32[most], the entries in the order of the draws; M if all that can be drawn have been, or after the last.
+    """
+    blocks = _in_blocks(scores)
+
+    def draw_next(number: jax.Array, state):
+        blocks, totals, drawn = state
+        block, place = _draw_place(jax.random.fold_in(key, number), blocks, totals)
+        entry = jnp.where(jnp.max(totals) > -jnp.inf, block * _BLOCK + place, scores.shape[0])
+        blocks = blocks.at[block, place].set(-jnp.inf)
+        totals = totals.at[block].set(jax.nn.logsumexp(blocks[block]))
+        return blocks, totals, drawn.at[number].set(entry)
+
+    drawn = jnp.full(most, scores.shape[0], jnp.int32)
+    state = (blocks, jax.nn.logsumexp(blocks, axis=-1), drawn)
+    return lax.fori_loop(0, jnp.minimum(count, most), draw_next, state)[2]
+
+
 def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
-    block_key, token_key = jax.random.split(jax.random.fold_in(key, step))
-    blocks = -(-scores.shape[0] // _BLOCK)
-    padded = jnp.pad(scores, (0, blocks * _BLOCK - scores.shape[0]), constant_values=-jnp.inf)
-    padded = padded.reshape(blocks, _BLOCK)
-    block = jax.random.categorical(block_key, jax.nn.logsumexp(padded, axis=-1))
-    token = jax.random.categorical(token_key, padded[block])
-    return (block * _BLOCK + token).astype(jnp.int32)
+    blocks = _in_blocks(scores)
+    block, place = _draw_place(jax.random.fold_in(key, step), blocks, jax.nn.logsumexp(blocks, axis=-1))
+    return block * _BLOCK + place
+
+
+def _in_blocks(scores: jax.Array) -> jax.Array:
+    """Cut `scores float32[M]` into blocks, float32[ceil(M / _BLOCK), _BLOCK], the last one padded with -inf."""
+    padding = -scores.shape[0] % _BLOCK
+    return jnp.pad(scores, (0, padding), constant_values=-jnp.inf).reshape(-1, _BLOCK)
+
+
+def _draw_place(key: jax.Array, blocks: jax.Array, totals: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draw a block by its total, and one of its entries, two int32[]."""
+    block_key, place_key = jax.random.split(key)
+    block = jax.random.categorical(block_key, totals)
+    return block.astype(jnp.int32), jax.random.categorical(place_key, blocks[block]).astype(jnp.int32)

@@ -1,4 +1,8 @@
-"""Reasons for which a row ends."""
+"""The reasons why a row ends.
+
+`Rows.push` in rows.py determines which one applies. `Rows.begin` adds BAD_ID, `choose` in sample.py NO_TOKEN and
+NOT_A_NUMBER, and request/driver.py TIME.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import jax.numpy as jnp
 
 
 class StopReason(enum.IntEnum):
-    """Reason for which a row ended: the entries of `GenerateOutput.stop_reasons`.
+    """The reason why a row ended: the entries of `GenerateOutput.stop_reasons`.
 
     If several apply, the first wins; but if no token could be chosen, the failure is reported. NO_TOKEN, NOT_A_NUMBER
     and BAD_ID are failures: an eager call of generate() raises an error for them. Under the caller's own jit the row
@@ -45,8 +49,5 @@ def first_reason(**conditions: jax.Array) -> jax.Array:
 
 
 def is_eos(tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-    """bool[rows]: True if the row's token is in `eos`, int32[E] or int32[rows, E]; entries of -1 match nothing."""
-    if eos is None:
-        return jnp.zeros(tokens.shape, bool)
-    eos = jnp.atleast_1d(eos)
-    return jnp.any(tokens[:, None] == (eos if eos.ndim == 2 else eos[None, :]), axis=-1)
+    """bool[rows]: True if the row's token is in `eos int32[rows, E]`; entries of -1 match nothing."""
+    return jnp.zeros(tokens.shape, bool) if eos is None else jnp.any(tokens[:, None] == eos, axis=-1)

@@ -1,4 +1,4 @@
-"""The small checkpoint that comes with the package, in Hugging Face's layout."""
+"""The bundled model: a small checkpoint in Hugging Face's layout."""
 
 from pathlib import Path
 

@@ -66,12 +66,12 @@ OF_TYPE = {
 def regex_of(schema: dict[str, Any] | str, whitespace_pattern: str | None = None) -> str:
     """Return a pattern for `regex.compile_regex` whose texts are valid against the schema, a dict or its JSON.
 
-    Supported are type (one or a list), properties with required, items, prefixItems, minItems, maxItems, minLength,
-    maxLength, pattern, format (date, time, date-time, uuid, email, uri), additionalProperties, enum, const, anyOf,
-    oneOf (read as anyOf), allOf of one schema, $ref inside the schema without recursion, and annotations. A string may
-    have lengths, a pattern or a format; patterns and formats match the whole string. Objects with `properties` get no
-    other members. The values of enum and const are used as they are. `whitespace_pattern` matches the whitespace
-    between JSON's tokens; "[ ]?" if None.
+    The supported keywords are type (one or a list), properties with required, items, prefixItems, minItems, maxItems,
+    minLength, maxLength, pattern, format (date, time, date-time, uuid, email, uri), additionalProperties, enum, const,
+    anyOf, oneOf (read as anyOf), allOf of one schema, $ref inside the schema without recursion, and annotations. A
+    string may have lengths, a pattern or a format; patterns and formats match the whole string. Objects with
+    `properties` get no other members. The values of enum and const are used as they are. `whitespace_pattern` matches
+    the whitespace between JSON's tokens; "[ ]?" if None.
 
     Raises:
         InputError: any other keyword, or a pattern that matches characters which a JSON string must escape.
@@ -112,7 +112,7 @@ class _Converter:
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:
             _check(keywords, f"{decisive} {COMPANIONS[decisive]}", where)
-        if decisive is None and not keywords:
+        elif not keywords:
             return self.free(FREE_DEPTH)
         if decisive == "$ref":
             return self.reference(schema["$ref"], where, refs)
@@ -225,8 +225,9 @@ def _check(keywords: list[str], allowed: str, where: str) -> None:
     other = [name for name in keywords if name not in known]
     if other:
         raise InputError(
-            f"{where} has {', '.join(other)}, which is not supported there: supported are {', '.join(known)} and "
-            "annotations. Leave it out and check the value afterwards, or list the values in an enum"
+            f"{where} has {', '.join(other)}, which is not supported there; the supported keywords are "
+            f"{', '.join(known)} and annotations. Leave it out and check the value afterwards, or list the values in "
+            "an enum"
         )
 
 

@@ -1,10 +1,12 @@
 """A regular expression as a table over bytes, read back from outlines-core, which compiles it for single bytes.
 
-Every text is matched as a whole. outlines-core searches instead, and prefers some matches: it ends `a|ab` after the a,
-and does not continue after a shorter match, such as the first digits of `[0-9]+(\\.[0-9]+)?`. The pattern is therefore
-followed by an end-of-text anchor. Two bytes before it allow the empty text to match. An empty alternative, which is
-preferred to a later start of the search, keeps the number of states small: without it, `x[^a]{1,40}b` has an
-exponential number.
+A text must match as a whole. outlines-core instead searches for the match that it prefers: it ends `a|ab` after the a,
+and `[0-9]+(\\.[0-9]+)?` after the first digits. The pattern is therefore compiled as `\\x00\\x00(?:pattern)\\z|`:
+
+- The anchor `\\z` makes every match end with the text.
+- The two NUL bytes come before every text, so that the empty text can match too.
+- The empty alternative is preferred to a match that begins later. Without it, some patterns have exponentially many
+  states, such as `x[^a]{1,40}b`.
 """
 
 from __future__ import annotations

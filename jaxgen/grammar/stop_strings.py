@@ -31,10 +31,10 @@ SMALLEST = 64  # states
 class StopStrings:
     """Automaton of the stop strings, one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
 
-    A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", not in "stop" + "at". It
-    may begin in the prompt. The text of a token is that of `Tokenizer.token_bytes`: a SentencePiece token keeps its
-    space even where `decode` drops it. The text of a special token is its name, so "<|im_end|>" can be a stop string.
-    Ids without a token have no text.
+    A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", not in "stop" + "at", where
+    it was found one token earlier. It may begin in the prompt. The text of a token is that of `Tokenizer.token_bytes`:
+    a SentencePiece token keeps its space even where `decode` drops it. The text of a special token is its name, so
+    "<|im_end|>" can be a stop string. Ids without a token have no text.
 
     Attributes:
         text: uint8[n], the bytes of all tokens, concatenated.
@@ -89,7 +89,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, jnp.zeros_like(length))
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the states after one more token per row, int32[rows], and if a stop string ends in it, bool[rows]."""
+        """Return the states after one more token, int32[rows], and whether a stop string ends in it, bool[rows]."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

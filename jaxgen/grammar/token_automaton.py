@@ -169,7 +169,7 @@ class TokenAutomaton:
         return jnp.where(stays, state, following)
 
     def exhausted(self, state: jax.Array, remaining: jax.Array | None = None) -> jax.Array:
-        """Return the rows in which only eos can follow, bool[rows], and those in state -1.
+        """bool[rows]: True where only eos can follow, and in state -1.
 
         `remaining` is as in `allowed`.
         """

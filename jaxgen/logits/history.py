@@ -10,24 +10,26 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.logits.processors import token_set
 
 
 @flax.struct.dataclass
 class History:
     """The tokens of each row. Padding is not among them: token i of a row is in column i.
 
-    Rows are independent in time: each has its own length and step.
+    Each row has its own length and step.
 
     Attributes:
         ids: int32[rows, W], prompt and generated tokens; columns from `length` on are undefined.
         length: int32[rows], the number of tokens.
         prompt_length: int32[rows], the number of prompt tokens.
-        budget: int32[rows], the most tokens to generate.
+        budget: int32[rows], the maximum number of tokens to generate.
         done: bool[rows], the finished rows; no tokens are appended to them.
         unknown: int32[rows], the number of prompt tokens whose ids are unknown because they were given as embeddings.
         seen: bool[rows, V], the tokens in `ids`; None if no option needs it.
         prompt_seen: bool[rows, V], the tokens of the prompt; None if no option needs it.
         grammar: int32[rows], the state of the token automaton; None without one.
+        chosen: int32[rows, n], the tokens that earlier groups of beams chose in this step; None without groups.
     """
 
     ids: jax.Array
@@ -39,6 +41,7 @@ class History:
     seen: jax.Array | None = None
     prompt_seen: jax.Array | None = None
     grammar: jax.Array | None = None
+    chosen: jax.Array | None = None
 
     @classmethod
     def begin(
@@ -53,10 +56,8 @@ class History:
         """Begin with the first `length int32[rows]` of `ids int32[rows, W]`; W leaves space for `budget` more."""
         seen = None
         if cfg.on("repetition_penalty") or cfg.on("encoder_repetition_penalty"):
-            vocab = model_of(cfg).vocab_size
-            rows, columns = jnp.arange(ids.shape[0])[:, None], jnp.arange(ids.shape[1])[None, :]
-            seen = jnp.zeros((ids.shape[0], vocab), bool)
-            seen = seen.at[rows, jnp.where(columns < length[:, None], ids, vocab)].set(True, mode="drop")
+            within = jnp.arange(ids.shape[1])[None, :] < length[:, None]
+            seen = token_set(jnp.where(within, ids, -1), model_of(cfg).vocab_size)
         return cls(
             ids=ids,
             length=length,
@@ -89,8 +90,7 @@ class History:
         if isinstance(allowed, TokenAutomaton) and grammar is not None:
             grammar = jnp.where(live, allowed.push(grammar, tokens, eos), grammar)
         if seen is not None:
-            added = jnp.where(live, tokens, seen.shape[1])
-            seen = seen.at[rows, added].set(True, mode="drop", unique_indices=True)
+            seen = seen.at[rows, jnp.where(live, tokens, seen.shape[1])].set(True, mode="drop", unique_indices=True)
         column = jnp.where(live, self.length, width)
         return dataclasses.replace(
             self,

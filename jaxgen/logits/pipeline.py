@@ -81,6 +81,8 @@ def _processor(name: str, options: RowOptions, history: History, scores: jax.Arr
 
 def _warper(name: str, options: RowOptions, history: History, scores: jax.Array) -> jax.Array:
     with jax.named_scope(name):
+        if options.cfg.num_beams > 1 and name not in ("temperature", "top_h"):
+            return getattr(warpers, name)(scores, options.number(name), options.at_least(scores.shape[0]))
         return getattr(warpers, name)(scores, options.number(name))
 
 

@@ -2,9 +2,10 @@
 
 They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V],
 -inf for a banned token. `history` describes the rows' tokens, `options` the config's values per row. Each processor
-follows the class of transformers that its docstring names.
+follows the class of transformers that its docstring names. CONTRIBUTING.md shows how to add one.
 
-Helpers follow. A table of ids is padded with -1, which matches no token; ids outside the vocabulary are ignored.
+The operations that they share are at the end of this file. A table of ids is padded with -1, which matches no token;
+ids outside the vocabulary are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,18 @@ def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> j
 
     `SequenceBiasLogitsProcessor`, with the fix of later releases: a sequence of n tokens needs a row of only n - 1.
     """
-    return add_biases(scores, history.ids, history.length, *options.biases())
+    return add_biases(scores, history, *options.biases())
+
+
+def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
+    """Subtract the penalty from a token's score for each beam of an earlier group that chose it in this step.
+
+    `HammingDiversityLogitsProcessor` (arXiv 1610.02424).
+    """
+    assert history.chosen is not None
+    rows = jnp.arange(scores.shape[0])[:, None]
+    counts = jnp.zeros_like(scores).at[rows, history.chosen].add(1.0, mode="drop")
+    return scores - options.number("diversity_penalty") * counts
 
 
 def encoder_repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -64,8 +76,7 @@ def presence_penalty(scores: jax.Array, history: History, options: RowOptions) -
 
 def no_repeat_ngram_size(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Ban each token that would repeat an n-gram of the row: `NoRepeatNGramLogitsProcessor`."""
-    size = options.cfg.no_repeat_ngram_size
-    return ban_continuations(scores, history.ids, history.length, history.length, size)
+    return ban_continuations(scores, history, history.length, options.cfg.no_repeat_ngram_size)
 
 
 def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -73,8 +84,7 @@ def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: R
 
     `EncoderNoRepeatNGramLogitsProcessor`, with the prompt as the encoder's input.
     """
-    size = options.cfg.encoder_no_repeat_ngram_size
-    return ban_continuations(scores, history.ids, history.length, history.prompt_length, size)
+    return ban_continuations(scores, history, history.prompt_length, options.cfg.encoder_no_repeat_ngram_size)
 
 
 def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -85,14 +95,11 @@ def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> j
     sequences, eos = options.table("bad_words_ids"), options.table("eos_token_id")
     assert sequences is not None
     if eos is not None:
-        rows = scores.shape[0]
-        sequences = jnp.broadcast_to(sequences, (rows, *sequences.shape[-2:]))
-        eos = jnp.broadcast_to(eos, (rows, eos.shape[-1]))
         single = jnp.sum(sequences >= 0, axis=-1) == 1
         ends = jnp.any(sequences[:, :, :1] == eos[:, None, :], axis=-1)
         sequences = jnp.where((single & ends)[..., None], -1, sequences)
     bans = jnp.full(sequences.shape[:-1], BANNED, jnp.float32)
-    return add_biases(scores, history.ids, history.length, sequences, bans)
+    return add_biases(scores, history, sequences, bans)
 
 
 def min_length(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -112,7 +119,7 @@ def min_new_tokens(scores: jax.Array, history: History, options: RowOptions) -> 
 
 def forced_bos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Force the token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
-    return force(scores, options.one("forced_bos_token_id"), history.length == 1)
+    return force(scores, options.token("forced_bos_token_id"), history.length == 1)
 
 
 def forced_eos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -132,9 +139,9 @@ def exponential_decay_length_penalty(scores: jax.Array, history: History, option
     token stays banned.
     """
     start, factor = options.decay(0), options.decay(1)
-    over = jnp.reshape(history.step, (-1, 1)) - start
+    over = history.step[:, None] - start
     added = jnp.abs(scores) * (factor ** over.astype(jnp.float32) - 1)
-    raised = _by_row(options.eos(scores.shape[0])) & (over > 0) & jnp.isfinite(added)
+    raised = options.eos(scores.shape[0]) & (over > 0) & jnp.isfinite(added)
     return jnp.where(raised, scores + added, scores)
 
 
@@ -155,7 +162,8 @@ def forced_decoder_ids(scores: jax.Array, history: History, options: RowOptions)
 
 def watermarking_config(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Raise the scores of green tokens: `WatermarkLogitsProcessor`; see `jaxgen.logits.watermark`."""
-    return watermark(scores, history.ids, history.length, options.cfg.watermarking_config)
+    config = options.cfg.watermarking_config
+    return watermark(scores, history.last(config.context_width), config)
 
 
 def renormalize_logits(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -196,28 +204,24 @@ def generated_counts(history: History, vocab_size: int) -> jax.Array:
     return jnp.zeros((rows, vocab_size), jnp.float32).at[jnp.arange(rows)[:, None], tokens].add(1.0, mode="drop")
 
 
-def add_biases(
-    scores: jax.Array, ids: jax.Array, length: jax.Array, sequences: jax.Array, bias: jax.Array
-) -> jax.Array:
+def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: jax.Array) -> jax.Array:
     """Add `bias` to the last token of each sequence whose other tokens end the row.
 
     The biases of one token add up; if one of them is -inf, the token is banned.
 
     Args:
         scores: float32[rows, V].
-        ids: int32[rows, W], the tokens of a row from column 0 on.
-        length: int32[rows], the number of tokens.
-        sequences: int32[S, N], or [rows, S, N] with a table per row; each sequence is padded at its end.
-        bias: float32[S] or [rows, S].
+        history: the rows' tokens.
+        sequences: int32[rows, S, n], the S sequences of each row, padded at their ends.
+        bias: float32[rows, S].
     """
     rows, vocab = scores.shape
-    sequences = jnp.broadcast_to(sequences, (rows, *sequences.shape[-2:]))
     size = jnp.sum(sequences >= 0, axis=-1, dtype=jnp.int32)
     last = jnp.take_along_axis(sequences, jnp.maximum(size - 1, 0)[..., None], axis=-1)[..., 0]
 
     index = jnp.arange(sequences.shape[-1], dtype=jnp.int32)[None, None, :]
-    column = (length[:, None] - size + 1)[..., None] + index
-    there = jnp.take_along_axis(ids[:, None, :], jnp.maximum(column, 0), axis=-1)
+    column = (history.length[:, None] - size + 1)[..., None] + index
+    there = jnp.take_along_axis(history.ids[:, None, :], jnp.maximum(column, 0), axis=-1)
     agrees = ((there == sequences) & (column >= 0)) | (index >= size[..., None] - 1)
     applies = jnp.all(agrees, axis=-1) & (size > 0)
 
@@ -228,24 +232,13 @@ def add_biases(
     return jnp.where(jnp.isnan(biased) & ~jnp.isnan(scores), BANNED, biased)
 
 
-def ban_continuations(scores: jax.Array, ids: jax.Array, length: jax.Array, end: jax.Array, n: int) -> jax.Array:
-    """Ban each token that follows the row's last n - 1 tokens among its first `end` tokens.
-
-    Args:
-        scores: float32[rows, V].
-        ids: int32[rows, W], the tokens of a row from column 0 on.
-        length: int32[rows], the number of tokens.
-        end: int32[rows], at most `length`.
-        n: the size of an n-gram.
-    """
+def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: int) -> jax.Array:
+    """Ban each token that follows the row's last n - 1 tokens among its first `end int32[rows]` tokens."""
     rows, vocab = scores.shape
+    ids, last = history.ids, history.last(n - 1)
     starts = ids.shape[1] - n + 1
     if starts <= 0:
         return scores
-    # A row shorter than n - 1 has no n-gram, so the ids read before its beginning do not matter.
-    column = length[:, None] - (n - 1) + jnp.arange(n - 1, dtype=jnp.int32)[None, :]
-    last = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
-
     follows = jnp.arange(n - 1, ids.shape[1], dtype=jnp.int32)[None, :] < end[:, None]
     for offset in range(n - 1):
         follows &= ids[:, offset : offset + starts] == last[:, offset : offset + 1]
@@ -254,8 +247,8 @@ def ban_continuations(scores: jax.Array, ids: jax.Array, length: jax.Array, end:
 
 
 def ban(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Ban `tokens bool[V]` or bool[rows, V] in `rows bool[rows]`."""
-    return jnp.where(_by_row(tokens) & rows[:, None], BANNED, scores)
+    """Ban `tokens bool[rows, V]` in `rows bool[rows]`."""
+    return jnp.where(tokens & rows[:, None], BANNED, scores)
 
 
 def allow_only(scores: jax.Array, allowed: jax.Array) -> jax.Array:
@@ -264,22 +257,15 @@ def allow_only(scores: jax.Array, allowed: jax.Array) -> jax.Array:
 
 
 def force(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Give `tokens bool[V]` or bool[rows, V] the score 0 in `rows bool[rows]` and ban all others there.
+    """Give `tokens bool[rows, V]` the score 0 in `rows bool[rows]` and ban all others there.
 
     A row with an empty set is left unchanged.
     """
-    tokens = _by_row(tokens)
     forced = rows[:, None] & jnp.any(tokens, axis=-1, keepdims=True)
     return jnp.where(forced, jnp.where(tokens, 0.0, BANNED), scores)
 
 
 def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Return bool[V], True for each of `ids int32[n]`, or bool[rows, V] for int32[rows, n]."""
-    if ids.ndim == 2:
-        return jax.vmap(lambda row: token_set(row, vocab_size))(ids)
+    """Return bool[rows, V], True for the tokens in each row of `ids int32[rows, n]`."""
     ids = jnp.where(ids < 0, vocab_size, ids)
-    return jnp.zeros(vocab_size, bool).at[ids].set(True, mode="drop")
-
-
-def _by_row(tokens: jax.Array) -> jax.Array:
-    return tokens if tokens.ndim == 2 else tokens[None, :]
+    return jax.vmap(lambda row: jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop"))(ids)

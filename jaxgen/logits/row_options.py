@@ -59,7 +59,13 @@ class RowOptions:
         """The ids that end a row, as bool[rows, V]; empty if the option is off."""
         return self.ids("eos_token_id") if self.cfg.on("eos_token_id") else jnp.zeros((rows, self._vocab), bool)
 
-    def one(self, name: str) -> jax.Array:
+    def at_least(self, rows: int) -> jax.Array:
+        """int32[rows, 1]: how many tokens warpers keep at least, so that every beam has one that does not end it."""
+        eos = self.table("eos_token_id")
+        count = jnp.zeros(rows, jnp.int32) if eos is None else jnp.sum(eos >= 0, axis=-1, dtype=jnp.int32)
+        return 1 + jnp.maximum(count, 1)[:, None]
+
+    def token(self, name: str) -> jax.Array:
         """An id as bool[rows, V]."""
         return processors.token_set(self.number(name), self._vocab)
 

@@ -1,7 +1,7 @@
 """Logits warpers: functions `(scores, value) -> scores` that shape the distribution that sampling draws from.
 
-Each is named after its option. Scores are float32[rows, V], −inf for a token that cannot be drawn. A value is a scalar
-or float32[rows, 1], one value per row.
+Each is named after its option. Scores are float32[rows, V], −inf for a token that cannot be drawn. The value is
+`[rows, 1]`, one per row.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
     return scores / value
 
 
-def top_k(scores: jax.Array, k: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+def top_k(scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
     """Keep the k highest scores and all that equal the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
     vocab = scores.shape[-1]
-    k = jnp.where(k == 0, vocab, jnp.clip(k, min(min_tokens_to_keep, vocab), vocab))
+    k = jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
     bits = ordered_bits(scores)
-    kept = bits >= kth_largest(bits, jnp.broadcast_to(k.reshape(-1), scores.shape[:1]))[:, None]
-    return jnp.where(kept, scores, BANNED)
+    return jnp.where(bits >= kth_largest(bits, k[:, 0])[:, None], scores, BANNED)
 
 
-def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
-    """Keep the smallest set of most probable tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
+def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+    """Keep the smallest set of most likely tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
     A token is kept if the tokens above it have less mass than p. At least `min_tokens_to_keep` tokens are kept. Ties at
     the boundary keep the highest ids, as in a stable ascending sort. p = 1 keeps all.
     """
-    rows = scores.shape[0]
-    p = jnp.broadcast_to(jnp.reshape(p, (-1,)), (rows,))
+    rows, p = scores.shape[0], p[:, 0]
     bits = ordered_bits(scores)
     probs = jax.nn.softmax(scores, axis=-1)
 
@@ -43,34 +41,34 @@ def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.A
         return jnp.sum(jnp.where(chosen, probs, 0.0), axis=-1)
 
     threshold = largest(lambda value: mass(bits >= value[:, None]) >= p, rows)
-    least = kth_largest(bits, jnp.full(rows, min_tokens_to_keep))
+    at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1,)), (rows,))
+    least = kth_largest(bits, at_least)
     threshold = jnp.minimum(threshold, least)
 
     above, equal = bits > threshold[:, None], bits == threshold[:, None]
     # The number of ties to keep at the threshold: enough to reach p, and enough for min_tokens_to_keep.
     each = jnp.max(jnp.where(equal, probs, 0.0), axis=-1)
     wanted = jnp.ceil((p - mass(above)) / jnp.where(each > 0, each, 1.0))
-    lacking = min_tokens_to_keep - jnp.sum(above, axis=-1, dtype=jnp.int32)
+    lacking = at_least - jnp.sum(above, axis=-1, dtype=jnp.int32)
     ties = jnp.sum(equal, axis=-1, dtype=jnp.int32)
     count = jnp.clip(jnp.maximum(wanted, lacking.astype(jnp.float32)), 1, ties.astype(jnp.float32)).astype(jnp.int32)
     equal = lax.cond(jnp.any(count < ties), lambda: last_of(equal, count), lambda: equal)
     return jnp.where(above | equal | (p >= 1.0)[:, None], scores, BANNED)
 
 
-def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
-    """Keep the tokens at least p times as probable as the most probable one: `MinPLogitsWarper`. p = 0 keeps all."""
+def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+    """Keep the tokens at least p times as likely as the most likely one: `MinPLogitsWarper`. p = 0 keeps all."""
     kept = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)) >= p
     return jnp.where(_with_first(kept, scores, min_tokens_to_keep), scores, BANNED)
 
 
-def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
     """Keep the tokens whose surprise is nearest to the expected one, until their total probability reaches `mass`.
 
-    `TypicalLogitsWarper` (arXiv 2202.00666). The most probable token may be removed. Tokens that are equally near at
+    `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. Tokens that are equally near at
     the boundary are all kept. Among the `min_tokens_to_keep` nearest, the lowest index wins. mass = 1 keeps all.
     """
-    rows = scores.shape[0]
-    mass = jnp.broadcast_to(jnp.reshape(mass, (-1,)), (rows,))
+    mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probs = jnp.exp(log_probs)
     distance = jnp.abs(-log_probs - _entropy(log_probs))
@@ -79,36 +77,34 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int = 1) -
     def falls_short(value: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
 
-    kept = (bits <= largest(falls_short, rows, bits=31)[:, None]) | (mass >= 1)[:, None]
+    kept = (bits <= largest(falls_short, scores.shape[0], bits=31)[:, None]) | (mass >= 1)[:, None]
     return jnp.where(_with_first(kept, -distance, min_tokens_to_keep), scores, BANNED)
 
 
-def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
-    """Keep the tokens at least as probable as the cutoff: `EpsilonLogitsWarper` (arXiv 2210.15191).
+def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+    """Keep the tokens whose probability is at least the cutoff: `EpsilonLogitsWarper` (arXiv 2210.15191).
 
-    The `min_tokens_to_keep` most probable tokens, and all that tie with the last of them, are always kept. A cutoff of
+    The `min_tokens_to_keep` most likely tokens, and all that tie with the last of them, are always kept. A cutoff of
     0 keeps all.
     """
     kept = jax.nn.softmax(scores, axis=-1) >= cutoff
     return jnp.where(kept | _reaches_kth(scores, min_tokens_to_keep), scores, BANNED)
 
 
-def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
     """Cut like `epsilon_cutoff`, but lower if the entropy H is high: at `min(cutoff, sqrt(cutoff) * exp(-H))`.
 
     `EtaLogitsWarper` (arXiv 2210.15191).
     """
-    log_probs = jax.nn.log_softmax(scores, axis=-1)
-    return epsilon_cutoff(
-        scores, jnp.minimum(cutoff, jnp.sqrt(cutoff) * jnp.exp(-_entropy(log_probs))), min_tokens_to_keep
-    )
+    lowered = jnp.sqrt(cutoff) * jnp.exp(-_entropy(jax.nn.log_softmax(scores, axis=-1)))
+    return epsilon_cutoff(scores, jnp.minimum(cutoff, lowered), min_tokens_to_keep)
 
 
 def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
-    """Keep the most probable tokens whose entropy is at most `value` times that of the 100 most probable ones.
+    """Keep the most likely tokens whose entropy is at most `value` times that of the 100 most likely ones.
 
     `TopHLogitsWarper` of release 5 (arXiv 2509.02510). Both entropies are sums of the tokens' terms in the entropy of
-    the distribution over the 100. The most probable token is always kept. A value of 1 keeps the 100.
+    the distribution over the 100. The most likely token is always kept. A value of 1 keeps the 100.
     """
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
@@ -128,16 +124,24 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
     return jnp.sum(_entropy_terms(log_probs), axis=-1, keepdims=True)
 
 
-def _with_first(kept: jax.Array, order: jax.Array, count: int) -> jax.Array:
-    """Add the `count` tokens that are highest in `order float32[rows, V]`; the highest is assumed kept."""
+def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
+    """Add the `count` tokens that are highest in `order float32[rows, V]`; the highest is assumed kept.
+
+    With a count for each row, int32[rows, 1], all that tie with the last of them are added.
+    """
+    if not isinstance(count, int):
+        return kept | _reaches_kth(order, count)
     if count == 1:
         return kept
     rows = jnp.arange(kept.shape[0])[:, None]
     return kept.at[rows, lax.top_k(order, min(count, order.shape[-1]))[1]].set(True)
 
 
-def _reaches_kth(scores: jax.Array, k: int) -> jax.Array:
-    """bool[rows, V]: True for scores that are at least the k-th highest."""
+def _reaches_kth(scores: jax.Array, k: int | jax.Array) -> jax.Array:
+    """bool[rows, V]: True for scores that are at least the k-th highest; `k` is one number or int32[rows, 1]."""
+    if not isinstance(k, int):
+        bits = ordered_bits(scores)
+        return bits >= kth_largest(bits, jnp.minimum(k[:, 0], scores.shape[-1]))[:, None]
     if k == 1:
         return scores >= jnp.max(scores, axis=-1, keepdims=True)
     return scores >= lax.top_k(scores, min(k, scores.shape[-1]))[0][:, -1:]

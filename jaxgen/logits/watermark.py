@@ -1,9 +1,9 @@
 """The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed part of the vocabulary, and its detector.
 
-The green tokens depend on key, context and token alone, by one integer hash per token, so that marking costs O(V) and
-the detector needs neither model nor vocabulary. The green lists are not those of transformers, which
-come from torch's generator and differ between its devices: text is detected by the library that marked it. They are
-the same on every backend and must stay the same in later releases.
+Whether a token is green depends on key, context and token alone, by one integer hash per token. So marking costs O(V),
+and the detector needs neither model nor vocabulary. The green lists are not those of transformers, which come from
+torch's generator and differ between its devices: only the library that marked a text detects the mark. They are the
+same on every backend and must stay the same in later releases.
 
 The key has 32 bits and the hash is not cryptographic: it separates keys but does not prevent forgery.
 """
@@ -23,23 +23,20 @@ from jaxgen.config.watermarking import WatermarkingConfig
 from jaxgen.errors import InputError
 
 
-def watermark(scores: jax.Array, ids: jax.Array, length: jax.Array, config: WatermarkingConfig) -> jax.Array:
+def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig) -> jax.Array:
     """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with jaxgen's own green lists.
 
-    "selfhash" tries every token of the vocabulary. Transformers tries the 40 most likely ones, to save time, which this
-    hash does not need. So every token that sampling may draw is marked if it is green, as in the paper.
+    "selfhash" tries every token of the vocabulary, where transformers tries the 40 most likely ones, a shortcut that
+    this hash does not need. So every token that sampling may draw is marked if it is green, as in the paper.
 
     Args:
         scores: float32[rows, V].
-        ids: int32[rows, W], the tokens of a row from column 0 on.
-        length: int32[rows], the number of tokens; rows with fewer than `context_width` are not marked.
+        context: int32[rows, context_width], the last tokens of each row. A row with fewer, which -1 precedes, is not
+            marked.
         config: ratio, bias, key and scheme.
     """
-    width = config.context_width
-    column = length[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
-    context = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
     tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
-    marked = green(context[:, None, :], tokens, config) & (length >= width)[:, None]
+    marked = green(context[:, None, :], tokens, config) & jnp.all(context >= 0, axis=1, keepdims=True)
     return jnp.where(marked, scores + config.bias, scores)
 
 
@@ -61,10 +58,9 @@ def green(context, token, config: WatermarkingConfig):
     else:
         # The smallest hash of a pair decides, and most edits of the window's other tokens do not change it.
         least = np.minimum if isinstance(token, np.ndarray) else jnp.minimum
-        others = [context[..., -back] for back in range(1, config.context_width)]
         seed = _hash(_hash(key, token), token)
-        for other in others:
-            seed = least(seed, _hash(_hash(key, other), token))
+        for back in range(1, config.context_width):
+            seed = least(seed, _hash(_hash(key, context[..., -back]), token))
     # The hash's top 24 bits, which float32 represents exactly, as a number from 0 to 1.
     return (_hash(seed, token) >> np.uint32(8)).astype(np.float32) * np.float32(2**-24) < ratio
 
@@ -116,8 +112,8 @@ class WatermarkDetector:
     Args:
         config: the config that marked the text, or its dict; only ratio, key, scheme and context width are used.
         bos_token_id: skipped if it is a row's first token.
-        ignore_repeated_ngrams: count a token with the same context once, so that repetition does not count as a mark.
-            (In 4.41.1 this has no effect.)
+        ignore_repeated_ngrams: count each pair of context and token once, so that repetition does not count as a
+            mark. (In 4.41.1 this has no effect.)
     """
 
     def __init__(
@@ -146,7 +142,7 @@ class WatermarkDetector:
             z_threshold: about 0.13 % of unmarked text exceeds 3.
 
         Raises:
-            InputError: a row without a token that has its context before it, or a mask of another shape.
+            InputError: a row too short to score, or a mask of another shape.
         """
         ids = np.asarray(ids)
         if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
@@ -176,7 +172,7 @@ class WatermarkDetector:
         width = self.config.context_width
         if len(tokens) <= width:
             raise InputError(f"row {row} has {len(tokens)} tokens, context_width={width} needs more: leave the row out")
-        # The number of tokens that decide if a token is green, including itself.
+        # The number of tokens that determine whether a token is green, including itself.
         size = width if self.config.seeding_scheme == "selfhash" else width + 1
         ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)
         if self.ignore_repeated_ngrams:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-# The function of jax.nn and its options. Reading a config imports no jax.
+# The function of jax.nn and its options. Reading a config does not import jax.
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("silu", {}),
     "relu": ("relu", {}),

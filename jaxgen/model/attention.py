@@ -22,7 +22,7 @@ from jaxgen.model.masks import Visibility
 
 # All scores at once up to this many queries and slots.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
-# So few queries, a step of decoding, read each key block in one product for all rows and heads.
+# Up to this many queries (a decode step), a key block is read once, in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _ACCELERATOR_BLOCK = 4096
@@ -35,8 +35,8 @@ class Part:
     """Keys and values of one part of the cache, or of the new tokens alone.
 
     Attributes:
-        keys, values: each `[P, K, S, H]`, as a `KVCache` of `dtype` stores them. P divides B: row b reads row
-            b // (B/P), so rows that share a part read it in one product.
+        keys, values: each `[n, K, S, H]`, as a `KVCache` of `dtype` stores them. n divides B: row b reads row
+            b // (B/n), so rows that share a part read it in one product.
         dtype: the dtype of their numbers, static.
     """
 
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def slots(self) -> int:
-        """S."""
+        """The number of slots, S."""
         return self.keys.shape[2]
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
@@ -62,43 +62,45 @@ class Part:
 def attention(
     q: jax.Array,
     parts: Sequence[Part],
-    seen: Visibility,
+    visible: Visibility,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     with_weights: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attend from `q [B, N, T, H]` to the keys and values of all parts together.
+    """Attend from `q [B, A, T, H]` to the keys and values of all parts together.
 
     Args:
-        q: rotated queries; head n reads kv head n // (N/K).
+        q: rotated queries; head a reads kv head a // (A/K).
         parts: the parts of the cache, in order.
-        seen: the keys that each query may see.
+        visible: the keys that each query may see.
         dropout: applied to the weights when training.
         with_weights: return them too. This and dropout need all scores at once, whatever the length.
 
     Returns:
-        The attended values `[B, N, T, H]` in q's dtype, and the weights float32[B, N, T, S], S over all parts, or
+        The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S], S over all parts, or
         None. A query that may see nothing (only padding) gets a finite result.
     """
     steps, slots = q.shape[2], sum(part.slots for part in parts)
     if dropout is not None or with_weights or all_at_once(steps, slots):
-        out, weights = _at_once(q, parts, seen, dropout)
+        out, weights = _at_once(q, parts, visible, dropout)
         return out, weights if with_weights else None
-    return _in_blocks(q, tuple(parts), seen), None
+    return _in_blocks(q, tuple(parts), visible), None
 
 
 def all_at_once(steps: int, slots: int) -> bool:
     """Return True if the scores of T queries with S slots are computed in one array."""
-    return steps <= _AT_ONCE_QUERIES and slots <= _AT_ONCE_SLOTS
+    # A step of decoding reads only the filled blocks, as soon as there is more than one.
+    most = _KEY_BLOCK if steps <= _FEW_QUERIES else _AT_ONCE_SLOTS
+    return steps <= _AT_ONCE_QUERIES and slots <= most
 
 
 def _at_once(
-    q: jax.Array, parts: Sequence[Part], seen: Visibility, dropout: Callable[[jax.Array], jax.Array] | None = None
+    q: jax.Array, parts: Sequence[Part], visible: Visibility, dropout: Callable[[jax.Array], jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with all scores in one array; also return the weights."""
     batch, heads, steps, size = q.shape
     blocks = [part.block(0, part.slots) for part in parts]
-    scores = _join([_product(q, k, "bkqh,bksh->bkqs") for k, _ in blocks])
-    mask = _join([seen.mask(index) for index in range(len(parts))])
+    scores = jnp.concatenate([_product(q, k, "bkqh,bksh->bkqs") for k, _ in blocks], axis=-1)
+    mask = jnp.concatenate([visible.mask(index) for index in range(len(parts))], axis=-1)
     weights = jax.nn.softmax(_masked(scores / math.sqrt(size), mask), axis=-1)
     if dropout is not None:
         weights = dropout(weights)
@@ -111,48 +113,48 @@ def _at_once(
 
 
 @jax.custom_vjp
-def _in_blocks(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
+def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     """Attend block by block, in the platform's form."""
     if q.shape[2] <= _FEW_QUERIES:
         forms = {"cpu": functools.partial(_over_keys, size=_KEY_BLOCK), "default": _on_accelerator}
     else:
         forms = {"cpu": _over_rows_and_heads, "default": _over_queries}
-    return lax.platform_dependent(q, parts, seen, **forms)
+    return lax.platform_dependent(q, parts, visible, **forms)
 
 
-def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
-    """Attend from few queries; a loop of unknown length in each layer would cost more than a few thousand slots."""
+def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+    """Attend from few queries, to a few thousand slots at once: a loop of unknown length per layer would cost more."""
     if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
-        return _at_once(q, parts, seen)[0]
-    return _over_keys(q, parts, seen, _ACCELERATOR_BLOCK)
+        return _at_once(q, parts, visible)[0]
+    return _over_keys(q, parts, visible, _ACCELERATOR_BLOCK)
 
 
-def _keep_inputs(q: jax.Array, parts: tuple[Part, ...], seen: Visibility):
-    return _in_blocks(q, parts, seen), (q, parts, seen)
+def _keep_inputs(q: jax.Array, parts: tuple[Part, ...], visible: Visibility):
+    return _in_blocks(q, parts, visible), (q, parts, visible)
 
 
 def _gradients(inputs: tuple[jax.Array, tuple[Part, ...], Visibility], change: jax.Array):
-    """Differentiate the form without a loop of unknown length; its scores are computed again, block by block."""
+    """Differentiate the form that has no loop of unknown length; its scores are recomputed block by block."""
     return jax.vjp(_over_queries, *inputs)[1](change)
 
 
 _in_blocks.defvjp(_keep_inputs, _gradients)
 
 
-def _over_queries(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
+def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     """Attend one block of queries at a time, with all of its scores."""
 
     @jax.checkpoint
     def attend(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         q, queries, first = block
-        return _at_once(q, parts, dataclasses.replace(seen, queries=queries, first=first))[0]
+        return _at_once(q, parts, dataclasses.replace(visible, queries=queries, first=first))[0]
 
     size = min(_QUERY_BLOCK, q.shape[2])
-    return _join_queries(lax.map(attend, (_cut_queries(q, size), *seen.query_blocks(size))), q.shape[2])
+    return _join_queries(lax.map(attend, (_cut_queries(q, size), *visible.query_blocks(size))), q.shape[2])
 
 
-def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], seen: Visibility) -> jax.Array:
-    """Attend within one row and kv head at a time, so that each product is one of two matrices.
+def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+    """Attend within one row and kv head at a time, so that each product multiplies two plain matrices.
 
     On XLA's CPU these are several times faster than batched products, and blocks past a row's end are skipped.
     """
@@ -164,13 +166,13 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], seen: Visibility
         index, q = inputs
         row, head = index // kv_heads, index % kv_heads
         owners = [(row // (batch // part.keys.shape[0]), head) for part in parts]
-        visible = seen.of_row(row)
+        in_row = visible.of_row(row)
 
         def attend_block(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
             q, queries, first = block
-            return _over_keys(q, parts, dataclasses.replace(visible, queries=queries, first=first), _KEY_BLOCK, owners)
+            return _over_keys(q, parts, dataclasses.replace(in_row, queries=queries, first=first), _KEY_BLOCK, owners)
 
-        blocks = (_cut_queries(q[None], size), *visible.query_blocks(size))
+        blocks = (_cut_queries(q[None], size), *in_row.query_blocks(size))
         return _join_queries(lax.map(attend_block, blocks), steps)[0]
 
     q = q.reshape(batch * kv_heads, heads // kv_heads, steps, width)
@@ -180,7 +182,7 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], seen: Visibility
 def _over_keys(
     q: jax.Array,
     parts: tuple[Part, ...],
-    seen: Visibility,
+    visible: Visibility,
     size: int,
     owners: Sequence[tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:
@@ -199,7 +201,7 @@ def _over_keys(
         def absorb(number: jax.Array | int, state, index=index, part=part, block=block):
             start = jnp.minimum(number * block, part.slots - block)
             k, v = part.block(start, block, None if owners is None else owners[index])
-            mask = seen.of_keys(index, start, block).mask(0)
+            mask = visible.of_keys(index, start, block).mask(0)
             if part.slots % block:  # the last block overlaps the previous one
                 mask &= (start + jnp.arange(block) >= number * block)[None, None, :]
             scores = _product(q, k, "bkqh,bksh->bkqs") / math.sqrt(width)
@@ -208,7 +210,7 @@ def _over_keys(
         if block == part.slots:
             state = absorb(0, state)
         else:
-            begin, end = seen.span(index)
+            begin, end = visible.span(index)
             state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
     _, total, out = state
     # A query that sees nothing may have had no block at all.
@@ -228,18 +230,14 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     """Make the scores `[B, K, G, T, S]` the lowest number where `mask bool[B, T, S]` is False.
 
-    Scores are scaled before they are masked: different roundings of a scaled lowest number would differ by more than an
-    exponential can represent.
+    The scores must be scaled already: a scaled lowest number may be rounded in two ways, and exp of the difference
+    overflows.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
 
 
-def _join(parts: list[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-
-
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
-    """Multiply `x [B, N, T, ...]`, or `[B, K, G, T, ...]`, with a part of P rows and K heads; float32[B, K, G, T, ...].
+    """Multiply `x [B, A, T, ...]`, or `[B, K, G, T, ...]`, with a part of n rows and K heads; float32[B, K, G, T, ...].
 
     The queries of all heads and rows that read one kv head of one prefix row are the rows of one product.
     """
@@ -257,12 +255,12 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
 
 
 def _cut_queries(q: jax.Array, size: int) -> jax.Array:
-    """Cut `q [B, N, T, H]` into blocks `[blocks, B, N, size, H]`, the last one padded with zeros."""
+    """Cut `q [B, A, T, H]` into blocks `[blocks, B, A, size, H]`, the last one padded with zeros."""
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -q.shape[2] % size), (0, 0)))
     return jnp.moveaxis(q.reshape(*q.shape[:2], -1, size, q.shape[3]), 2, 0)
 
 
 def _join_queries(blocks: jax.Array, steps: int) -> jax.Array:
-    """Put blocks `[blocks, B, N, size, H]` together again: `[B, N, steps, H]`."""
+    """Put blocks `[blocks, B, A, size, H]` together again: `[B, A, steps, H]`."""
     out = jnp.moveaxis(blocks, 0, 2)
     return out.reshape(*out.shape[:2], -1, out.shape[4])[:, :, :steps]

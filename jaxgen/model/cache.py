@@ -4,9 +4,13 @@ A row's tokens are stored in order and without gaps, whatever the padding was: s
 attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is its beginning, and
 cropping only lowers `length`.
 
-A cache may extend another one, its `prefix`, of fewer rows and read only: rows b*c to b*c + c - 1 share prefix row b.
-In this way return sequences and beams share their prompt's keys and values, and requests share their system prompt.
-`select` copies only what the rows do not share. Slots are numbered consecutively, the prefix's first.
+A cache may extend another one, its `prefix`, which has as many rows or fewer and is only read: rows b*c to b*c + c - 1
+share prefix row b. In this way return sequences and beams share their prompt's keys and values, and requests share
+their system prompt. Slots are numbered consecutively, the prefix's first.
+
+The rows of a prompt may also share the slots that they write (`fork(..., shared=True)`), which beams do. There are then
+`writers` slots for each token, one per row, and a table says whose slot a row reads. `select` changes that table, and
+no key or value is ever moved.
 """
 
 from __future__ import annotations
@@ -31,14 +35,17 @@ EMPTY = jnp.iinfo(jnp.int32).max
 class KVCache:
     """Keys and values of the tokens so far, one `[B, K, S, H]` pair per layer.
 
-    Keys and values of 16 bits are stored as uint16, their bits, which a compiled loop carries without copies (XLA's
-    CPU compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
+    16-bit keys and values are stored bit for bit as uint16, which a compiled loop carries without copying (XLA's CPU
+    compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
 
     Attributes:
-        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, or the bits of 16-bit ones.
+        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, or the bits of 16-bit ones. If
+            rows share slots, `[B/writers, K, S*writers, H]`: token i of writer j is in place `i * writers + j`.
         values: likewise.
-        length: int32[B], the number of slots of this part that each row fills, from slot 0 on.
+        length: int32[B], the number of slots that each row fills in this part, from the part's first slot on.
         prefix: the cache that this one extends, or None.
+        owners: int32[B, S], the writer of each of the row's tokens; None unless rows share slots.
+        writers: how many rows share their slots, static.
         dtype: the dtype of keys and values, static.
     """
 
@@ -46,6 +53,8 @@ class KVCache:
     values: tuple[jax.Array, ...]
     length: jax.Array
     prefix: KVCache | None = None
+    owners: jax.Array | None = None
+    writers: int = flax.struct.field(pytree_node=False, default=1)
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
 
     @classmethod
@@ -62,12 +71,20 @@ class KVCache:
         length = jnp.zeros(shape[0], jnp.int32)
         return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
 
-    def fork(self, copies: int, slots: int) -> KVCache:
-        """Return an empty cache of `slots` slots for `copies` rows per row, whose prefix is this one."""
+    def fork(self, copies: int, slots: int, shared: bool = False) -> KVCache:
+        """Return an empty cache of `slots` slots for `copies` rows per row, whose prefix is this one.
+
+        With `shared` the copies of a row share their slots, so that `select` moves nothing.
+        """
         if copies < 1 or slots < 1:
             raise InputError(f"a fork needs at least one copy and one slot, got copies={copies}, slots={slots}")
         _, heads, _, size = self.keys[0].shape
-        return self._empty((self.rows * copies, heads, slots, size), len(self.keys), self.dtype, prefix=self)
+        rows = self.rows * copies
+        if not shared:
+            return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, prefix=self)
+        empty = self._empty((self.rows, heads, slots * copies, size), len(self.keys), self.dtype, prefix=self)
+        length, owners = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, slots), jnp.int32)
+        return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
 
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of a layer in this part as numbers, each `dtype[B, K, S, H]`."""
@@ -76,12 +93,12 @@ class KVCache:
     @property
     def rows(self) -> int:
         """The number of rows, B."""
-        return self.keys[0].shape[0]
+        return self.length.shape[0]
 
     @property
     def slots(self) -> int:
-        """The number of slots of this part, S."""
-        return self.keys[0].shape[2]
+        """The number of slots of this part that a row can fill, S."""
+        return self.keys[0].shape[2] // self.writers
 
     @property
     def offset(self) -> int:
@@ -108,6 +125,7 @@ class KVCache:
     def flatten(self, slots: int) -> KVCache:
         """Return a copy in one part of `slots` slots, which must be enough for `total_length`."""
         first, *rest = self.parts
+        first = first.separate()
         merged = KVCache(
             keys=tuple(resize_axis(repeat_rows(key, self.rows), 2, slots) for key in first.keys),
             values=tuple(resize_axis(repeat_rows(value, self.rows), 2, slots) for value in first.values),
@@ -135,7 +153,7 @@ class KVCache:
         return _crop(self, self.check_length(length))
 
     def check_length(self, length: jax.Array | int) -> jax.Array:
-        """Return a length to crop to as an array; raise an error unless it is one integer or one per row."""
+        """Return the argument of `crop` as an array; raise an error unless it is one integer or one per row."""
         length = jnp.asarray(length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.shape not in ((), (self.rows,)):
             raise InputError(f"length must be one integer or one per row, [{self.rows}], got {length!r}")
@@ -154,8 +172,11 @@ class KVCache:
         """Return this cache with other rows over the same prefix: row i is row `rows[i]`, int32[B].
 
         Row `rows[i]` must share row i's prefix row, as beams of one prompt do; this is not checked. Prefix and
-        structure are unchanged, so that a compiled loop can carry the cache. For other rows use `reorder`.
+        structure are unchanged, so that a compiled loop can carry the cache. For other rows use `reorder`. If rows
+        share slots, no key or value is copied, and there may be fewer rows than before, as many for each prompt.
         """
+        if self.owners is not None:
+            return dataclasses.replace(self, length=self.length[rows], owners=self.owners[rows])
         own = dataclasses.replace(self, prefix=None)
         own = jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), own)
         return dataclasses.replace(own, prefix=self.prefix)
@@ -167,15 +188,16 @@ class KVCache:
         also in a compiled loop. A row number out of range inserts nothing; the others must be distinct.
 
         Raises:
-            InputError: `source` has other parts than this cache.
+            InputError: `source` has other parts than this cache, or rows share slots.
         """
+        if self.owners is not None:
+            raise InputError("rows that share slots cannot be replaced one by one: use a cache with slots of their own")
         sizes, given = ([(part.keys[0].shape[1:], part.dtype) for part in cache.parts] for cache in (self, source))
+        if sizes != given:
+            raise InputError(f"source must have the parts ([K, S, H], dtype) = {sizes}, got {given}")
         owned = [part.rows == self.rows for part in self.parts]
-        if sizes != given or any(own and new.rows != source.rows for own, new in zip(owned, source.parts, strict=True)):
-            raise InputError(
-                f"source must have the same parts, ([K, S, H], dtype) = {sizes}, got {given}, and a row of its own "
-                "wherever this cache's rows have one"
-            )
+        if any(own and new.rows != source.rows for own, new in zip(owned, source.parts, strict=True)):
+            raise InputError("each row of source must have its own slots in the parts where this cache's rows do")
         # Each dropped row gets its own number, because the scatter promises unique indices.
         dropped = self.rows + jnp.arange(source.rows, dtype=jnp.int32)
         rows = jnp.where((rows >= 0) & (rows < self.rows), rows, dropped)
@@ -203,13 +225,9 @@ class KVCache:
         """Return the first `rows` rows. A prefix is cut in proportion."""
         if self.rows == rows:
             return self
-        keep = jax.tree.map(lambda x: x[:rows], dataclasses.replace(self, prefix=None))
+        keep = jax.tree.map(lambda x: x[: x.shape[0] * rows // self.rows], dataclasses.replace(self, prefix=None))
         prefix = None if self.prefix is None else self.prefix.take_rows(self.prefix.rows * rows // self.rows)
         return dataclasses.replace(keep, prefix=prefix)
-
-    def pad_rows(self, rows: int) -> KVCache:
-        """Return this cache, which must have one part, padded with empty rows to `rows` rows."""
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, rows - x.shape[0]), *[(0, 0)] * (x.ndim - 1))), self)
 
     def drop_last(self, count: jax.Array) -> KVCache:
         """Drop the last `count int32[B]` tokens of each row, which must be in this part. Later tokens replace them."""
@@ -218,7 +236,41 @@ class KVCache:
     def token_order(self) -> jax.Array:
         """int32[B, S]: the index of the token in each slot of this part; `EMPTY` for an empty slot."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
-        return jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
+        order = jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
+        if self.owners is None:
+            return order
+        own = self.owners[..., None] == jnp.arange(self.writers, dtype=jnp.int32)[None, None, :]
+        return jnp.where(own, order[..., None], EMPTY).reshape(self.rows, -1)
+
+    def places(self, slots: jax.Array) -> tuple[KVCache, jax.Array]:
+        """Let each row write to `slots int32[B, T]` of this part; the slots past the end are dropped.
+
+        Returns:
+            The cache, with the row as the owner of its tokens, and the places of the slots in `keys` and `values`.
+        """
+        if self.owners is None:
+            return self, slots
+        rows = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
+        writer = rows % self.writers
+        owners = self.owners.at[rows, slots].set(writer, mode="drop", unique_indices=True)
+        return dataclasses.replace(self, owners=owners), slots * self.writers + writer
+
+    def by_token(self, weights: jax.Array) -> jax.Array:
+        """Return attention weights `[..., places of all parts]` per slot, `[..., offset + S]`."""
+        if self.owners is None:
+            return weights
+        own = weights[..., self.offset :].reshape(*weights.shape[:-1], self.slots, self.writers)
+        return jnp.concatenate([weights[..., : self.offset], own.sum(axis=-1)], axis=-1)
+
+    def separate(self) -> KVCache:
+        """Return this part, without its prefix, with slots of its own for each row."""
+        own = dataclasses.replace(self, prefix=None)
+        if self.owners is None:
+            return own
+        row = jnp.arange(self.rows)[:, None] // (self.rows // self.keys[0].shape[0])
+        place = jnp.arange(self.slots, dtype=jnp.int32)[None, :] * self.writers + self.owners
+        keys, values = jax.tree.map(lambda x: x[row, :, place].swapaxes(1, 2), (self.keys, self.values))
+        return dataclasses.replace(own, keys=keys, values=values, owners=None, writers=1)
 
 
 @jax.jit
@@ -239,7 +291,7 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
     rows, slots = merged.rows, merged.slots
     column = jnp.arange(part.slots, dtype=jnp.int32)[None, :]
     start = repeat_rows(part.prefix_length, rows)[:, None]
-
+    part = part.separate()
     filled = jnp.where(column < repeat_rows(part.length, rows)[:, None], start + column, slots + column)
     return dataclasses.replace(
         merged,
@@ -249,15 +301,20 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
 
 
 def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return `buffer [B, K, S, H]` with `new [B, K, T, H]` at `slots int32[B, T]`; slots past the end are dropped.
+    """Return `buffer [B, K, S, H]` with `new [B*c, K, T, H]` at `slots int32[B*c, T]`; slots past the end are dropped.
 
-    Both are numbers, or bits. A scatter per row and head: in a loop XLA does it in place, whether the rows write to one
-    slot or each to its own, and under a mesh locally on each device.
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Both hold numbers, or both hold bits. This is one scatter per
+    row and head, which XLA performs in place in a loop, whether the rows write to one slot or each to its own, and
+    under a mesh locally on each device.
     """
 
     def write_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
         return buffer.at[slots].set(new, mode="drop", unique_indices=True)
 
+    if new.shape[0] != buffer.shape[0]:
+        rows, (heads, _, size) = buffer.shape[0], new.shape[1:]
+        new = new.reshape(rows, -1, *new.shape[1:]).swapaxes(1, 2).reshape(rows, heads, -1, size)
+        slots = slots.reshape(rows, -1)
     slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
     return jax.vmap(jax.vmap(write_head))(buffer, new, slots)
 

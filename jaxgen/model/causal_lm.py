@@ -1,11 +1,13 @@
 """The decoder-only transformer for all `FAMILIES`: ids in, logits and cache out; it knows nothing of decoding.
 
 Dimensions, here and in every shape of the package:
-    B rows, T new tokens, S cache slots, N heads, K key-value heads, G = N/K, H head size, D model width,
+    B rows, T tokens to read, S cache slots, A attention heads, K key-value heads, G = A/K, H head size, D model width,
     F mlp width, V vocabulary, L layers.
+    In generation: B prompts, R sequences per prompt, P columns of the prompts, Q of the negative prompts, N the maximum
+    number of new tokens, W columns of a row's tokens.
 
 Parameters have Hugging Face's names and shapes: params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"] is
-[N*H, D]. As in transformers 4.41.1, these use float32 whatever the weights' dtype: RMSNorm, the angles of RoPE, the
+[A*H, D]. As in transformers 4.41.1, these use float32 whatever the weights' dtype: RMSNorm, the angles of RoPE, the
 softmax of attention, the loss.
 """
 
@@ -44,7 +46,7 @@ class ModelOutput:
         loss: float32[], the mean over the labels that are not -100; None without labels.
         cache: the cache with the new tokens in it; None without a cache.
         hidden_states: L + 1 arrays `[B, T, D]`, the embeddings first, the last one normed; None unless asked for.
-        attentions: L arrays float32[B, N, T, S], the weights; None unless asked for.
+        attentions: L arrays float32[B, A, T, S], the weights; None unless asked for.
     """
 
     logits: jax.Array
@@ -62,7 +64,7 @@ class Hidden:
         states: L + 1 arrays `[B, T, D]`: the embeddings, then the output of each layer; the last one is normed, and NaN
             in a row whose tokens did not fit into the cache.
         cache: the cache with the new tokens in it; None without a cache.
-        attentions: L arrays float32[B, N, T, S], the attention weights; None unless asked for.
+        attentions: L arrays float32[B, A, T, S], the attention weights; None unless asked for.
     """
 
     states: tuple[jax.Array, ...]
@@ -83,14 +85,14 @@ class _Tokens:
         cos, sin: `[B, T, H]`, the rotation of their positions.
         slots: int32[B, T], their slots in the cache's last part; padding and overflow past its end. None without a
             cache.
-        seen: the keys that they may see, without the layer's window.
+        visible: the keys that they may see, without the layer's window.
         output_attentions: return the attention weights, static.
     """
 
     cos: jax.Array
     sin: jax.Array
     slots: jax.Array | None
-    seen: Visibility
+    visible: Visibility
     output_attentions: bool = flax.struct.field(pytree_node=False)
 
 
@@ -180,8 +182,8 @@ class Attention(nn.Module):
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
             dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
         with jax.named_scope("attention"):
-            seen = dataclasses.replace(tokens.seen, window=self.window)
-            out, weights = attention(q, [*parts[:-1], last], seen, dropout, tokens.output_attentions)
+            visible = dataclasses.replace(tokens.visible, window=self.window)
+            out, weights = attention(q, [*parts[:-1], last], visible, dropout, tokens.output_attentions)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
         return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out), weights, last
 
@@ -269,7 +271,7 @@ class CausalLM(nn.Module):
     (B, T, V)
 
     Attributes:
-        cfg: the model's shape.
+        cfg: the model's config.
         remat: gradients recompute the inside of each layer instead of storing it (`jax.checkpoint`).
     """
 
@@ -320,8 +322,8 @@ class CausalLM(nn.Module):
             output_attentions: return them.
 
         Raises:
-            InputError: shapes that do not fit, or a write past the cache's end or leaving a gap. If the position is
-                traced, the row's logits are NaN instead, and nothing is overwritten.
+            InputError: shapes that do not fit, or a write that goes past the cache's end or leaves a gap. If the
+                position is traced, the row's logits are NaN instead, and nothing is overwritten.
         """
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and not keeps_all:
@@ -370,11 +372,14 @@ class CausalLM(nn.Module):
         x = self._inputs(ids, inputs_embeds)
         batch, steps, _ = x.shape
         mask = _mask(attention_mask, batch, steps)
-        placed = {"position_ids": position_ids, "segment_ids": segment_ids, "key_mask": key_mask}
-        tokens, cache, overflow = self._place(mask, x.dtype, cache, cache_position, output_attentions, **placed)
+        tokens, cache, overflow = self._place(
+            mask, x.dtype, cache, cache_position, position_ids, segment_ids, key_mask, output_attentions
+        )
         states, attentions, cache = self.model(x, tokens, cache)
         if overflow is not None:
             states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
+        if cache is not None and output_attentions:
+            attentions = map(cache.by_token, attentions)
         return Hidden(tuple(states), cache, tuple(attentions) if output_attentions else None)
 
     def head(self, x: jax.Array) -> jax.Array:
@@ -389,11 +394,10 @@ class CausalLM(nn.Module):
         dtype,
         cache: KVCache | None,
         cache_position: jax.Array | int | None,
-        output_attentions: bool,
-        *,
         position_ids: jax.Array | None,
         segment_ids: jax.Array | None,
         key_mask: jax.Array | None,
+        output_attentions: bool,
     ) -> tuple[_Tokens, KVCache | None, jax.Array | None]:
         """Place the new tokens, `mask bool[B, T]`, in their rows and in the cache.
 
@@ -404,7 +408,7 @@ class CausalLM(nn.Module):
         first = None
         if cache is None:
             if cache_position is not None:
-                raise InputError("cache_position was given without a cache: pass both or neither")
+                raise InputError("cache_position needs a cache: pass cache too, or leave cache_position out")
             order = row_order(mask, jnp.zeros(batch, jnp.int32))
             slots, overflow, orders = None, None, [key_order(order, mask)]
             if segment_ids is not None:
@@ -425,8 +429,8 @@ class CausalLM(nn.Module):
             if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
                 raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
             orders = [hide_keys(key_mask, keys) for keys in orders]
-        seen = Visibility(order, tuple(orders), first)
-        return _Tokens(cos, sin, slots, seen, output_attentions), cache, overflow
+        visible = Visibility(order, tuple(orders), first)
+        return _Tokens(cos, sin, slots, visible, output_attentions), cache, overflow
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
         if (ids is None) == (inputs_embeds is None):
@@ -493,7 +497,7 @@ def head(cfg: ModelConfig, params, x: jax.Array) -> jax.Array:
     return _apply(CausalLM(cfg), params, x, method="head")
 
 
-def _apply(module: CausalLM, params, x: jax.Array | None, **inputs) -> Any:
+def _apply(module: CausalLM, params, x: jax.Array | None, **inputs) -> Any:  # flax's annotation allows a pair too
     return module.apply({"params": params}, x, **inputs)
 
 

@@ -1,4 +1,4 @@
-"""The shape and constants of a checkpoint, read from Hugging Face's config.json."""
+"""The model's config, read from Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# A field without a default changes the results: transformers would fill in a guess.
+# A field that affects results has no default; transformers would guess one.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1),
     "hidden_size": whole(1),
@@ -151,7 +151,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a checkpoint that is not determined by its weights. Hashable, hence static under jit.
+    """What config.json says about a model. Hashable, hence static under jit.
 
     Fields have the names of config.json if it has them.
 

@@ -1,4 +1,7 @@
-"""Model families: one record per architecture, with its differences from the decoder that all of them share."""
+"""Model families: one record per architecture, with its differences from the decoder that all of them share.
+
+A new key of config.json also needs an entry in `_FIELDS` and a field of `ModelConfig`, both in config.py.
+"""
 
 from __future__ import annotations
 

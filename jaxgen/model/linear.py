@@ -25,7 +25,7 @@ def linear(
     Products are accumulated in float32. float32 operands are never rounded to a shorter format, as in torch,
     regardless of `jax_default_matmul_precision`.
 
-    `tiles`: use the form for CPUs that multiply tiles of bfloat16, if lowered for a CPU; see `for_this_machine`.
+    `tiles`: when lowered for a CPU, use the form for CPUs with AMX; see `for_this_machine`.
     """
     out = product(x.reshape(-1, x.shape[-1]), weight, tiles)
     if bias is not None:
@@ -34,7 +34,7 @@ def linear(
 
 
 def product(rows: jax.Array, weight: jax.Array | Weight, tiles: bool = False) -> jax.Array:
-    """Multiply `rows [R, D]` by the transposed `weight [F, D]`: float32[R, F]."""
+    """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F]."""
     if isinstance(weight, Weight):
         return weight.product(rows, tiles)
     if tiles and weight.dtype == jnp.bfloat16 and rows.shape[0] <= _FEW_ROWS:
@@ -115,8 +115,8 @@ def _contract(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int
 def _two_rows(row: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply one row, `[1, D]`, together with a row of zeros.
 
-    XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop stores that copy of all of them;
-    with two rows or more it reads them without converting.
+    XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop stores the float32 copy of all
+    weights. With two rows or more it reads them without converting.
     """
     return _product(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
 

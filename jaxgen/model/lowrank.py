@@ -34,7 +34,7 @@ class LowRank:
         return self.weight.dtype
 
     def product(self, rows: jax.Array, tiles: bool) -> jax.Array:
-        """Multiply `rows [R, D]` by the transposed matrix: float32[R, F]."""
+        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
         narrow = product(rows, self.a, tiles).astype(rows.dtype)
         return product(rows, self.weight, tiles) + product(narrow, self.b, tiles)
 

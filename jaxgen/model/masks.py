@@ -28,7 +28,7 @@ class Visibility:
         keys: per part of the cache int32[B, S], the order of the token in each slot; `EMPTY` for an empty slot or a
             hidden token.
         first: int32[B, T], the order of the first token that a query may see; None for 0.
-        window: the most tokens that a query may see, static; None for all.
+        window: the maximum number of tokens that a query may see, static; None for all.
     """
 
     queries: jax.Array
@@ -40,10 +40,10 @@ class Visibility:
         """bool[B, T, S]: True if the query may see the key of the part."""
         keys = self.keys[part][:, None, :]
         queries = self.queries[:, :, None]
-        seen = keys <= queries
+        visible = keys <= queries
         if self.window is not None:
-            seen &= queries - keys < self.window
-        return seen if self.first is None else seen & (keys >= self.first[:, :, None])
+            visible &= queries - keys < self.window
+        return visible if self.first is None else visible & (keys >= self.first[:, :, None])
 
     def span(self, part: int) -> tuple[jax.Array, jax.Array]:
         """The range [begin, end) of slots of a part that any query may see, two int32[]."""
@@ -51,9 +51,9 @@ class Visibility:
         first = jnp.zeros_like(last) if self.first is None else jnp.min(self.first, axis=1, keepdims=True)
         if self.window is not None:
             first = jnp.maximum(first, jnp.min(self.queries, axis=1, keepdims=True) - self.window + 1)
-        seen = jnp.any((keys <= last) & (keys >= first), axis=0)
+        visible = jnp.any((keys <= last) & (keys >= first), axis=0)
         slot = jnp.arange(keys.shape[1], dtype=jnp.int32)
-        return jnp.min(jnp.where(seen, slot, keys.shape[1])), jnp.max(jnp.where(seen, slot + 1, 0))
+        return jnp.min(jnp.where(visible, slot, keys.shape[1])), jnp.max(jnp.where(visible, slot + 1, 0))
 
     def of_keys(self, part: int, start: jax.Array | int, size: int) -> Visibility:
         """Return the visibility of one part's slots from `start` on."""
@@ -91,8 +91,8 @@ def hide_keys(key_mask: jax.Array, order: jax.Array) -> jax.Array:
         order: int32[B, S], the order of the keys.
     """
     index = jnp.clip(order, 0, key_mask.shape[1] - 1)
-    seen = jnp.take_along_axis(key_mask, index, axis=1) | (order >= key_mask.shape[1])
-    return jnp.where(seen, order, EMPTY)
+    visible = jnp.take_along_axis(key_mask, index, axis=1) | (order >= key_mask.shape[1])
+    return jnp.where(visible, order, EMPTY)
 
 
 def first_of_segment(order: jax.Array, segments: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def allocate_slots(
     """Find the slots of the new tokens `mask bool[B, T]` and update the cache's lengths.
 
     Returns:
-        The cache, the tokens' order int32[B, T] in their rows, their slots int32[B, T] in the last part (padding past
+        The cache, the tokens' order int32[B, T] in their rows, their places int32[B, T] in the last part (padding past
         its end), and bool[B], True for the rows that do not fit.
     """
     batch, steps = mask.shape
@@ -122,7 +122,8 @@ def allocate_slots(
     dropped = cache.slots + jnp.arange(steps, dtype=jnp.int32)[None, :]
     slots = jnp.where(mask & (slots < cache.slots), slots, dropped)
     misplaced = (length > cache.slots) | (start < 0) | (start > cache.length)
-    return dataclasses.replace(cache, length=length), order, slots, misplaced
+    cache, places = cache.places(slots)
+    return dataclasses.replace(cache, length=length), order, places, misplaced
 
 
 def _first_slot(cache_position: jax.Array | int, batch: int) -> jax.Array:

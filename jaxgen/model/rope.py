@@ -40,8 +40,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Return float32[H/2] radians per position and the factor on cosines and sines (1 except for yarn).
 
-    Follows transformers' `ROPE_INIT_FUNCTIONS`; linear: kaiokendev; llama3: the Llama 3.1 release;
-    yarn: arXiv 2309.00071.
+    Follows transformers' `ROPE_INIT_FUNCTIONS`. linear: position interpolation, arXiv 2306.15595; llama3: the
+    Llama 3.1 release; yarn: arXiv 2309.00071.
     """
     plain = _inv_freq(rope.theta, head_dim)
     if rope.type == "linear":

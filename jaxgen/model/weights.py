@@ -1,4 +1,4 @@
-"""Weights as a layer sees them: plain arrays, or kinds such as `LowRank` that store the matrix in another form."""
+"""Weights as a layer sees them: plain arrays, or classes such as `LowRank` that store the matrix in another form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Weight(Protocol):
         ...
 
     def product(self, rows: jax.Array, tiles: bool) -> jax.Array:
-        """Multiply `rows [R, D]` by the transposed matrix: float32[R, F]; `tiles` as in `linear`."""
+        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]; `tiles` as in `linear`."""
         ...
 
     def look_up(self, ids: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ def check_call(params, cfg: GenerationConfig) -> None:
     dtype = None if problems else given["model.embed_tokens.weight"].dtype
     if dtype is not None and dtype != model.dtype:
         problems.append(
-            f"they are {dtype} and cfg.model.dtype is {model.dtype}: make them equal, "
+            f"they are {dtype} and cfg.model.dtype is {model.dtype}: make them equal with "
             f"dataclasses.replace(cfg.model, dtype={str(dtype)!r})"
         )
     if problems:
@@ -56,7 +56,7 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
         )
     cache.kv.check_model(model_of(cfg))
     if cfg.output_attentions:
-        raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to see them")
+        raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to get attention weights")
     readers = [name for name in _OF_TOKENS if cfg.on(name)]
     readers += ["logits_processor"] * bool(extensions.processors) + ["stopping_criteria"] * bool(extensions.criteria)
     readers += ["prefix_allowed_tokens_fn"] * isinstance(extensions.allowed, HostFunction)
@@ -108,7 +108,7 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
 def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
     """Warn if a row cannot end before its budget is spent, or may exceed the model's context.
 
-    `_validate_generated_length`, `MaxLengthCriteria`.
+    `_validate_generated_length` and `MaxLengthCriteria` of transformers warn likewise.
 
     Args:
         cfg: the config.
@@ -125,5 +125,5 @@ def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarr
         name, least = "min_new_tokens", np.asarray(cfg.min_new_tokens)
     else:
         name, least = "min_length", np.asarray(cfg.min_length) - lengths
-    if np.any(least > budget):
-        warn(f"{name}={getattr(cfg, name)} exceeds the budget: the budget of new tokens is {budget.max()}")
+    if len(short := budget[least > budget]):
+        warn(f"{name}={getattr(cfg, name)} cannot be reached with {short.min()} new tokens")

@@ -1,7 +1,7 @@
 """The memory that a model and its cache need and the memory that is free, checked before allocating.
 
-The estimate is a lower bound: compiling and the smaller arrays of a step come on top, so a request that passes may
-still fail.
+The estimate is a lower bound: compiling and a step's smaller arrays are not counted, so a request that passes may still
+fail.
 """
 
 from __future__ import annotations
@@ -32,20 +32,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _REMEDIES: dict[str, dict[str, Any]] = {
     "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
     "a smaller --max-new-tokens": {"new_tokens": 1},
-    "a smaller --num-return-sequences": {"copies": 1},
+    "a smaller --num-return-sequences or --num-beams": {"copies": 1},
     "fewer prompts at once": {"prompts": 1},
     "a shorter prompt": {"width": 1},
 }
-
-
-def weights_bytes(path: str | PathLike[str], dtype: Any = None) -> int:
-    """Return the bytes of the parameters that `convert.load_hf(path, dtype=dtype)` returns, from the files' headers.
-
-    Raises:
-        CheckpointError: a faulty checkpoint; only the weights' values are not checked.
-        ConfigError: a dtype that `load_hf` does not accept.
-    """
-    return _weights(open_checkpoint(path), float_dtype(dtype))
 
 
 def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
@@ -68,19 +58,20 @@ def check_memory(
 
     Raises:
         InputError: too little is free; the message names what would help.
-        CheckpointError, ConfigError: as in `weights_bytes`.
+        CheckpointError: a faulty checkpoint; only the weights' values are not checked.
+        ConfigError: a dtype that `load_hf` does not accept.
     """
     device = jax.local_devices()[0]
     free = free_bytes(device)
     if free is None:
         return
-    request = _Request(
+    request = _Quantities(
         checkpoint=open_checkpoint(path),
         dtype=float_dtype(dtype),
         on_cpu=device.platform == "cpu",
         prompts=prompts,
         width=prompt_width,
-        copies=cfg.num_return_sequences,
+        copies=max(cfg.num_return_sequences, cfg.num_beams),
         new_tokens=int(np.max(np.asarray(cfg.max_new_tokens))),
         records=bool(cfg.output_scores) + bool(cfg.output_logits),
     )
@@ -89,7 +80,7 @@ def check_memory(
     weights = _size(_weights(request.checkpoint, request.dtype))
     where = "" if request.on_cpu else f" on {device}"
     raise InputError(
-        f"the model needs {_size(needed)} ({weights} of weights), {_size(free)} are free{where}: "
+        f"this request needs {_size(needed)} ({weights} of weights) and only {_size(free)} is free{where}: "
         f"try {request.remedy(free)}"
     )
 
@@ -107,7 +98,7 @@ def free_bytes(device) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class _Quantities:
     """The quantities that determine the memory needed; `records` is the number of outputs `[N, rows, V]`."""
 
     checkpoint: Checkpoint
@@ -121,7 +112,7 @@ class _Request:
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention and the logits."""
-        dtype = self.checkpoint.dtype("model.embed_tokens.weight", self.dtype)
+        dtype = self.checkpoint.dtype(self.dtype)
         model = dataclasses.replace(model_of(self.checkpoint.cfg), dtype=dtype.name)
         rows = self.prompts * self.copies
         width, capacity = prompt_bucket(self.width), capacity_for(self.new_tokens, recorded=self.records > 0)
@@ -166,7 +157,7 @@ def _available() -> Iterator[int]:
 
 
 def _left_in_control_groups() -> Iterator[int]:
-    """Yield the bytes left in each limited control group of this process; files' pages count as free."""
+    """Yield the bytes left in each limited control group of this process; the page cache counts as free."""
     for line in _lines(_PROC / "self" / "cgroup"):
         if not line.startswith("0::/"):
             continue

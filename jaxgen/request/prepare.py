@@ -17,12 +17,12 @@ from jaxgen.config.generation_config import GenerationConfig, model_of, warn, wa
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.decoding.run import Array, Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_infeasible
-from jaxgen.request.prompts import Array, is_traced, mask_of, negative_prompts, prompts_of
+from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.shapes import repeat_rows
 
 
@@ -49,7 +49,7 @@ class Prepared:
         ids: int32[B, P], the prompts as given; P is 0 if only embeddings were given.
         mask: bool[B, P], True for tokens.
         width: the prompts' width as given, embeddings included.
-        new_tokens: the most tokens that a row can generate, not rounded up.
+        new_tokens: the maximum number of tokens that a row can generate, not rounded up.
     """
 
     run: Run
@@ -101,7 +101,7 @@ def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Exten
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
         model = for_this_machine(model)
-    # Concrete numbers of the config become arrays, like arguments of the program.
+    # The program's arguments must be arrays, so the config's Python numbers become arrays.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     return Prepared(
         run=Run(params, numbers, extensions, model, Sizes(capacity, slots)),
@@ -113,6 +113,9 @@ def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Exten
     )
 
 
+_wrapped = jax.jit(Continuation.of)
+
+
 def _continuation(cache) -> Continuation | None:
     if cache is None:
         return None
@@ -121,11 +124,6 @@ def _continuation(cache) -> Continuation | None:
             f"cache must be the cache of an earlier output, or a jaxgen.KVCache, got {type(cache).__name__}"
         )
     return cache if isinstance(cache, Continuation) else _wrapped(cache)
-
-
-@jax.jit
-def _wrapped(cache: KVCache) -> Continuation:
-    return Continuation.of(cache)
 
 
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
@@ -160,7 +158,7 @@ def _slots(cfg: GenerationConfig, cache: Continuation, mask, cached, negative_ma
 def _budget(
     cfg: GenerationConfig, mask: Array, cached: Array | None, room: int, extensions: Extensions, eager: bool
 ) -> tuple[int, Array]:
-    """Return the most new tokens of any row, and the budget of each prompt, int32[B].
+    """Return the maximum number of new tokens of any row, and the budget of each prompt, int32[B].
 
     `max_new_tokens` wins over `max_length`, which counts all tokens of a row, including those of its cache.
 
@@ -168,7 +166,7 @@ def _budget(
         cfg: the config.
         mask: bool[B, P], True for the prompts' tokens.
         cached: int32[B], the number of tokens before each prompt, or None.
-        room: the most tokens that a row may have before it generates: the only bound known under jit.
+        room: an upper bound on a row's tokens before generation; under jit no tighter one is known.
         extensions: an automaton's shortest text must fit into the budget.
         eager: False under the caller's jit.
     """
@@ -201,10 +199,10 @@ def _budget(
 
 
 def _static_budget(cfg: GenerationConfig, room: int) -> int:
-    """Return the tokens that `max_length` leaves; for a traced `max_new_tokens`, which cannot size arrays."""
+    """Return how many tokens `max_length` leaves. Used if `max_new_tokens` is traced and so cannot size arrays."""
     if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= room:
         raise ConfigError(
-            "max_new_tokens is traced under jit and cannot size arrays: set max_length to the most tokens of prompt "
-            f"and answer, more than the {room} before the answer; it is {cfg.max_length}"
+            "max_new_tokens is traced under jit and cannot size arrays: set max_length to the maximum number of "
+            f"tokens of prompt and answer, more than the {room} before the answer; it is {cfg.max_length}"
         )
     return cfg.max_length - room

@@ -38,11 +38,7 @@ class TextStream:
     ):
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self.cleans_up = (
-            tokenizer.clean_up_tokenization_spaces
-            if clean_up_tokenization_spaces is None
-            else clean_up_tokenization_spaces
-        )
+        self.cleans_up = tokenizer.cleans_up(clean_up_tokenization_spaces)
         added = tokenizer.backend.get_added_tokens_decoder()
         self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
         decoder = tokenizer.backend.decoder

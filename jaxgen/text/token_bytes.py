@@ -18,7 +18,7 @@ FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
-    """Return the bytes of each id after other text; None for a special token and for an id without a token.
+    """Return the bytes of each id as it appears after other text; None for special tokens and ids without a token.
 
     Raises:
         ConfigError: a decoder whose text is not the concatenation of its tokens' bytes.
@@ -54,8 +54,8 @@ def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
             to_bytes = _byte_level if kind == "ByteLevel" else _byte_fallback
         else:
             raise ConfigError(
-                f"the step {step} of tokenizer.json's decoder does not determine the text of a single token: supported "
-                "are ByteLevel, ByteFallback, Metaspace, Replace of a string, Fuse, and Strip after Fuse"
+                f"the step {step} of tokenizer.json's decoder does not determine the text of a single token: the "
+                "steps must be ByteLevel, ByteFallback, Metaspace, Replace of a string, Fuse, or Strip after Fuse"
             )
 
     def convert(token: str) -> bytes:

@@ -22,11 +22,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 # Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null is a value)
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "Qwen2Tokenizer": {
-        "unk_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-    },
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "LlamaTokenizer": {
         "unk_token": "<unk>",
         "bos_token": "<s>",
@@ -181,7 +177,7 @@ class Tokenizer:
         their vocabularies; a negative id is an error.
         """
         text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
-        return clean_up(text) if self._cleans_up(clean_up_tokenization_spaces) else text
+        return clean_up(text) if self.cleans_up(clean_up_tokenization_spaces) else text
 
     def batch(self, texts: Sequence[str], *, max_length: int | None = None) -> Batch:
         """Encode texts and left-pad them to the longest.
@@ -274,7 +270,8 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         return (None, None) if token is None else (token, self.backend.token_to_id(token))
 
-    def _cleans_up(self, choice: bool | None) -> bool:
+    def cleans_up(self, choice: bool | None) -> bool:
+        """Return `choice`, or if it is None whether the config turns clean-up on."""
         return self.clean_up_tokenization_spaces if choice is None else choice
 
     def _rebuild_post_processor(self, add_bos: bool, add_eos: bool) -> None:
@@ -381,7 +378,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not isinstance(value, kind):
             wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ConfigError(f"{name} of the tokenizer's config must be a {wanted}, got {value!r}")
+            raise ConfigError(f"{name} of the tokenizer's config must be of type {wanted}, got {value!r}")
 
 
 def _content(token: Any) -> str | None:

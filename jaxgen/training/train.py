@@ -26,8 +26,8 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.causal_lm import forward
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.loss import next_token_loss
-from jaxgen.training.checkpoints import read_state, write_state
 from jaxgen.training.lora import attach
+from jaxgen.training.state import read_state, write_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def train_step(
         state: the state before the step; donate it if it is not needed again.
         batch: the rows of this step.
         frozen: the model's parameters if `state.params` are low-rank updates (`lora.init`); else None.
-        model: the model's shape.
+        model: the model's config.
         cfg: the settings.
     """
     model = dataclasses.replace(model, dtype=cfg.dtype)
@@ -238,7 +238,7 @@ def train(
     Args:
         params: the initial values: the model's parameters or low-rank updates.
         batches: returns the batch of a step. Resuming relies on it returning the same batch for the same step.
-        model: the model's shape.
+        model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
         directory: the state is saved here every `save_every` steps. A run that was killed resumes from it and ends
@@ -250,7 +250,7 @@ def train(
 
     Raises:
         InputError: `directory` has the state of a run with other settings.
-        ConfigError: training diverged: the loss is not finite.
+        ConfigError: the settings made the loss infinite or NaN.
     """
     begin = functools.partial(TrainState.create, params, cfg)
     settings = _settings(model, cfg, run)

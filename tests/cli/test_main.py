@@ -11,7 +11,7 @@ import pytest
 
 from convert import load_hf
 from jaxgen import generate
-from jaxgen.cli import answer as cli, options
+from jaxgen.cli import answer as cli, options, printing
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.tokenizers import CHATML, byte_level_backend, save
@@ -41,6 +41,7 @@ class TestText:
         assert run(*arguments, "--raw") == (0, "BCDEF\n", "")
         assert run("--model", copy, "", "--max-new-tokens", 5) == (0, '!"#$%\n', "")
 
+    @pytest.mark.slow
     def test_seed(self, run, checkpoint):
         arguments = ("--model", checkpoint, "A", *DRAWN)
         first = run(*arguments)
@@ -48,6 +49,7 @@ class TestText:
         assert first[0] == 0
         assert first != run(*arguments, "--seed", 1)
 
+    @pytest.mark.slow
     def test_several_answers_and_a_streamed_one(self, run, checkpoint):
         tokenizer = Tokenizer.from_pretrained(checkpoint)
         params, cfg = load_hf(checkpoint, dtype="bfloat16")
@@ -60,6 +62,7 @@ class TestText:
         assert run(*arguments, "--num-return-sequences", 3) == (0, "\n\n".join(texts) + "\n", "")
         assert run(*arguments) == (0, texts[0] + "\n", "")
 
+    @pytest.mark.slow
     def test_penalties_of_generated_tokens(self, run, checkpoint):
         arguments = ("--model", checkpoint, "A", "--max-new-tokens", 4)
         assert run(*arguments, "--presence-penalty", -30) == (0, "BBBB\n", "")
@@ -72,7 +75,7 @@ class TestText:
             dtypes.update(leaf.dtype.name for leaf in jax.tree.leaves(params))
             return generate(params, *arguments, **options)
 
-        monkeypatch.setattr(cli, "generate", watching)
+        monkeypatch.setattr(printing, "generate", watching)
         assert run("--model", checkpoint, "A", *DRAWN, "--temperature", 0.01, "--max-new-tokens", 4)[1] == "BCDE\n"
         assert dtypes == {"bfloat16"}
 
@@ -82,10 +85,11 @@ class TestText:
     def test_warnings_are_one_line_each(self, run, checkpoint):
         status, out, err = run("--model", checkpoint, "A", "--max-new-tokens", 3, "--top-p", 0.5)
         assert (status, out) == (0, "BCD\n")
-        assert err.startswith("jaxgen: warning: top_p=0.5 ")
+        assert err.startswith("jaxgen: warning: greedy_search does not read top_p=0.5")
         assert err.count("\n") == 1
 
     @pytest.mark.parametrize(("drawn", "tokens"), [((), 5), ((*DRAWN, "--num-return-sequences", 3), 15)])
+    @pytest.mark.slow
     def test_stats(self, run, checkpoint, drawn, tokens):
         status, _, err = run("--model", checkpoint, "A", "--stats", *drawn, "--max-new-tokens", 5)
         lines = err.splitlines()
@@ -113,7 +117,9 @@ class TestLength:
         status, out, err = run("--model", checkpoint, "A")
         assert (status, len(out) - 1, err) == (0, cli.DEFAULT_NEW_TOKENS, "")
         asked = []
-        monkeypatch.setattr(cli, "generate", lambda params, ids, key, cfg, **options: asked.append(cfg.max_new_tokens))
+        monkeypatch.setattr(
+            printing, "generate", lambda params, ids, key, cfg, **options: asked.append(cfg.max_new_tokens)
+        )
         assert run("--model", checkpoint, "A" * 500)[0] == 0
         assert np.max(asked) == 12
 
@@ -174,6 +180,8 @@ class TestMistakes:
             (["A", "--seed", "-1"], "at least 0"),
             (["A", "--seed", "one"], "--seed"),
             (["A", "--dtype", "int8"], "--dtype"),
+            (["A", "--early-stopping", "maybe"], "--early-stopping: 'maybe' must be one of false, true, never"),
+            (["A", "--json-schema", "nowhere.json"], "argument --json-schema: nowhere.json is not a file"),
         ],
     )
     def test_arguments(self, refused, checkpoint, arguments, words):
@@ -265,6 +273,8 @@ class TestMistakes:
             ("--stop-strings a --stop-strings b", {"stop_strings": ["a", "b"]}),
             ("--eos-token-id [1,2]", {"eos_token_id": [1, 2]}),
             ("--frequency-penalty -1.5", {"frequency_penalty": -1.5}),
+            ("--early-stopping never --num-beams 2", {"early_stopping": "never", "num_beams": 2}),
+            ("--early-stopping true", {"early_stopping": True}),
         ],
     )
     def test_fields_of_the_config(self, words, fields):

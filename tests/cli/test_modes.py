@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxgen.cli import answer as cli
+from jaxgen.cli import printing
 from jaxgen.cli.chat import Chat
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.tokenizers import CHATML
@@ -40,20 +40,21 @@ def say(run, talking, monkeypatch):
 class TestChat:
     # The model counts: after the newline that ends a prompt comes "!" and so on, whatever was said.
     @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
+    @pytest.mark.slow
     def test_turns(self, say, turns):
         assert say("\n\n".join("ABC"[:turns])) == (0, '!"#$\n' * turns, "")
 
     @pytest.mark.slow
     def test_the_cache_is_kept_and_says_the_same(self, say, monkeypatch):
         asked = []
-        generate = cli.generate
+        generate = printing.generate
 
         def watching(params, ids, key, cfg, **options):
             out = generate(params, ids, key, cfg, **options)
             asked.append((len(ids[0]), options["cache"], out))
             return out
 
-        monkeypatch.setattr("jaxgen.cli.chat.generate", watching)
+        monkeypatch.setattr("jaxgen.cli.printing.generate", watching)
         options = ("--do-sample", "--temperature", 9, "--repetition-penalty", 1.3)
         kept = say("Hello\nand more\nand more", *options)
         assert [cache is None for _, cache, _ in asked] == [True, False, False]
@@ -119,6 +120,7 @@ class TestInput:
         assert run(*options, "--output", target) == (0, "", "")
         assert target.read_text(encoding="utf-8") == out
 
+    @pytest.mark.slow
     def test_batches_do_not_matter(self, run, checkpoint, tmp_path):
         (tmp_path / "prompts").write_text("A\nBCD\nE\nFGHIJ\nK\n", encoding="utf-8")
         options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
@@ -170,15 +172,13 @@ class TestInput:
 
 def test_system(run, refused, talking, checkpoint, monkeypatch):
     conversations = []
-    chat = Tokenizer.chat
-    monkeypatch.setattr(
-        Tokenizer, "chat", lambda self, c, **options: conversations.append(c) or chat(self, c, **options)
-    )
+    render = Tokenizer.render_chat
+    monkeypatch.setattr(Tokenizer, "render_chat", lambda self, c: conversations.append(c) or render(self, c))
     assert run("--model", talking, "A", "--system", "S", "--max-new-tokens", 2) == (0, '!"\n', "")
-    assert conversations[0][0][0] == {"role": "system", "content": "S"}
-    assert "needs a chat template" in refused("--model", checkpoint, "A", "--system", "Be brief.")
+    assert conversations[0][0] == {"role": "system", "content": "S"}
+    assert "need a chat template" in refused("--model", checkpoint, "A", "--system", "Be brief.")
 
 
 def test_a_request_that_memory_cannot_hold(refused, checkpoint, monkeypatch):
     monkeypatch.setattr("jaxgen.request.memory.free_bytes", lambda device: 1000)
-    assert "are free" in refused("--model", checkpoint, "A")
+    assert "is free" in refused("--model", checkpoint, "A")

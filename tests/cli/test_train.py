@@ -22,11 +22,11 @@ import pytest
 from convert import load_hf, save_hf
 from convert.hf import TOKENIZER_FILES
 from jaxgen import GenerationConfig, InputError, Tokenizer, generate
-from jaxgen.cli import main as cli, train as finetune
+from jaxgen.cli import main as cli, train as finetune, train_options
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.training import lora
-from jaxgen.training.checkpoints import alone_in, write_state
 from jaxgen.training.dataset import pack, read_examples, shuffled, text_example
+from jaxgen.training.state import alone_in, write_state
 from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, save
@@ -97,6 +97,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 class TestResult:
+    @pytest.mark.slow
     def test_all_weights(self, run, checkpoint, data, tmp_path):
         status, err = run(steps=80, learning_rate=1e-2, eval_data=data, save_every=30)
         assert status == 0, err
@@ -111,6 +112,7 @@ class TestResult:
         assert all(json.loads(old[name]) == json.loads(new[name]) for name in kept)
         assert old.keys() == new.keys()
 
+    @pytest.mark.slow
     def test_low_rank_updates_change_their_targets_only(self, run, checkpoint, data, tmp_path):
         status, err = run(**LOW_RANK, eval_data=data)
         assert status == 0, err
@@ -269,8 +271,8 @@ class TestMistakes:
             ([], {"out": None}, "--out is missing"),
             (["--learning_rate", "1"], {}, "unknown option --learning_rate: did you mean --learning-rate?"),
             (["more"], {}, "'more' does not belong to an option"),
-            ([], {"data": "nowhere.jsonl"}, "--data nowhere.jsonl is not a file"),
-            ([], {"eval_data": "nowhere.jsonl"}, "--eval-data nowhere.jsonl is not a file"),
+            ([], {"data": "nowhere.jsonl"}, "argument --data: nowhere.jsonl is not a file"),
+            ([], {"eval_data": "nowhere.jsonl"}, "argument --eval-data: nowhere.jsonl is not a file"),
             ([], {"model": "no where"}, "'no where' is neither a directory nor a hub id"),
             ([], {"out": "nowhere/out"}, "nowhere is not a directory: create it first"),
             ([], {"epochs": 1}, "not allowed with argument"),
@@ -282,7 +284,7 @@ class TestMistakes:
             ([], {"width": 513}, "--width 513 exceeds the model's context of 512 tokens"),
             ([], {"width": 1}, "at least 2 tokens"),
             ([], {"width": 10}, "nothing to learn from in the first 10 tokens of any line: raise --width"),
-            ([], {"lora": -1}, "--lora -1 must be at least 0"),
+            ([], {"lora": -1}, "--lora: -1 must be at least 0"),
             ([], {"lora_alpha": 8}, "--lora-alpha scales low-rank updates: set --lora RANK too"),
             ([], {"dtype": "int8"}, "--dtype"),
         ],
@@ -320,7 +322,7 @@ class TestMistakes:
     def test_too_little_memory(self, run, monkeypatch):
         monkeypatch.setattr(finetune, "free_bytes", lambda device: 1000)
         err = run()[1]
-        assert "0.0 are free: try --lora 16, a larger --accumulate or a smaller --width" in err
+        assert "0.0 GB is free: try --lora 16, a larger --accumulate or a smaller --width" in err
 
     def test_a_rate_that_is_too_high(self, run, tmp_path):
         status, err = run(steps=50, learning_rate=1e30, warmup=0, report_every=5)
@@ -330,7 +332,7 @@ class TestMistakes:
 
     def test_help(self, capsys):
         with pytest.raises(SystemExit) as exit_:
-            finetune.main(["--help"])
+            train_options.parse(["--help"])
         assert exit_.value.code == 0
         assert "--lora-alpha" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ from tests.support.models import counting_config, counting_params, generated, le
 
 CFG = counting_config(max_new_tokens=4, pad_token_id=0)
 PARAMS = counting_params(CFG)
-# The likeliest token is the last one plus one, the next likeliest the one after it.
+# The most likely token is the last one plus one, the next most likely the one after it.
 PARAMS["lm_head"]["weight"] += 0.5 * jnp.roll(PARAMS["lm_head"]["weight"], 1, axis=0)
 
 
@@ -34,6 +34,7 @@ def kept(count):
     return lambda out: int(np.isfinite(out.scores[0, 0]).sum()) == count
 
 
+BEAMS = {"num_beams": 2, "num_return_sequences": 2}
 SAMPLED = {"do_sample": True, "top_k": 0, "output_scores": True}
 WORKS = {
     "max_length": ({"max_new_tokens": None, "max_length": 3}, tokens(4, 5)),
@@ -111,11 +112,25 @@ WORKS = {
     "prefill_chunk_size": ({"prompt": [1, 2, 3], "prefill_chunk_size": 2}, tokens(4, 5, 6, 7)),
     "cache_implementation": ({"cache_implementation": "static"}, tokens(4, 5, 6, 7)),
     "use_cache": ({"use_cache": True}, tokens(4, 5, 6, 7)),
-    "num_beams": ({"num_beams": 1}, tokens(4, 5, 6, 7)),
+    "num_beams": (
+        BEAMS,
+        lambda out: generated(out, 0) == [4, 5, 6, 7] and -2.6 < float(out.sequences_scores[1]) < -2.4,
+    ),
+    "length_penalty": (BEAMS | {"length_penalty": 0.0}, lambda out: -10.1 < float(out.sequences_scores[1]) < -9.9),
+    "early_stopping": (
+        BEAMS | {"early_stopping": True, "eos_token_id": [4, 5]},
+        lambda out: [generated(out, row) for row in range(2)] == [[4], [5]],
+    ),
+    "num_beam_groups": (
+        BEAMS | {"num_beam_groups": 2, "diversity_penalty": 100.0},
+        lambda out: all(a != b for a, b in zip(generated(out, 0), generated(out, 1), strict=True)),
+    ),
+    "diversity_penalty": (
+        BEAMS | {"num_beam_groups": 2, "diversity_penalty": 0.1},
+        lambda out: generated(out, 0) == generated(out, 1) == [4, 5, 6, 7],
+    ),
 }
 REFUSED = {
-    "num_beams": ({"num_beams": 2}, NotBuiltYetError),
-    "num_beam_groups": ({"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0}, NotBuiltYetError),
     "diversity_penalty": ({"diversity_penalty": 1.0}, ConfigError),
     "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, NotBuiltYetError),
     "constraints": ({"num_beams": 2, "constraints": ["x"]}, NotBuiltYetError),
@@ -189,19 +204,18 @@ def test_works(name, case):
 @pytest.mark.parametrize(("name", "case"), REFUSED.items(), ids=REFUSED)
 def test_is_refused_by_name(name, case):
     fields, error = case
-    shown = "num_beams" if name == "num_beam_groups" else name
-    with pytest.raises(error, match=shown):
+    with pytest.raises(error, match=name):
         run(**fields)
 
 
 @pytest.mark.parametrize(("name", "value"), WARNED.items(), ids=WARNED)
 def test_what_greedy_search_does_not_read_draws_a_warning(name, value):
-    with pytest.warns(UserWarning, match=f"{name}={value} given, which greedy_search does not read"):
+    with pytest.warns(UserWarning, match=f"greedy_search does not read {name}={value}"):
         assert tokens(4, 5, 6, 7)(run(**{name: value}))
 
 
 def test_penalty_alpha_is_read_by_contrastive_search_alone():
-    with pytest.warns(UserWarning, match=r"penalty_alpha=0\.6 given, which sample does not read"):
+    with pytest.warns(UserWarning, match=r"sample does not read penalty_alpha=0\.6"):
         run(penalty_alpha=0.6, do_sample=True)
 
 
@@ -209,9 +223,9 @@ def test_what_sampling_reads_draws_no_warning():
     assert tokens(4, 5, 6, 7)(run(do_sample=True, top_k=3, temperature=0.01))
 
 
-def test_a_mode_that_is_not_built_is_named():
-    with pytest.raises(NotBuiltYetError, match=r"num_beams=2, length_penalty=0.5 \(beam_search\)"):
-        run(num_beams=2, length_penalty=0.5)
+def test_a_mode_that_is_not_implemented_is_named():
+    with pytest.raises(NotBuiltYetError, match=r"penalty_alpha=0.6 \(contrastive_search\)"):
+        run(penalty_alpha=0.6)
     with pytest.raises(NotBuiltYetError, match=r"dola_layers='low' \(dola_generation\)"):
         run(dola_layers="low")
 

@@ -118,9 +118,9 @@ def test_saved_rotary_constants_are_ignored(tmp_path):
 
 
 def test_options_that_cannot_be_honoured(qwen2):
-    with pytest.raises(NotBuiltYetError, match="quantize='int8' is not built yet"):
+    with pytest.raises(NotBuiltYetError, match="quantize='int8' is not implemented yet"):
         load_hf(qwen2, quantize="int8")
-    with pytest.raises(NotBuiltYetError, match=r"mesh=.* is not built yet"):
+    with pytest.raises(NotBuiltYetError, match=r"mesh=.* is not implemented yet"):
         load_hf(qwen2, mesh=jax.sharding.Mesh(jax.devices(), "x"))
     for dtype in ("int8", "nothing", np.float64):
         with pytest.raises(ConfigError, match="is not one of float32, bfloat16, float16"):
@@ -247,7 +247,7 @@ def test_an_index_that_names_no_files(sharded, weight_map):
 def test_an_index_beside_a_single_file(sharded):
     save_file(weights(LLAMA), sharded / SINGLE)
     (problem,) = problems(sharded)
-    assert "remove the one that is outdated" in problem
+    assert "remove the outdated one" in problem
     (sharded / INDEX).write_text("{")
     assert f"{sharded / INDEX}: not valid JSON" in problems(sharded)[0]
 

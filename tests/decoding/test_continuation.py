@@ -65,7 +65,8 @@ def test_rows_that_ended_at_different_lengths():
     assert on == anew
 
 
-@pytest.mark.parametrize("turns", [4, *slow(15)])
+@pytest.mark.parametrize("turns", [4, 15])
+@pytest.mark.slow
 def test_a_long_conversation(turns):
     cfg = counting_config(max_new_tokens=5, pad_token_id=0)
     params = counting_params(cfg)
@@ -98,6 +99,7 @@ def test_return_sequences_go_on_each_by_itself():
         assert generated(on, row) == generated(generate(PARAMS, [prompt], None, CFG), 0)
 
 
+@pytest.mark.slow
 def test_a_cache_of_the_model_alone():
     prompt = jnp.asarray([[5, 6, 7, 8]])
     cache = jax.jit(CausalLM(MODEL).apply)({"params": PARAMS}, prompt, cache=KVCache.create(MODEL, 1, 10)).cache
@@ -185,9 +187,12 @@ SYSTEM = [40, 41, 42, 43]
     "fields",
     [
         {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "prefill_chunk_size": 2},
-        *slow({}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}, {"guidance_scale": 1.5}),
+        {},
+        {"do_sample": True, "num_return_sequences": 2, "top_k": 0},
+        {"guidance_scale": 1.5},
     ],
 )
+@pytest.mark.slow
 def test_a_prefix_is_shared_by_many_prompts(fields):
     cfg = CFG.replace(**fields)
     key = jax.random.key(3) if cfg.do_sample else None
@@ -222,6 +227,7 @@ def test_prefill_under_jit_and_out_of_a_finished_run():
     assert run(PROMPTS, cache=out.cache)[1] == run([SYSTEM + said[0] + prompt for prompt in PROMPTS])[1]
 
 
+@pytest.mark.slow
 def test_crop_takes_back_what_was_said():
     out, said = run(PROMPTS)
     cut = out.cache.crop(jnp.asarray([len(prompt) + 2 for prompt in PROMPTS]))

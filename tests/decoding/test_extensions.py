@@ -11,7 +11,7 @@ import pytest
 
 from jaxgen import GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, Tokenizer, demo, generate
 from tests.support.compilations import compilations
-from tests.support.models import counting_config, counting_params, generated, left_pad, slow
+from tests.support.models import counting_config, counting_params, generated, left_pad
 
 CFG = counting_config(max_new_tokens=6, pad_token_id=0)
 PARAMS = counting_params(CFG)
@@ -39,6 +39,7 @@ def test_processors_of_the_users_own():
     assert generated(out, 1)[:3] == [20, 20, 20]
 
 
+@pytest.mark.slow
 def test_a_processor_that_holds_arrays_is_an_argument_of_the_program():
     generate(PARAMS, IDS, None, CFG, logits_processor=[Ban(np.asarray([5]))])
     partial = jax.tree_util.Partial(lambda bias, history, scores: scores + bias[None, :])
@@ -150,9 +151,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("failure", "do_sample"), [("nan", True), *slow(("banned", True), ("banned", False), ("nan", False))]
-)
+@pytest.mark.parametrize(("failure", "do_sample"), [("nan", True), ("banned", True), ("banned", False), ("nan", False)])
+@pytest.mark.slow
 def test_a_row_that_cannot_go_on(failure, do_sample):
     reason, fields, processor, message = FAILURES[failure]
     cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields, **(KEPT_BY if do_sample else {}))
@@ -194,7 +194,7 @@ def test_time():
         jax.jit(lambda params: generate(params, IDS, None, cfg))(PARAMS)
 
 
-# --- Text: automata and stop strings, with the model of the package ----------------------------------------------
+# --- Text: automata and stop strings, with the bundled model ------------------------------------------------------
 
 TOKENIZER = Tokenizer.from_pretrained(demo.PATH)
 
@@ -211,6 +211,7 @@ def chat(text):
     return batch.ids
 
 
+@pytest.mark.slow
 def test_a_pattern_is_kept_to(storyteller):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_regex("(yes|no), because [a-z ]{5,20}!", TOKENIZER)
@@ -253,6 +254,7 @@ def test_a_json_schema_is_kept_to(storyteller):
 
 
 @pytest.mark.parametrize("room", [30, 45])
+@pytest.mark.slow
 def test_a_text_is_complete_when_the_room_is_used_up(storyteller, room):
     params, cfg = storyteller
     automaton = TokenAutomaton.from_json_schema({"type": "array", "items": {"type": "string"}}, TOKENIZER)

@@ -252,7 +252,7 @@ def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
 @pytest.mark.parametrize(
     ("keyword", "value", "error", "message"),
     [
-        ("assistant", (PARAMS, CFG), NotBuiltYetError, "not built yet: assistant"),
+        ("assistant", (PARAMS, CFG), NotBuiltYetError, "not implemented yet: assistant"),
         ("logits_processor", print, TypeError, "logits_processor must be a list"),
         ("logits_processor", [3], TypeError, "logits_processor must be a list of functions"),
         ("stopping_criteria", {1}, TypeError, "stopping_criteria must be a list"),
@@ -347,10 +347,16 @@ def test_the_default_length_is_warned_of():
 
 @pytest.mark.parametrize("fields", [{"min_new_tokens": 7}, {"min_length": 8}, {"min_new_tokens": [7]}])
 def test_a_minimum_beyond_the_budget_is_warned_of(fields):
-    with pytest.warns(JaxgenWarning, match=f"{next(iter(fields))}=.*budget of new tokens is 6") as caught:
+    with pytest.warns(JaxgenWarning, match=f"{next(iter(fields))}=.* cannot be reached with 6 new tokens") as caught:
         out = generate(PARAMS, [[3]], None, CFG.replace(eos_token_id=5, **fields))
     assert int(out.lengths[0]) == 6
     assert caught[0].filename == __file__
+
+
+def test_the_budget_that_is_too_small_is_named():
+    cfg = CFG.replace(eos_token_id=5, min_new_tokens=10, max_new_tokens=[12, 4])
+    with pytest.warns(JaxgenWarning, match="min_new_tokens=10 cannot be reached with 4 new tokens"):
+        generate(PARAMS, [[3], [3]], None, cfg)
 
 
 def test_concrete_input_is_checked_under_jit_too():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, StepHook, StopReason, TokenAutomaton
-from jaxgen.config.options import BUILT
+from jaxgen.config.options import IMPLEMENTED
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.modes import MODES
 from jaxgen.decoding.sample import draw
@@ -188,6 +188,7 @@ def test_rows_take_steps_of_different_length(alone, most):
 PARENTS = [[0, 0, 1], [2, 1, 0], [0, 1, 2], [1, 1, 1]]
 
 
+@pytest.mark.slow
 def test_rows_are_reordered():
     rows = [PlainRow(prompt, row_key(prompt, sequence)) for prompt in range(len(PROMPTS)) for sequence in range(3)]
     for row in rows:
@@ -222,5 +223,5 @@ def test_the_contracts_hold_with_guidance(mode):
     np.testing.assert_allclose(np.asarray(plain.scores)[:, rows], other.scores, atol=1e-4)
 
 
-def test_the_modes_that_are_offered_are_built():
-    assert set(MODES) == BUILT
+def test_the_modes_that_are_offered_are_implemented():
+    assert set(MODES) == IMPLEMENTED

@@ -1,4 +1,4 @@
-"""The checkpoint in the package does what its card says."""
+"""The bundled model does what its card says."""
 
 import itertools
 import re
@@ -33,6 +33,7 @@ def test_it_is_small(demo):
 
 
 @pytest.mark.parametrize(("number", "least"), [(12, 11), pytest.param(50, 45, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_unseen_requests_get_their_story(demo, number, least):
     requests = corpus.requests(7, number)
     prompts = [*(request.prompt for request in requests), "Who are you?"]

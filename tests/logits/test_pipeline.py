@@ -18,6 +18,7 @@ ORDER_441 = {
     GUIDANCE: ["UnbatchedClassifierFreeGuidanceLogitsProcessor"],
     BEFORE_GRAMMAR: [
         "SequenceBiasLogitsProcessor",
+        "HammingDiversityLogitsProcessor",
         "EncoderRepetitionPenaltyLogitsProcessor",
         "RepetitionPenaltyLogitsProcessor",
         "NoRepeatNGramLogitsProcessor",

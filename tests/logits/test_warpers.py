@@ -24,11 +24,19 @@ SCORES = hnp.arrays(
 KEEP = st.sampled_from([1, 2, 5])
 
 
-top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff = (
-    jax.jit(getattr(warpers, name), static_argnums=2)
-    for name in ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+def with_one_value(name):
+    """A warper that also takes one value for all rows."""
+
+    def warp(scores, value, *keep):
+        return getattr(warpers, name)(scores, jnp.broadcast_to(value, (scores.shape[0], 1)), *keep)
+
+    return jax.jit(warp, static_argnums=2)
+
+
+top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, temperature, top_h = map(
+    with_one_value,
+    ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "temperature", "top_h"),
 )
-temperature, top_h = jax.jit(warpers.temperature), jax.jit(warpers.top_h)
 
 
 def kept(scores):
@@ -160,6 +168,7 @@ def test_top_h_looks_at_100_tokens():
     assert np.flatnonzero(kept(top_h(scores, jnp.float32(0.305)))).tolist() == list(range(30))
 
 
+@pytest.mark.slow
 def test_a_value_per_row():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, VOCAB)), jnp.float32)
     scores = scores.at[3, 7].set(30.0)  # the others' probabilities add nothing to its 1 in float32

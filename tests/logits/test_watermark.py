@@ -13,6 +13,7 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.logits.watermark import green, watermark
 from tests.support.compilations import compilations
 from tests.support.models import model_config, random_params
+from tests.support.rows import history_of
 
 VOCAB = 1000
 SCHEMES = [("lefthash", 1), ("lefthash", 3), ("selfhash", 1), ("selfhash", 2), ("selfhash", 4)]
@@ -21,7 +22,14 @@ PINNED = {
     "selfhash": [0, 5, 6, 7, 9, 10, 16, 20, 21, 22, 34, 39, 40, 44, 45, 48, 56, 59, 60],
 }
 each_scheme = pytest.mark.parametrize(("scheme", "width"), SCHEMES, ids=lambda value: str(value))
-marked_scores = jax.jit(watermark)
+
+
+def watermarked(scores, ids, length, cfg):
+    history = history_of(ids, length, vocab=scores.shape[1])
+    return watermark(scores, history.last(cfg.context_width), cfg)
+
+
+marked_scores = jax.jit(watermarked)
 
 
 def config(scheme="lefthash", width=1, **fields):
@@ -146,16 +154,16 @@ def test_numbers_may_be_traced():
 
     @jax.jit
     def run(ratio, bias, key):
-        return watermark(scores, ids, length, config(greenlist_ratio=ratio, bias=bias, hashing_key=key))
+        return watermarked(scores, ids, length, config(greenlist_ratio=ratio, bias=bias, hashing_key=key))
 
-    expected = watermark(scores, ids, length, config(greenlist_ratio=0.6, bias=3.0, hashing_key=77))
+    expected = watermarked(scores, ids, length, config(greenlist_ratio=0.6, bias=3.0, hashing_key=77))
     np.testing.assert_array_equal(run(0.6, 3, 77), expected)
 
 
 def test_nothing_is_sorted():
     scores, ids, length = jnp.zeros((2, 300)), jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
     for scheme, width in SCHEMES:
-        program = str(jax.make_jaxpr(watermark)(scores, ids, length, config(scheme, width)))
+        program = str(jax.make_jaxpr(watermarked)(scores, ids, length, config(scheme, width)))
         assert "gather[" in program  # so are primitives written
         assert "sort[" not in program
         assert "top_k[" not in program
@@ -170,7 +178,7 @@ def drawn(cfg, rows, steps, peak=0.0):
 
     def step(carry, key):
         ids, length = carry
-        tokens = jax.random.categorical(key, watermark(logits, ids, length, cfg))
+        tokens = jax.random.categorical(key, watermarked(logits, ids, length, cfg))
         return (ids.at[:, length[0]].set(tokens.astype(jnp.int32)), length + 1), None
 
     ids = jnp.zeros((rows, steps), jnp.int32)
@@ -337,6 +345,7 @@ def test_the_config_is_a_pytree():
     assert jax.tree.structure(WatermarkingConfig()) != structure
 
 
+@pytest.mark.slow
 def test_generated_text_is_found():
     model = model_config(num_hidden_layers=1)
     params = random_params(model, scale=0.02)

@@ -130,6 +130,7 @@ def test_gradients_of_blocks_are_those_of_all_scores_at_once(small_blocks, case)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_are_returned_only_where_they_are_wanted(small_blocks):
     q, parts, seen = CASES["prefix"].make()
     out, weights = attention(q, parts, seen, with_weights=True)
@@ -183,6 +184,7 @@ def test_a_model_in_blocks_is_the_model_at_once(small_blocks, monkeypatch):
     np.testing.assert_allclose(jnp.concatenate(chunks, 1)[mask], whole.logits[mask], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_through_packed_rows_in_blocks_are_those_at_once(small_blocks, monkeypatch):
     ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (1, 11)))
     segments = jnp.asarray([[1] * 4 + [2] * 5 + [0] * 2])

@@ -111,5 +111,10 @@ def test_insert_leaves_a_prefix_that_rows_share():
     ids=["slots", "dtype", "parts", "model"],
 )
 def test_insert_refuses_a_cache_of_other_parts(source):
-    with pytest.raises(InputError, match="same parts"):
+    with pytest.raises(InputError, match="must have the parts"):
         filled(4, 5).insert(source, jnp.asarray([0, 1]))
+
+
+def test_insert_refuses_rows_that_share_a_part_which_is_not_shared_here():
+    with pytest.raises(InputError, match="its own slots"):
+        filled(2, 5, copies=1).insert(filled(1, 5, copies=2), jnp.asarray([0, 1]))

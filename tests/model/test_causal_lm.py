@@ -92,6 +92,7 @@ def test_writing_at_an_earlier_position_forgets_what_came_after():
 
 
 @pytest.mark.parametrize("cfg", [WINDOWED, *slow(CFG)], ids=["windowed", "full"])
+@pytest.mark.slow
 def test_rows_share_a_prefix(cfg):
     ids, mask = left_pad([tokens(1, 6, 1)[0].tolist(), tokens(1, 2, 2)[0].tolist()])
     more = tokens(6, 4, 3)
@@ -264,7 +265,7 @@ def test_half_precision_is_close_to_float32(dtype):
         ({"ids": jnp.zeros((1, 2))}, "integers"),
         ({"inputs_embeds": jnp.zeros((1, 2, 31))}, "32"),
         ({"ids": jnp.zeros((1, 2), jnp.int32), "attention_mask": jnp.ones((1, 5))}, "attention_mask"),
-        ({"ids": jnp.zeros((1, 2), jnp.int32), "cache_position": 0}, "without a cache"),
+        ({"ids": jnp.zeros((1, 2), jnp.int32), "cache_position": 0}, "needs a cache"),
         ({"ids": jnp.zeros((1, 2), jnp.int32), "logits_to_keep": -1}, "logits_to_keep"),
         ({"ids": jnp.zeros((1, 2), jnp.int32), "logits_to_keep": True}, "logits_to_keep"),
         ({"ids": jnp.zeros((1, 2), jnp.int32), "logits_to_keep": jnp.zeros(1, jnp.int32)}, "logits_to_keep"),

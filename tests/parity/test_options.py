@@ -20,7 +20,7 @@ NEAR_TIE = 1e-4  # a smaller gap between the best two scores of a step rounding 
 GROUPS = json.loads((GOLDENS / "441" / "options.json").read_text())
 
 pytestmark = [  # drawn options and lengths may be so
-    pytest.mark.filterwarnings("ignore:.*exceeds the budget"),
+    pytest.mark.filterwarnings("ignore:.*cannot be reached"),
     pytest.mark.filterwarnings("ignore:.*and the model was trained for"),
 ]
 
@@ -28,7 +28,7 @@ pytestmark = [  # drawn options and lengths may be so
 def groups():
     for number, group in enumerate(GROUPS):
         names = "-".join(name for name in group["options"] if not name.startswith(("eos", "pad", "max")))
-        marks = [pytest.mark.slow] if number >= 3 else []
+        marks = [pytest.mark.slow] if number >= 1 else []
         yield pytest.param(number, group, id=f"{number}-{names}{'-prefix' if group['prefix'] else ''}", marks=marks)
 
 
@@ -106,7 +106,7 @@ def test_processed_scores_when_sampling(number, group):
             if step in STEPS:
                 at = STEPS.index(step)
                 streams = logits[:, at] if uncond is None else jnp.concatenate([logits[:, at], uncond[:, at]])
-                scores.append(transform(history, guide(cfg, values, streams)[1]))
+                scores.append(transform(history, guide(cfg, values, streams)))
             if step < max(STEPS):
                 history = history.push(tokens[:, step], jnp.ones(rows, bool))
         return jnp.stack(scores, axis=1)

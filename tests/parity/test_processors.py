@@ -24,6 +24,8 @@ PREFIX, GUIDANCE = "PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeG
 CLASSES = {option.hf: option for option in OPTIONS.values() if option.stage and option.since == ""}
 # Recorded, but drawn with torch's generator, which jaxgen's own hash replaces.
 CLASSES.pop("WatermarkLogitsProcessor")
+# Compared in whole searches: it depends on what other groups of beams choose.
+CLASSES.pop("HammingDiversityLogitsProcessor")
 
 
 def fields_of(option, recorded: dict) -> dict:

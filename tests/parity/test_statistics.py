@@ -148,6 +148,7 @@ def many_draws(key, scores):
 
 
 @pytest.mark.parametrize("setting", list(settings(of_the_model=False)))
+@pytest.mark.slow
 def test_draws_from_processed_scores(setting):
     logits = np.asarray(setting["logits"], np.float32)
     cfg = config(setting, model=model_config(vocab_size=logits.shape[1]))

@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from convert import CheckpointError, load_hf
-from jaxgen import ConfigError, InputError, KVCache, generate
+from convert.hf import float_dtype, open_checkpoint
+from jaxgen import ConfigError, GenerationConfig, InputError, KVCache, generate
 from jaxgen.request import memory
-from jaxgen.request.memory import cache_bytes, check_memory, free_bytes, weights_bytes
+from jaxgen.request.memory import cache_bytes, check_memory, free_bytes
 from tests.support.checkpoints import LLAMA, QWEN2, weights, write
 from tests.support.models import model_config
 
@@ -21,6 +22,10 @@ WIDE = QWEN2 | {"vocab_size": 4000}  # 0.26 MB of weights
 
 def nbytes(tree) -> int:
     return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+def weights_bytes(path: Path, dtype: str | None = None) -> int:
+    return sum(open_checkpoint(path).sizes(float_dtype(dtype)).values())
 
 
 @pytest.fixture
@@ -63,11 +68,11 @@ def test_mixed_dtypes(tmp_path):
     assert weights_bytes(path) == nbytes(load_hf(path)[0])
 
 
-def test_what_load_hf_refuses_is_refused(tmp_path, checkpoint):
+def test_what_load_hf_refuses_is_refused(tmp_path, refusal):
     with pytest.raises(CheckpointError, match="is not a directory"):
-        weights_bytes(tmp_path / "absent")
+        check_memory(tmp_path / "absent", GenerationConfig(max_new_tokens=8), prompts=1, prompt_width=8)
     with pytest.raises(ConfigError, match="int8"):
-        weights_bytes(checkpoint, "int8")
+        refusal(10**9, dtype="int8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -94,8 +99,8 @@ def test_what_is_counted_is_needed(checkpoint, refusal):
 def test_the_text(refusal, checkpoint):
     size = weights_bytes(checkpoint) / 1e6
     text = refusal(1000)
-    assert text.startswith("the model needs 0.")
-    assert f"({size:.1f} MB of weights), 0.0 MB are free: try a smaller model or a machine with more memory" in text
+    assert text.startswith("this request needs 0.")
+    assert f"({size:.1f} MB of weights) and only 0.0 MB is free: try a smaller model or a machine with more" in text
     assert memory._size(31_250_000_000) == "31.2 GB"
 
 
@@ -103,7 +108,7 @@ def test_the_text(refusal, checkpoint):
     ("request_", "remedy"),
     [
         ({"max_new_tokens": 30_000}, "a smaller --max-new-tokens"),
-        ({"num_return_sequences": 1000, "do_sample": True}, "a smaller --num-return-sequences"),
+        ({"num_return_sequences": 1000, "do_sample": True}, "a smaller --num-return-sequences or --num-beams"),
         ({"prompts": 1000}, "fewer prompts at once"),
         ({"width": 20_000}, "a shorter prompt"),
         ({"max_new_tokens": 30_000, "width": 20_000}, "a smaller --max-new-tokens and a shorter prompt"),
@@ -118,7 +123,7 @@ def test_a_remedy_for_what_is_large(refusal, request_, remedy):
 
 def test_bfloat16_where_it_helps(refusal, checkpoint):
     free = weights_bytes(checkpoint)  # which leaves nothing for the rest
-    assert refusal(free).endswith("are free: try --dtype bfloat16")
+    assert refusal(free).endswith("is free: try --dtype bfloat16")
     assert refusal(free, dtype="float32").endswith("try --dtype bfloat16")
     assert refusal(free, dtype="float16").endswith("try --dtype bfloat16")
     assert refusal(free, dtype="bfloat16") == ""
@@ -145,7 +150,7 @@ def test_the_accelerator_is_named(checkpoint, monkeypatch):
             return "cuda:0"
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    with pytest.raises(InputError, match=r"0\.1 MB are free on cuda:0: try"):
+    with pytest.raises(InputError, match=r"0\.1 MB is free on cuda:0: try"):
         check_memory(checkpoint, load_hf(checkpoint)[1].replace(max_new_tokens=8), 1, 8)
 
 

@@ -51,6 +51,7 @@ def test_no_prompt_begins_with_bos():
     assert out.sequences.tolist() == [[10, 11, 12, 13]]
 
 
+@pytest.mark.slow
 def test_embeddings_in_place_of_ids():
     cfg = CFG.replace(repetition_penalty=1.3)
     np.testing.assert_array_equal(run(cfg, inputs_embeds=TABLE[IDS]).sequences, run(cfg).sequences)
@@ -90,7 +91,8 @@ def guided(prompt, negative, scale, steps=6):
     return said
 
 
-@pytest.mark.parametrize("scale", [1.7, *slow(0.4)])
+@pytest.mark.parametrize("scale", [1.7, 0.4])
+@pytest.mark.slow
 def test_guidance(scale):
     cfg = CFG.replace(guidance_scale=scale)
     assert rows(run(cfg)) == [guided(prompt, prompt[-1:], scale) for prompt in PROMPTS]
@@ -305,7 +307,7 @@ class Wrong(StepHook):
         (
             {"init": lambda history: jnp.zeros(7)},
             InputError,
-            r"init must return arrays with the rows first, \[3, ...\]",
+            r"init must return arrays whose first axis is the rows, \[3, ...\]",
         ),
         ({"init": lambda history: {"count": 0}}, InputError, "got one of shape \\[\\]"),
         ({"before": lambda state, history, inputs: inputs}, TypeError, r"before must return \(StepInputs, state\)"),

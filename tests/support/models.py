@@ -43,7 +43,7 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
 
 
 def counting_config(vocab_size: int = 50, **fields) -> GenerationConfig:
-    """A model whose likeliest next token is always the last one plus one; the one after the last is 0."""
+    """A model whose most likely next token is always the last one plus one; the one after the last is 0."""
     model = model_config(
         vocab_size=vocab_size, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1
     )

@@ -10,9 +10,9 @@ import numpy as np
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import run_model
 from jaxgen.decoding.loop import Decoded
-from jaxgen.decoding.prompt import Prompt
 from jaxgen.decoding.rows import fork
 from jaxgen.decoding.sample import Sample, SampleState, extend, record_layers
+from jaxgen.decoding.tokens import Tokens
 
 
 class Draft(Sample):
@@ -32,9 +32,9 @@ class Draft(Sample):
         wanted = (number + step) % (self.most + 1)
         read_columns = jnp.arange(self.most + 1)[None, :] <= wanted[:, None]
         ids = jnp.concatenate([rows.history.last(1), guess], axis=1)
-        prompt = Prompt(ids, read_columns & rows.live[:, None])
+        tokens = Tokens(ids, read_columns & rows.live[:, None])
         before = rows.live
-        read, rows = run_model(run, rows, guidance.stack(run.cfg, prompt), state.cache, all_logits=True)
+        read, rows = run_model(run, rows, guidance.stack(run.cfg, tokens), state.cache, all_logits=True)
         active = rows.live
         for place in range(self.most + 1):
             length = rows.history.length
@@ -45,7 +45,7 @@ class Draft(Sample):
                 active &= (rows.history.length > length) & agrees & (place < wanted) & rows.live
         # What was read of a wrong guess is forgotten.
         added = rows.history.step - step
-        unread = jnp.where(before, prompt.length - jnp.maximum(added, 1), 0)
+        unread = jnp.where(before, tokens.length - jnp.maximum(added, 1), 0)
         return SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, unread)))
 
 

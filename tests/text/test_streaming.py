@@ -296,6 +296,7 @@ class TestTextIteratorStreamer:
         with pytest.raises(InputError, match="prints one sequence, got num_return_sequences=3"):
             generate(random_params(cfg.model), [[1]], None, cfg, streamer=TextStreamer(BYTE_LEVEL))
 
+    @pytest.mark.slow
     def test_with_generate(self):
         model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
         cfg, params = GenerationConfig(model=model, max_new_tokens=9), random_params(model)

@@ -79,6 +79,7 @@ def test_padding_teaches_nothing():
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_whole_batch(parts):
     data = take(rows(), 4)
     data.labels[0, 4:] = -100  # micro-batches with different numbers of labels
@@ -130,6 +131,7 @@ def test_the_rate_rises_and_falls():
     assert float(dataclasses.replace(cfg, warmup=0).rate(0)) == 2.0
 
 
+@pytest.mark.slow
 def test_only_matrices_decay():
     empty = take(rows(), 4)
     empty.labels[:] = -100

@@ -13,8 +13,8 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.prompt import Prompt
 from jaxgen.decoding.run import Array
+from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import RowOptions, option_values
@@ -23,13 +23,13 @@ from jaxgen.shapes import repeat_rows
 
 @flax.struct.dataclass
 class Replay:
-    """Everything but the model that determines the choice of a token.
+    """Everything, except the model, that determines the choice of a token.
 
     Attributes:
         cfg: greedy search or sampling, without guidance.
         extensions: processors and an automaton.
-        new_tokens: int32[] or one per prompt, the most new tokens of a row.
-        longest: int32[], the most tokens of a row, including its prompt.
+        new_tokens: int32[] or one per prompt, the maximum number of new tokens of a row.
+        longest: int32[], the maximum number of tokens of a row, including its prompt.
     """
 
     cfg: GenerationConfig
@@ -40,13 +40,13 @@ class Replay:
     def begin(self, ids: jax.Array, mask: jax.Array, width: int) -> History:
         """Return the history of the first `width` columns of `ids int32[rows, L]`, with room for the others."""
         rows, columns = ids.shape
-        prompt = Prompt.align(ids[:, :width], mask[:, :width])
+        prompt = Tokens.align(ids[:, :width], mask[:, :width])
         budget = jnp.minimum(repeat_rows(jnp.atleast_1d(self.new_tokens), rows), self.longest - prompt.length)
         room = jnp.pad(prompt.ids, ((0, 0), (0, columns - width)))
         return History.begin(self.cfg, room, prompt.length, budget, self.extensions.allowed)
 
     def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, reduce_column: Callable):
-        """Score the next T tokens of each row, one column at a time, and again for the gradient.
+        """Score the next T tokens of each row, one column at a time; the backward pass computes the scores again.
 
         Args:
             history: the preceding tokens.

@@ -1,12 +1,11 @@
 """The arrays of a request: prompts, masks, embeddings and negative prompts.
 
 Concrete arrays are checked by value and stay numpy; arrays that the caller's own transformation traces are checked by
-shape and dtype.
+shape and dtype. Padding is inferred and checked here; `jaxgen.decoding.tokens.Tokens.align`
+removes it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,9 @@ from jax.core import Tracer
 
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn
 from jaxgen.decoding.continuation import UNKNOWN
+from jaxgen.decoding.run import Array
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
-
-Array = Any  # numpy's if concrete, else jax's
 
 
 def is_traced(*trees) -> bool:
@@ -26,20 +24,23 @@ def is_traced(*trees) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
+def _array(x, message: str) -> Array:
+    try:
+        return jnp.asarray(x) if is_traced(x) else np.asarray(x)
+    except ValueError as error:
+        raise InputError(message) from error
+
+
 def token_ids(ids, model: ModelConfig) -> Array:
     """Return prompts as int32[B, P], checked against the vocabulary if they are concrete."""
     if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
         raise TypeError("ids is a whole Batch: pass batch.ids, and attention_mask=batch.attention_mask")
-    traced = is_traced(ids)
-    try:
-        ids = jnp.asarray(ids) if traced else np.asarray(ids)
-    except ValueError as error:
-        raise InputError("ids must be one array [B, P]: pad the prompts on the left and pass attention_mask") from error
+    ids = _array(ids, "ids must be one array [B, P]: pad the prompts on the left and pass attention_mask")
     if ids.ndim != 2 or 0 in ids.shape:
         raise InputError(f"ids must have shape [B, P] with B and P at least 1, got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}")
-    if not traced and (ids.min() < 0 or ids.max() >= model.vocab_size):
+    if not is_traced(ids) and (ids.min() < 0 or ids.max() >= model.vocab_size):
         wrong = ids.min() if ids.min() < 0 else ids.max()
         raise InputError(f"ids has the token {wrong}, but the vocabulary is 0 to {model.vocab_size - 1}")
     return ids.astype(jnp.int32)
@@ -82,14 +83,10 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
     if attention_mask is None:
         mask = np.ones(ids.shape, bool) if embedded else _inferred_mask(ids, cfg)
     else:
-        traced = is_traced(attention_mask)
-        try:
-            mask = jnp.asarray(attention_mask) if traced else np.asarray(attention_mask)
-        except ValueError as error:
-            raise InputError("attention_mask must be one array of the shape of ids") from error
+        mask = _array(attention_mask, "attention_mask must be one array of the shape of ids")
         if mask.shape != ids.shape:
             raise InputError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {list(mask.shape)}")
-        if not traced and not np.all((mask == 0) | (mask == 1)):
+        if not is_traced(mask) and not np.all((mask == 0) | (mask == 1)):
             raise InputError("attention_mask must be 0 for padding and 1 for tokens, and nothing else")
         mask = mask.astype(bool)
     if not is_traced(mask) and not np.all(np.any(mask, axis=-1)):
@@ -99,7 +96,10 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
 
 
 def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
-    """Pad tokens are padding unless the pad id is an eos id: `_prepare_attention_mask_for_generation`."""
+    """Infer the mask as `_prepare_attention_mask_for_generation` of transformers does.
+
+    Pad tokens are padding unless the pad id is also an eos id.
+    """
     pad, eos = cfg.pad_token_id, cfg.eos_token_id
     xp = jnp if is_traced(ids, pad, eos) else np
     if pad is None:
@@ -136,7 +136,7 @@ def negative_prompts(
         mask: likewise.
         cfg: has the model and `guidance_scale`.
         prompts: B.
-        has_ids: whether the prompts have ids, the last of which is the default.
+        has_ids: whether the prompts have ids, the last of which is the default negative prompt.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")
@@ -153,7 +153,8 @@ def negative_prompts(
         raise type(error)(f"negative_prompt_ids: {error}") from error
     if negative.shape[0] not in (1, prompts):
         raise InputError(
-            f"negative_prompt_ids has {negative.shape[0]} rows for {prompts} prompts: pass one per prompt or one"
+            f"negative_prompt_ids has {negative.shape[0]} rows for {prompts} prompts: pass one per prompt, or one for "
+            "all"
         )
     xp = jnp if is_traced(negative, mask) else np
     shape = (prompts, negative.shape[1])

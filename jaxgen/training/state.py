@@ -60,16 +60,14 @@ def read_state(directory: Path, like: State, settings: str) -> State | None:
 
 
 def remove_state(directory: Path) -> None:
-    """Remove the state that `write_state` wrote, and the directory if it is then empty."""
+    """Remove the state that `write_state` wrote."""
     for name in (_FILE, _PARTIAL):
         (directory / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()
 
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Prevent other processes from training in `directory`, which is created, and removed if it stays empty.
+    """Prevent other processes from training in `directory`, which is created, and removed if it is empty at the end.
 
     Raises:
         InputError: another process is training there.

@@ -14,7 +14,7 @@ from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import option_values
 from tests.support.compilations import compilations
-from tests.support.models import generated, left_pad, model_config, random_params, slow
+from tests.support.models import generated, left_pad, model_config, random_params
 from tests.test_scoring import close, sizes_with
 
 MODEL = model_config(num_hidden_layers=1)
@@ -61,7 +61,8 @@ def scored(params, out, cfg, **arguments):
     return score(params, out.sequences, cfg, of="scores", **given)
 
 
-@pytest.mark.parametrize("name", ["per-prompt", *slow(*(name for name in SETTINGS if name != "per-prompt"))])
+@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.slow
 def test_what_generate_chose_from(name):
     cfg = CFG.replace(**SETTINGS[name], top_logprobs=3)
     out = run(cfg)

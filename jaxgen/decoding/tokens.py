@@ -1,4 +1,4 @@
-"""The tokens that the model reads in one pass, left-aligned."""
+"""The tokens that the model reads in one pass, without padding before or between them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 
 @flax.struct.dataclass
-class Prompt:
+class Tokens:
     """Tokens to read, of the prompts or of one decode step: token i of a row is in column i.
 
     Attributes:
-        ids: int32[B, P]; `UNKNOWN` for tokens given as embeddings only.
-        mask: bool[B, P], False after a row's last token.
-        embeds: `[B, P, D]`, read by the model in place of ids, or None.
+        ids: int32[B, T]; `UNKNOWN` for tokens given as embeddings only.
+        mask: bool[B, T], False after a row's last token.
+        embeds: `[B, T, D]`, read by the model in place of ids, or None.
     """
 
     ids: jax.Array
@@ -22,8 +22,8 @@ class Prompt:
     embeds: jax.Array | None = None
 
     @classmethod
-    def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Prompt:
-        """Remove padding on either side of `ids int32[B, P]`, aligning left."""
+    def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Tokens:
+        """Remove the padding of `ids int32[B, T]`, wherever it is: tokens move to the left."""
         order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
         rows = jnp.arange(ids.shape[0])[:, None]
         length = jnp.sum(mask, axis=-1, dtype=jnp.int32)
@@ -34,29 +34,24 @@ class Prompt:
         )
 
     @classmethod
-    def of_length(cls, ids: jax.Array, length: jax.Array) -> Prompt:
-        """Return the first `length int32[B]` of `ids int32[B, P]`."""
+    def of_length(cls, ids: jax.Array, length: jax.Array) -> Tokens:
+        """Return the first `length int32[B]` of `ids int32[B, T]`."""
         return cls(ids, jnp.arange(ids.shape[1])[None, :] < length[:, None])
 
     @property
     def length(self) -> jax.Array:
-        """int32[B], tokens per row."""
+        """int32[B], the number of tokens of each row."""
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
-    def after(self, other: Prompt) -> Prompt:
+    def after(self, other: Tokens) -> Tokens:
         """Return the tokens of `other` followed by these. Both have embeddings or neither has."""
         embeds = None
         if self.embeds is not None and other.embeds is not None:
             embeds = jnp.concatenate([other.embeds.astype(self.embeds.dtype), self.embeds], axis=1)
-        return Prompt.align(
+        return Tokens.align(
             jnp.concatenate([other.ids, self.ids], axis=1), jnp.concatenate([other.mask, self.mask], axis=1), embeds
         )
 
-    def last(self) -> Prompt:
-        """Return the last token of each row alone."""
-        column = jnp.maximum(self.length - 1, 0)[:, None]
-        embeds = self.embeds
-        if embeds is not None:
-            embeds = jnp.take_along_axis(embeds, column[..., None], axis=1)
-        ids = jnp.take_along_axis(self.ids, column, axis=1)
-        return Prompt(ids, jnp.ones(ids.shape, bool), embeds)
+    def last(self) -> jax.Array:
+        """int32[B, 1]: the id of each row's last token."""
+        return jnp.take_along_axis(self.ids, jnp.maximum(self.length - 1, 0)[:, None], axis=1)

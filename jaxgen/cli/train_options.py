@@ -1,0 +1,69 @@
+"""The options of `jaxgen train`. Does not import jax."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxgen.cli import arguments
+from jaxgen.model.config import DTYPES
+
+EPOCHS, WIDTH, WARMUP = 3, 1024, 0.03
+FULL_RATE, LORA_RATE = 1e-5, 2e-4
+
+
+def parser() -> arguments.Parser:
+    """Return the parser of the command line."""
+    result = arguments.Parser(
+        prog="jaxgen train",
+        usage="jaxgen train --data FILE --model DIR --out DIR [options]",
+        description="Fine-tune a checkpoint: all weights, or with --lora low-rank updates that are "
+        "merged into them at the end. Progress goes to stderr.",
+        epilog="To resume an interrupted run, repeat the command: it continues from the last saved state, in "
+        "OUT.training.",
+    )
+    add = result.add_argument
+    add("--data", type=arguments.file, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
+    add("--eval-data", type=arguments.file, metavar="FILE", help="held-out data; its loss is reported before and after")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("--out", type=Path, metavar="DIR", help="the directory to create")
+    add("--overwrite", action="store_true", help="replace the checkpoint --out")
+    length = result.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
+    length.add_argument("--steps", type=arguments.count, metavar="N", help="instead of --epochs")
+    add("--batch", type=arguments.count, default=8, metavar="N", help="rows per step (default: 8)")
+    add("--width", type=arguments.count, metavar="N", help=f"tokens per row (default: {WIDTH} or the model's context)")
+    add("--learning-rate", type=arguments.positive, metavar="X", help=f"(default: {FULL_RATE}, --lora: {LORA_RATE})")
+    add("--warmup", type=arguments.share, default=WARMUP, metavar="X", help=f"share of the steps (default: {WARMUP})")
+    add("--weight-decay", type=arguments.share, default=0.0, metavar="X", help="(default: 0)")
+    add("--clip", type=arguments.positive, default=1.0, metavar="X", help="maximum norm of the gradient (default: 1)")
+    add("--accumulate", type=arguments.count, default=1, metavar="N", help="split each batch into N parts, run in turn")
+    add("--remat", action="store_true", help="compute layers twice instead of storing their results")
+    add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
+    add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
+    add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
+    add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
+    add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
+    add("--seed", type=arguments.natural, default=0, help="seed of row order, updates and dropout (default: 0)")
+    return result
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options on the command line, checked against each other; `words` are those after "train".
+
+    Raises:
+        InputError: an unknown or missing option, or a value that cannot be used.
+    """
+    command = parser()
+    options, rest = command.read(words)
+    if rest:
+        command.error(f"{rest[0]!r} does not belong to an option")
+    for name, what in (("data", "JSONL file"), ("model", "checkpoint to start from"), ("out", "directory to create")):
+        if getattr(options, name) is None:
+            command.error(f"--{name} is missing: name the {what}")
+    if options.batch % options.accumulate:
+        command.error(f"--batch {options.batch} cannot be divided into --accumulate {options.accumulate} parts")
+    if options.lora_alpha is not None and not options.lora:
+        command.error("--lora-alpha scales low-rank updates: set --lora RANK too")
+    return options

@@ -1,0 +1,58 @@
+"""Diverse beam search (arXiv 1610.02424): `GenerationMixin._group_beam_search` of transformers.
+
+Each prompt has one search per group of beams. In a step the groups choose one after the other, and `diversity_penalty`
+lowers the scores of the tokens that earlier groups have chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxgen.decoding.beam import Beams, BeamSearch, grow, process
+from jaxgen.decoding.rows import pad_id
+from jaxgen.decoding.run import Run
+from jaxgen.shapes import repeat_rows
+
+
+class GroupBeamSearch(BeamSearch):
+    """Diverse beam search. Each prompt has a search for each group, in consecutive rows."""
+
+    def beams(self, run: Run) -> int:
+        """Return the number of beams of one group, k."""
+        return run.cfg.num_beams // run.cfg.num_beam_groups
+
+    def grow(
+        self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
+    ) -> tuple[Beams, jax.Array, jax.Array]:
+        """Choose the next beams, group by group; see `BeamSearch.grow`."""
+        searches, count = beams.scores.shape
+        groups = run.cfg.num_beam_groups
+        prompts = searches // groups
+        chosen = jnp.zeros((prompts, 0), jnp.int32)
+        grown = []
+        for group in range(groups):
+            rows = jnp.arange(prompts * groups * count).reshape(prompts, groups, count)[:, group].reshape(-1)
+            part = jax.tree.map(lambda x, group=group: _of_group(x, prompts, groups, group), beams)
+            history = dataclasses.replace(part.rows.history, chosen=repeat_rows(chosen, part.rows.count))
+            scores = process(run, dataclasses.replace(part.rows, history=history), log_probs[rows])
+            live = part.rows.live
+            part, parents = grow(run, part, logits[rows], scores, None)
+            # As in transformers, a group that was finished before this step chooses the pad id.
+            tokens = jnp.where(live, part.rows.history.last(1)[:, 0], pad_id(run.cfg))
+            chosen = jnp.concatenate([chosen, tokens.reshape(prompts, count)], axis=1)
+            grown.append((part, rows[parents], scores))
+        return jax.tree.map(lambda *parts: _join_groups(prompts, *parts), *grown)
+
+
+def _of_group(x: jax.Array, prompts: int, groups: int, group: int) -> jax.Array:
+    """Return the part of `x [prompts * groups * n, ...]` that belongs to a group, `[prompts * n, ...]`."""
+    return x.reshape(prompts, groups, -1, *x.shape[1:])[:, group].reshape(-1, *x.shape[1:])
+
+
+def _join_groups(prompts: int, *parts: jax.Array) -> jax.Array:
+    """Undo `_of_group` for the parts of all groups."""
+    x = jnp.stack([x.reshape(prompts, -1, *x.shape[1:]) for x in parts], axis=1)
+    return x.reshape(-1, *x.shape[3:])

@@ -1,0 +1,323 @@
+"""Beam search against plain Python, and by its properties."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import (
+    GenerationConfig,
+    InputError,
+    StopReason,
+    TextStreamer,
+    TokenAutomaton,
+    compute_transition_scores,
+    generate,
+)
+from jaxgen.decoding.sample import draw_distinct
+from tests.support.compilations import compilations
+from tests.support.models import generated, last_logits, left_pad, model_config, random_params, slow
+from tests.support.tokenizers import byte_level
+
+MODEL = model_config(vocab_size=61)
+PARAMS = random_params(MODEL)
+TABLE = PARAMS["model"]["embed_tokens"]["weight"]
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
+IDS, MASK = left_pad(PROMPTS)
+NEW = 7
+CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, num_beams=3, num_return_sequences=3)
+
+
+class PlainSearch:
+    """Beam search of one prompt with lists: all beams at full length through the model, without a cache."""
+
+    def __init__(self, prompt, cfg, transform=None):
+        self.prompt, self.cfg, self.count = prompt, cfg, cfg.num_beams
+        self.transform = transform or (lambda tokens, scores: scores)
+        eos = cfg.eos_token_id
+        self.eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self.beams = [(0.0 if place == 0 else -1e9, [], []) for place in range(self.count)]
+        self.ended, self.complete = [], False
+        while not self.complete and len(self.beams[0][1]) < cfg.max_new_tokens:
+            self.step()
+        if not self.complete:
+            for total, tokens, origins in self.beams:
+                self.add(total, tokens, origins)
+
+    def add(self, total, tokens, origins):
+        self.ended.append((total / len(tokens) ** self.cfg.length_penalty, tokens, origins))
+        self.ended = sorted(self.ended, key=lambda entry: -entry[0])[: self.count]
+
+    def step(self):
+        candidates = []
+        for place, (total, tokens, origins) in enumerate(self.beams):
+            logits = last_logits(MODEL, PARAMS, TABLE[jnp.asarray([*self.prompt, *tokens])])
+            scores = np.asarray(self.transform(tokens, jax.nn.log_softmax(logits)))
+            candidates += [(total + s, [*tokens, t], [*origins, place]) for t, s in enumerate(scores)]
+        candidates = sorted(candidates, key=lambda entry: -entry[0])[: (1 + max(1, len(self.eos))) * self.count]
+        length = len(self.beams[0][1]) + 1
+        for rank, candidate in enumerate(candidates):
+            if candidate[1][-1] in self.eos and rank < self.count:
+                self.add(*candidate)
+        self.beams = [candidate for candidate in candidates if candidate[1][-1] not in self.eos][: self.count]
+        penalty, stopping = self.cfg.length_penalty, self.cfg.early_stopping
+        if len(self.ended) == self.count:
+            longest = self.cfg.max_new_tokens if stopping == "never" and penalty > 0 else length
+            best = candidates[0][0] / longest**penalty
+            self.complete = stopping is True or self.ended[-1][0] >= best
+
+
+def check(out, searches, copies=3):
+    for number, search in enumerate(searches):
+        for place, (score, tokens, origins) in enumerate(search.ended[:copies]):
+            row = number * copies + place
+            assert generated(out, row) == tokens
+            np.testing.assert_allclose(out.sequences_scores[row], score, rtol=1e-4)
+            first = number * search.count
+            indices = [first + origin for origin in origins] + [-1] * (NEW - len(tokens))
+            assert np.asarray(out.beam_indices)[row].tolist() == indices
+
+
+SETTINGS = {
+    "plain": {},
+    "eos": {"eos_token_id": [7, 20, 33, 48, 50], "early_stopping": False},
+    "early": {"eos_token_id": [7, 20, 33, 48, 50], "early_stopping": True, "length_penalty": 2.0},
+    "never": {"eos_token_id": [7, 20, 33, 48, 50], "early_stopping": "never", "length_penalty": 0.5},
+    "short": {"eos_token_id": [7, 20, 33, 48, 50], "early_stopping": "never", "length_penalty": -1.0},
+}
+
+
+@pytest.mark.parametrize("name", ["eos", *slow("plain", "early", "never", "short")])
+def test_plain_search(name):
+    cfg = CFG.replace(**SETTINGS[name])
+    out = generate(PARAMS, IDS, None, cfg, attention_mask=MASK)
+    check(out, [PlainSearch(prompt, cfg) for prompt in PROMPTS])
+
+
+def run(cfg, prompts=PROMPTS, width=None, **more):
+    ids, mask = left_pad(prompts, width)
+    return generate(PARAMS, ids, None, cfg, attention_mask=mask, **more)
+
+
+def rows_of(out):
+    return [(generated(out, row), round(float(score), 4)) for row, score in enumerate(out.sequences_scores)]
+
+
+EOS = CFG.replace(**SETTINGS["eos"])
+
+
+@pytest.mark.slow
+def test_a_row_is_alone_in_any_bucket_and_under_jit():
+    together = rows_of(run(EOS, width=40))
+    alone = [row for prompt in PROMPTS for row in rows_of(run(EOS, [prompt]))]
+    traced = jax.jit(lambda params: generate(params, IDS, None, EOS, attention_mask=MASK))(PARAMS)
+    assert together == alone == rows_of(traced)
+    assert len({len(tokens) for tokens, _ in together}) > 1
+
+
+@pytest.mark.slow
+def test_transition_scores_sum_to_the_sequences_scores():
+    cfg = EOS.replace(output_scores=True, repetition_penalty=1.3, num_return_sequences=2)
+    out = run(cfg)
+    assert out.scores.shape == (NEW, 9, 61)
+    scores = compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+    np.testing.assert_allclose(
+        np.asarray(scores).sum(axis=1) / np.asarray(out.lengths), out.sequences_scores, rtol=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_budgets_and_penalties_per_prompt():
+    cfg = EOS.replace(max_new_tokens=[7, 3, 5], length_penalty=[1.0, 0.0, 2.0], repetition_penalty=[1.0, 1.5, 2.0])
+    alone = [
+        row
+        for place, prompt in enumerate(PROMPTS)
+        for row in rows_of(
+            run(
+                EOS.replace(
+                    max_new_tokens=[7, 3, 5][place],
+                    length_penalty=[1.0, 0.0, 2.0][place],
+                    repetition_penalty=[1.0, 1.5, 2.0][place],
+                ),
+                [prompt],
+            )
+        )
+    ]
+    assert rows_of(run(cfg)) == alone
+
+
+@pytest.mark.slow
+def test_a_stop_string_ends_a_single_beam():
+    tokenizer = byte_level()
+    model = model_config(vocab_size=len(tokenizer))
+    params = random_params(model)
+    cfg = GenerationConfig(model=model, max_new_tokens=6, num_beams=4, num_return_sequences=4, pad_token_id=0)
+    letters = set(tokenizer.encode("abcdefghij"))
+    cfg = cfg.replace(suppress_tokens=[token for token in range(len(tokenizer)) if token not in letters])
+    ids = tokenizer.batch(["one"]).ids
+    free = generate(params, ids, None, cfg)
+    stop = tokenizer.decode(generated(free, 0)[2:4])
+    out = generate(params, ids, None, cfg.replace(stop_strings=stop), tokenizer=tokenizer)
+    for row in range(4):
+        text, ended = tokenizer.decode(generated(out, row)), int(out.stop_reasons[row]) == StopReason.STOP_STRING
+        assert (stop in text) == ended
+        assert stop not in text[:-1]
+    assert StopReason.STOP_STRING in out.stop_reasons.tolist()
+
+
+@pytest.mark.slow
+def test_a_criterion_ends_a_single_beam():
+    def criterion(history, scores):
+        return (history.last(1)[:, 0] % 7 == 3) & (history.step > 1)
+
+    out = run(CFG, stopping_criteria=[criterion])
+    for row in range(9):
+        tokens = generated(out, row)
+        hits = [token % 7 == 3 and step > 0 for step, token in enumerate(tokens)]
+        assert not any(hits[:-1])
+        assert hits[-1] == (int(out.stop_reasons[row]) == StopReason.CRITERION)
+    assert StopReason.CRITERION in out.stop_reasons.tolist()
+
+
+@pytest.mark.slow
+def test_every_beam_keeps_to_the_grammar():
+    tokenizer = byte_level()
+    model = model_config(vocab_size=len(tokenizer))
+    params = random_params(model)
+    automaton = TokenAutomaton.from_regex("(ab|ba){1,3}c", tokenizer, vocab_size=len(tokenizer))
+    cfg = GenerationConfig(model=model, max_new_tokens=8, num_beams=4, num_return_sequences=4, pad_token_id=0)
+    cfg = cfg.replace(eos_token_id=tokenizer.eos_token_id, length_penalty=0.0)
+    out = generate(params, tokenizer.batch(["x"]).ids, None, cfg, prefix_allowed_tokens_fn=automaton)
+    texts = [tokenizer.decode(generated(out, row)) for row in range(4)]
+    assert len(set(texts)) == 4
+    for text in texts:
+        assert text.endswith("c"), text
+        assert set(text[:-1:2] + text[1:-1:2]) <= {"a", "b"}
+
+
+def test_a_prefix_function_gets_the_number_of_the_prompt():
+    allowed = {0: [10, 11, 12], 1: [20, 21, 22], 2: [30, 31, 32]}
+    out = run(CFG, prefix_allowed_tokens_fn=lambda prompt, ids: allowed[prompt])
+    for row in range(9):
+        assert set(generated(out, row)) <= set(allowed[row // 3])
+
+
+@pytest.mark.slow
+def test_guidance_is_plain_search_with_guided_scores():
+    cfg = EOS.replace(guidance_scale=1.6)
+    out = run(cfg)
+    searches = []
+    for prompt in PROMPTS:
+
+        def guided(tokens, scores, prompt=prompt):
+            other = jax.nn.log_softmax(last_logits(MODEL, PARAMS, TABLE[jnp.asarray([prompt[-1], *tokens])]))
+            return 1.6 * (scores - other) + other
+
+        searches.append(PlainSearch(prompt, cfg, guided))
+    check(out, searches)
+
+
+@pytest.mark.slow
+def test_the_cache_of_each_result_continues_it():
+    first = run(EOS.replace(early_stopping=True))
+    ids = [[token] for token in (40, 41, 42) for _ in range(3)]
+    greedy = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0)
+    on = generate(PARAMS, ids, None, greedy, cache=first.cache)
+    whole = [PROMPTS[row // 3] + generated(first, row) + ids[row] for row in range(9)]
+    again = generate(PARAMS, *left_pad(whole)[:1], None, greedy, attention_mask=left_pad(whole)[1])
+    assert [generated(on, row) for row in range(9)] == [generated(again, row) for row in range(9)]
+
+
+@pytest.mark.slow
+def test_logprobs_follow_their_beam():
+    out = run(EOS.replace(output_logprobs="logits", top_logprobs=2))
+    np.testing.assert_allclose(
+        np.asarray(out.logprobs).sum(axis=1) / np.asarray(out.lengths), out.sequences_scores, rtol=1e-4
+    )
+    assert out.top_tokens.shape == (9, NEW, 2)
+    best = np.asarray(out.top_logprobs)[:, :, 0]
+    assert (np.asarray(out.logprobs) <= best + 1e-6).all()
+
+
+@pytest.mark.slow
+def test_a_search_without_a_token_left():
+    banned = list(range(61))
+    out = jax.jit(lambda params: generate(params, IDS, None, CFG.replace(suppress_tokens=[banned, [1], [2]])))(PARAMS)
+    assert out.stop_reasons.tolist() == [StopReason.NO_TOKEN] * 3 + [StopReason.LENGTH] * 6
+
+
+def test_a_streamer_is_refused():
+    with pytest.raises(InputError, match="a streamer cannot follow beams, got num_beams=3"):
+        run(CFG, streamer=TextStreamer(byte_level()))
+
+
+def test_distinct_draws_follow_the_distribution():
+    scores = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    draws = np.asarray(jax.vmap(lambda key: draw_distinct(key, scores, 3, jnp.int32(2)))(keys))
+    assert (draws[:, 2] == 4).all()  # none after the second
+    probs = np.exp(np.asarray(scores))
+    for first in range(4):
+        for second in range(4):
+            expected = 0.0 if first == second else probs[first] * probs[second] / (1 - probs[first])
+            seen = np.mean((draws[:, 0] == first) & (draws[:, 1] == second))
+            assert abs(seen - expected) < 4 * (expected / 20_000) ** 0.5 + 1e-9
+
+
+def test_what_cannot_be_drawn_is_not_drawn():
+    scores = jnp.asarray([-jnp.inf, 0.0, -jnp.inf, 1.0])
+    drawn = draw_distinct(jax.random.key(1), scores, 4, jnp.int32(4))
+    assert sorted(drawn.tolist()) == [1, 3, 4, 4]
+
+
+@pytest.mark.slow
+def test_sampled_beams_depend_on_the_key_of_their_prompt_alone():
+    cfg = EOS.replace(do_sample=True, top_k=20, temperature=1.5)
+    keys = jax.random.split(jax.random.key(3), 3)
+    together = generate(PARAMS, IDS, keys, cfg, attention_mask=MASK)
+    for number, prompt in enumerate(PROMPTS):
+        alone = generate(PARAMS, [prompt], keys[number : number + 1], cfg)
+        assert [generated(alone, row) for row in range(3)] == [
+            generated(together, number * 3 + row) for row in range(3)
+        ]
+    other = generate(PARAMS, IDS, jax.random.split(jax.random.key(4), 3), cfg, attention_mask=MASK)
+    assert rows_of(other) != rows_of(together)
+
+
+@pytest.mark.slow
+def test_groups_choose_different_tokens():
+    cfg = CFG.replace(num_beam_groups=3, diversity_penalty=100.0)
+    out = run(cfg)
+    for prompt in range(3):
+        columns = np.asarray(out.sequences)[3 * prompt : 3 * prompt + 3, 7:]
+        assert all(len(set(column)) == 3 for column in columns.T)
+
+
+@pytest.mark.slow
+def test_group_transition_scores_sum_to_the_sequences_scores():
+    cfg = EOS.replace(num_beams=4, num_beam_groups=2, diversity_penalty=0.7, output_scores=True)
+    out = run(cfg)
+    scores = compute_transition_scores(out.sequences, out.scores, out.beam_indices)
+    np.testing.assert_allclose(
+        np.asarray(scores).sum(axis=1) / np.asarray(out.lengths), out.sequences_scores, rtol=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_thirty_calls_with_other_values_compile_once():
+    cfg = EOS.replace(repetition_penalty=1.1)
+    run(cfg)
+    rng = np.random.default_rng(0)
+    with compilations() as count:
+        for _ in range(30):
+            prompts = [rng.integers(1, 60, rng.integers(1, 20)).tolist() for _ in range(3)]
+            run(
+                cfg.replace(
+                    length_penalty=float(rng.uniform(0.1, 0.9)),
+                    repetition_penalty=float(rng.uniform(1.1, 2)),
+                    eos_token_id=rng.integers(0, 60, rng.integers(1, 4)).tolist(),
+                    max_new_tokens=int(rng.integers(1, 20)),
+                ),
+                prompts,
+            )
+    assert count[0] <= 2

@@ -1,0 +1,96 @@
+"""What transformers 4.41.1 returns in its other decode modes, row by row: see README.md."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import torch
+from options_441 import LONGEST, VALUES, Material
+from oracle import Oracle
+
+BEAM_SETS, GROUP_SETS, CASES = 40, 15, 4
+PROCESSORS = (
+    *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_new_tokens"),
+    *("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "renormalize_logits"),
+)
+
+
+def draw_beams(number: int, groups: bool, rng: np.random.Generator) -> dict:
+    """Draw the options of a search."""
+    parts = int(rng.integers(2, 4)) if groups else 1
+    beams = parts * int(rng.integers(1, 4)) if groups else 2 + number % 5
+    options = {
+        "num_beams": beams,
+        "num_return_sequences": int(rng.integers(1, beams + 1)),
+        "early_stopping": [False, True, "never"][number % 3],
+        "length_penalty": round(float(rng.choice([1.0, 0.0, rng.uniform(-1.5, 0), *rng.uniform(0, 2.5, size=2)])), 3),
+        "max_new_tokens": int(rng.integers(3, 21)),
+    }
+    if groups:
+        options |= {"num_beam_groups": parts, "diversity_penalty": round(float(rng.uniform(0.1, 3)), 3)}
+    return options
+
+
+def draw_eos(vocab: int, number: int, rng: np.random.Generator) -> dict:
+    """Draw eos and pad ids: none, one or several; many of them, so that beams end at different times."""
+    ids = rng.permutation(vocab).tolist()
+    eos = {0: None, 1: ids[0], 2: ids[:2], 3: ids[: vocab // 12], 4: ids[: vocab // 6]}[number % 5]
+    return {"eos_token_id": eos, "pad_token_id": int(rng.integers(vocab))}
+
+
+def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> dict:
+    """Search from one row; return the sequences without prompt and padding, their scores and beam indices."""
+    oracle.reset()
+    model = copy.deepcopy(oracle.model).double() if double else oracle.model
+    torch.set_default_dtype(torch.float64 if double else torch.float32)  # of the attention mask
+    prompt = torch.tensor([ids])
+    options = options | {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    if "sequence_bias" in options:
+        options["sequence_bias"] = {tuple(ids): bias for ids, bias in options["sequence_bias"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    torch.set_default_dtype(torch.float32)
+    eos = options["eos_token_id"]
+    ends = {None} if eos is None else {eos} if isinstance(eos, int) else {*eos}
+    sequences, indices = [], []
+    for sequence, places in zip(out.sequences[:, len(ids) :].tolist(), out.beam_indices.tolist(), strict=True):
+        length = next((i for i, token in enumerate(sequence) if token in ends), len(sequence))
+        ended = length < len(sequence)
+        # The eos id that ended a beam is not known: transformers writes the first one.
+        sequences.append({"tokens": sequence[:length], "ended": ended})
+        indices.append(places[: length + ended])
+    return {"sequences": sequences, "scores": out.sequences_scores.tolist(), "beam_indices": indices}
+
+
+def is_sound(result: dict) -> bool:
+    """Say whether every sequence is one that the model may write: none is banned."""
+    return all(np.isfinite(score) and score > -1e6 for score in result["scores"])
+
+
+def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Generator) -> list[dict]:
+    """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
+    names = [name for name in oracles if "dynamic" not in name]
+    sets = []
+    for number in range(GROUP_SETS if groups else BEAM_SETS):
+        name = names[number % len(names)]
+        oracle = oracles[name]
+        prompts = [rng.integers(oracle.vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
+        options = draw_beams(number, groups, rng) | draw_eos(oracle.vocab, number, rng)
+        material = Material(oracle, prompts, 3, rng)
+        options |= {str(n): VALUES[str(n)](material) for n in rng.choice(PROCESSORS, size=number % 4, replace=False)}
+        options.setdefault("repetition_penalty", 1.0)
+        if isinstance(options.get("forced_eos_token_id"), list):
+            options["forced_eos_token_id"] = options["forced_eos_token_id"][0]  # several would be equally good
+        if options["eos_token_id"] is None:
+            options.pop("min_new_tokens", None)
+        cases = []
+        for prompt in prompts:
+            result = run_beams(oracle, prompt, options)
+            if is_sound(result):
+                exact = run_beams(oracle, prompt, options, double=True)
+                cases.append({"ids": prompt, "near_tie": exact["sequences"] != result["sequences"]} | result)
+        sets.append({"checkpoint": name, "options": options, "cases": cases})
+    return sets
