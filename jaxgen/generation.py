@@ -24,11 +24,12 @@ from jaxgen.decoding.extensions import Extensions, HostCalls, as_pytree, functio
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
-from jaxgen.errors import InputError, NotBuiltYetError
+from jaxgen.errors import InputError
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, output, raise_failures
+from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
 from jaxgen.request.driver import Streamer, prefill_only, run_watched, run_whole
 from jaxgen.request.inputs import is_traced
@@ -88,7 +89,8 @@ def generate(
         streamer: its `put` receives the prompts and then each step's tokens, and finally `end` is called.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings`.
         hook: a `StepHook`.
-        assistant: not implemented yet.
+        assistant: `(params, cfg)` of a smaller model with the same vocabulary, which drafts tokens: see
+            docs/modes.md. The result is the same, with fewer passes of the model.
         **options: anything else is refused, with a hint.
 
     Raises:
@@ -102,10 +104,9 @@ def generate(
     Gradients do not flow through it: tokens are integers. Use `CausalLM` for a differentiable forward pass.
     """
     refuse_options(options)
-    if assistant is not None:
-        raise NotBuiltYetError("not implemented yet: assistant")
     check_call(params, cfg)
     refuse_unimplemented(cfg)
+    draft, cfg = open_assistant(assistant, cfg)
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
     )
@@ -123,14 +124,14 @@ def generate(
         raise InputError(
             f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
         )
-    traced = is_traced(params, cfg, inputs, extensions) or under_jit()
+    traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
     for name, value in {"streamer": streamer, "max_time": cfg.max_time}.items():
         if traced and value is not None:
             raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside it")
     with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
         extensions = dataclasses.replace(extensions, allowed=allowed)
-        prepared = prepare(params, cfg, inputs, extensions, eager=not traced)
-        mode = mode_of(cfg)
+        prepared = prepare(params, cfg, inputs, extensions, eager=not traced, assistant=draft)
+        mode = mode_of(cfg, assisted=draft is not None)
         if traced:
             return output(prepared, loop.decode(prepared.run, prepared.request, mode))
         return _run(prepared, mode, streamer, cfg.max_time, calls)

@@ -34,6 +34,8 @@ class GenerateOutput:
         stop_reasons: int32[B*R], a `StopReason` per row.
         sequences_scores: float32[B*R], of beam search; else None.
         beam_indices: int32[B*R, N], of beam search; else None.
+        drafted: int32[B], the number of drafted tokens, of assisted generation; else None.
+        accepted: int32[B], the number of these that were chosen.
         scores: float32[N, B*R, V], the scores that the token of each step was chosen from, with `output_scores`; zeros
             after a row's end.
         logits: float32[N, B*R, V], as the model returned them, with `output_logits`.
@@ -54,6 +56,8 @@ class GenerateOutput:
     stop_reasons: jax.Array
     sequences_scores: jax.Array | None = None
     beam_indices: jax.Array | None = None
+    drafted: jax.Array | None = None
+    accepted: jax.Array | None = None
     scores: jax.Array | None = None
     logits: jax.Array | None = None
     logprobs: jax.Array | None = None
@@ -188,6 +192,8 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         stop_reasons=decoded.reasons,
         sequences_scores=decoded.sequences_scores,
         beam_indices=cut(decoded.beam_indices),
+        drafted=decoded.drafted,
+        accepted=decoded.accepted,
         scores=steps_first(recording.scores),
         logits=steps_first(recording.logits),
         logprobs=cut(logprobs.logprobs),

@@ -12,6 +12,7 @@ import numpy as np
 from jaxgen.buckets import prompt_bucket
 from jaxgen.config.availability import check_options, normal_form, refuse_unimplemented
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.options import ASSISTED, GREEDY, SAMPLE
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
@@ -126,7 +127,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
             if value is not None:
                 raise ConfigError(f"{name} has no effect on the model's own distribution: set of='scores'")
         return None
-    if cfg.mode not in ("greedy_search", "sample"):
+    if cfg.mode not in (GREEDY, SAMPLE, ASSISTED):
         raise ConfigError(f"of='scores' is for greedy search and sampling, and cfg is for {cfg.mode}: use of='logits'")
     refuse_unimplemented(cfg)
     if cfg.on("guidance_scale"):

@@ -6,13 +6,15 @@ from typing import Any
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import GROUP_BEAM, IMPLEMENTED, OPTIONS, TRACED
+from jaxgen.config.options import GROUP_BEAM, IMPLEMENTED, OPTIONS, PROMPT_LOOKUP, TRACED
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
 
 _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 _UNIMPLEMENTED = tuple(
-    option for option in OPTIONS.values() if option.modes is not None and IMPLEMENTED.isdisjoint(option.modes)
+    option
+    for option in OPTIONS.values()
+    if option.modes is not None and {*IMPLEMENTED, PROMPT_LOOKUP}.isdisjoint(option.modes)
 )
 
 
@@ -50,7 +52,7 @@ def refuse_options(options: dict[str, Any]) -> None:
         if name in ("synced_gpus", "position_ids"):
             raise TypeError(f"generate() does not offer {name}: leave it out")
         if name == "assistant_model":
-            raise TypeError("generate() does not implement assisted decoding: leave assistant_model out")
+            raise TypeError("generate() has no assistant_model: pass assistant=(params, cfg)")
         if name == "past_key_values":
             raise TypeError("generate() has no past_key_values: pass cache=, with only the new tokens as ids")
         GenerationConfig().replace(**{name: None})  # an unknown name: raises and offers the nearest

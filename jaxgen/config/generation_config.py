@@ -30,6 +30,7 @@ from jaxgen.config.options import (
     GREEDY,
     GROUP_BEAM,
     OPTIONS,
+    PROMPT_LOOKUP,
     SAMPLE,
     TRACED,
     GenerationOptions,
@@ -131,7 +132,7 @@ class GenerationConfig(GenerationOptions):
         """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does.
 
         Raises:
-            ConfigError: prompt_lookup_num_tokens or dola_layers with a mode that they do not work with.
+            ConfigError: an option that chooses a mode, with another mode that it does not work with.
         """
         if self.constraints is not None or self.force_words_ids is not None:
             return CONSTRAINED
@@ -146,16 +147,18 @@ class GenerationConfig(GenerationOptions):
             mode = GROUP_BEAM
         else:
             mode = BEAM_SAMPLE if self.do_sample else BEAM
-        for name, other in {"prompt_lookup_num_tokens": ASSISTED, "dola_layers": DOLA}.items():
-            if getattr(self, name) is not None:
-                if mode not in (GREEDY, SAMPLE):
-                    raise ConfigError(f"{name} works with greedy search and sampling, not with {mode}")
-                mode = other
-        return mode
+        others = {"prompt_lookup_num_tokens": ASSISTED, "assistant_early_exit": ASSISTED, "dola_layers": DOLA}
+        chosen = [name for name in others if getattr(self, name) is not None]
+        if len(chosen) > 1:
+            raise ConfigError(f"{' and '.join(chosen)} exclude each other: choose one")
+        if chosen and mode not in (GREEDY, SAMPLE):
+            raise ConfigError(f"{chosen[0]} works with greedy search and sampling, not with {mode}")
+        return others[chosen[0]] if chosen else mode
 
     def unread(self) -> list[Option]:
         """Return the options that the decode mode does not read."""
-        modes = {self.mode, SAMPLE} if self.do_sample else {self.mode}
+        mode = self.mode if self.prompt_lookup_num_tokens is None else PROMPT_LOOKUP
+        modes = {mode, SAMPLE} if self.do_sample else {mode}
         return [option for option in _OF_SOME_MODES if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):

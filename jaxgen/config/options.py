@@ -41,9 +41,10 @@ BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
     "constrained_beam_search",
 )
 ASSISTED, DOLA = "assisted_generation", "dola_generation"
+PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 # The implemented modes.
-IMPLEMENTED = frozenset({GREEDY, SAMPLE, BEAM, BEAM_SAMPLE, GROUP_BEAM})
+IMPLEMENTED = frozenset({GREEDY, SAMPLE, ASSISTED, BEAM, BEAM_SAMPLE, GROUP_BEAM})
 
 # Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
 # BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
@@ -135,7 +136,7 @@ _score = functools.partial(_option, group=SCORES, stage=BEFORE_GRAMMAR, command=
 _late_score = functools.partial(_option, group=SCORES, stage=AFTER_GRAMMAR, command=True)
 _output = functools.partial(_option, group=OUTPUT)
 _beams = functools.partial(_option, group=MODES, modes=BEAMS)
-_assisted = functools.partial(_option, group=MODES, modes=(ASSISTED,))
+_assisted = functools.partial(_option, group=MODES, modes=(ASSISTED,), command=True)
 _refused = functools.partial(_option, Anything(), "", group=REFUSED)
 
 
@@ -476,29 +477,54 @@ class GenerationOptions:
         modes=(CONTRASTIVE,),
     )
     prompt_lookup_num_tokens: int | None = _assisted(
-        StaticInteger(None, least=1), "the number of tokens that prompt lookup proposes"
+        StaticInteger(None, least=1),
+        "prompt lookup: draft up to this many tokens, those that followed the row's last tokens where they occurred "
+        "first",
+        hf="PromptLookupCandidateGenerator",
+        modes=(PROMPT_LOOKUP,),
     )
     max_matching_ngram_size: int | None = _assisted(
-        StaticInteger(None, least=1), "the size of the n-gram that prompt lookup searches for"
+        StaticInteger(None, least=1),
+        "prompt lookup: the most tokens to look up, 2 by default; if they do not occur, fewer",
+        hf="PromptLookupCandidateGenerator",
+        modes=(PROMPT_LOOKUP,),
     )
     num_assistant_tokens: int = _assisted(
-        StaticInteger(5, least=1, optional=True), "the number of tokens that an assistant proposes"
+        StaticInteger(5, least=1, optional=True),
+        "the number of tokens that a draft model drafts at once",
+        hf="AssistedCandidateGenerator",
+        differs="taken from the call's config, or if not set there from the assistant's",
     )
-    num_assistant_tokens_schedule: str = _assisted(Anything("heuristic"), "how num_assistant_tokens changes")
-    assistant_confidence_threshold: float | None = _assisted(
-        Anything(), "an assistant stops when its confidence falls below this", since="later"
+    num_assistant_tokens_schedule: str = _assisted(
+        Choice("heuristic", "heuristic_transient", "constant"),
+        "the change of num_assistant_tokens: 'heuristic', two more if all were accepted, else one fewer; or 'constant'",
+        hf="AssistedCandidateGenerator",
+        differs="each row has its own number, which starts again in each call and at most doubles",
+    )
+    assistant_confidence_threshold: Number | None = _assisted(
+        Real(also_off=0.0, least=0, most=1),
+        "stop drafting after a token that the draft model finds less likely than this",
+        hf="ConfidenceCriteria",
+        since="later",
+        examples=(0.3, 0.5),
     )
     assistant_early_exit: int | None = _assisted(
-        Anything(), "the layer after which the model itself proposes tokens", since="later"
+        StaticInteger(None, least=1), "draft with the model's own first layers, as many as this", since="later"
     )
-    assistant_lookbehind: int | None = _assisted(Anything(), "tokens to compare between two tokenizers", since="later")
-    target_lookbehind: int | None = _assisted(Anything(), "tokens to compare between two tokenizers", since="later")
-    is_assistant: bool | None = _assisted(Anything(), "this config is an assistant's", since="later")
     dola_layers: Any = _option(Anything(), "the layers that DoLa contrasts", group=MODES, modes=(DOLA,), since="later")
     token_healing: bool | None = _option(
         Anything(), "generate the prompt's last token again", group=MODES, modes=(), since="later"
     )
     # Refused by name
+    assistant_lookbehind: int | None = _refused(
+        since="later", refused="is for an assistant with another tokenizer, which is not offered: leave it out"
+    )
+    target_lookbehind: int | None = _refused(
+        since="later", refused="is for an assistant with another tokenizer, which is not offered: leave it out"
+    )
+    is_assistant: bool | None = _refused(
+        since="later", refused="is not needed: pass assistant=(params, cfg) to generate; leave it out", offered=(False,)
+    )
     decoder_start_token_id: int | None = _option(
         StaticInteger(None), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
     )

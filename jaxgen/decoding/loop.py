@@ -69,13 +69,21 @@ class Progress:
 
     Attributes:
         tokens: int32[rows, N], generated so far, then the pad id.
-        steps: int32[], the number of generated tokens of the longest row.
+        steps: int32[], the number of columns of `tokens` that will not change.
         finished: bool[], True when no row needs another step.
     """
 
     tokens: jax.Array
     steps: jax.Array
     finished: jax.Array
+
+    @classmethod
+    def of(cls, run: Run, rows: Rows) -> Progress:
+        """Return the progress of rows that only become longer."""
+        history = rows.history
+        longest = jnp.max(history.step)
+        complete = jnp.min(jnp.where(history.done, longest, history.step))
+        return cls(history.generated(run.capacity, pad_id(run.cfg)), complete, jnp.all(history.done))
 
 
 @flax.struct.dataclass
@@ -91,6 +99,8 @@ class Decoded:
         continuation: the cache to continue from.
         sequences_scores: float32[rows], of beam search; else None.
         beam_indices: int32[rows, N], of beam search; else None.
+        drafted: int32[rows], the number of drafted tokens, of assisted generation; else None.
+        accepted: int32[rows], those of them that were chosen.
     """
 
     tokens: jax.Array
@@ -101,6 +111,8 @@ class Decoded:
     logprobs: LogProbs | None = None
     sequences_scores: jax.Array | None = None
     beam_indices: jax.Array | None = None
+    drafted: jax.Array | None = None
+    accepted: jax.Array | None = None
 
     @classmethod
     def of(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.options import ASSISTED
+from jaxgen.decoding.assisted import Assisted
 from jaxgen.decoding.beam import BeamSearch
 from jaxgen.decoding.group_beam import GroupBeamSearch
 from jaxgen.decoding.loop import Mode
@@ -14,12 +16,13 @@ from jaxgen.decoding.sample import Sample
 MODES: dict[str, Mode] = {
     "greedy_search": Sample(),
     "sample": Sample(),
+    "assisted_generation": Assisted(),
     "beam_search": BeamSearch(),
     "beam_sample": BeamSearch(),
     "group_beam_search": GroupBeamSearch(),
 }
 
 
-def mode_of(cfg: GenerationConfig) -> Mode:
-    """Return the decode mode of a config."""
-    return MODES[cfg.mode]
+def mode_of(cfg: GenerationConfig, assisted: bool = False) -> Mode:
+    """Return the decode mode of a config, or the one that drafts with an assistant."""
+    return MODES[ASSISTED if assisted else cfg.mode]

@@ -64,6 +64,7 @@ class Run:
         extensions: processors, criteria, grammar, stop strings and hook.
         model: the model's config.
         sizes: the static sizes.
+        draft: in assisted generation, the run of the model that drafts tokens; else None.
     """
 
     params: Any
@@ -71,6 +72,7 @@ class Run:
     extensions: Extensions
     model: ModelConfig = flax.struct.field(pytree_node=False)
     sizes: Sizes = flax.struct.field(pytree_node=False)
+    draft: Run | None = None
 
     @property
     def capacity(self) -> int:

@@ -12,7 +12,7 @@ from jax import lax
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
-from jaxgen.decoding.rows import Rows, fork, pad_id
+from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stopping import first_reason
 from jaxgen.decoding.tokens import Tokens
@@ -75,9 +75,7 @@ class Sample:
 
     def progress(self, run: Run, state: SampleState) -> Progress:
         """Return the tokens so far."""
-        history = state.rows.history
-        tokens = history.generated(run.capacity, pad_id(run.cfg))
-        return Progress(tokens, jnp.max(history.step), state.finished)
+        return Progress.of(run, state.rows)
 
 
 def extend(run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:

@@ -109,5 +109,9 @@ class History:
     def generated(self, capacity: int, pad: jax.Array) -> jax.Array:
         """int32[rows, capacity]: the generated tokens of each row, then the pad id."""
         step = jnp.arange(capacity, dtype=jnp.int32)[None, :]
-        column = jnp.minimum(self.prompt_length[:, None] + step, self.ids.shape[1] - 1)
-        return jnp.where(step < self.step[:, None], jnp.take_along_axis(self.ids, column, axis=1), pad)
+        return jnp.where(step < self.step[:, None], self.following(self.prompt_length, capacity), pad)
+
+    def following(self, column: jax.Array, count: int) -> jax.Array:
+        """int32[rows, count]: the tokens from `column int32[rows]` on; undefined after the row's last token."""
+        columns = column[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+        return jnp.take_along_axis(self.ids, jnp.minimum(columns, self.ids.shape[1] - 1), axis=1)

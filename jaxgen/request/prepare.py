@@ -21,6 +21,7 @@ from jaxgen.decoding.run import Array, Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
+from jaxgen.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_infeasible
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.shapes import repeat_rows
@@ -65,7 +66,15 @@ def under_jit() -> bool:
     return isinstance(jax.device_put(np.float32(0)), Tracer)  # in eager code this compiles nothing
 
 
-def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Extensions, *, eager: bool) -> Prepared:
+def prepare(
+    params,
+    cfg: GenerationConfig,
+    inputs: CallInputs,
+    extensions: Extensions,
+    *,
+    eager: bool,
+    assistant: Assistant | None = None,
+) -> Prepared:
     """Check a call and return what the loop needs.
 
     In an eager call, prompt width and number of new tokens are rounded up, so that few programs serve all calls. The
@@ -85,6 +94,7 @@ def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Exten
     if cache is not None:
         check_cache(cache, cfg, prompts, extensions)
     check_grammar(extensions, cfg, prompts)
+    check_drafting(cfg, assistant, has_ids and (cache is None or cache.tokens is not None))
     negative_ids, negative_mask = negative_prompts(
         inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask, cfg, prompts, has_ids
     )
@@ -104,7 +114,7 @@ def prepare(params, cfg: GenerationConfig, inputs: CallInputs, extensions: Exten
     # The program's arguments must be arrays, so the config's Python numbers become arrays.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     return Prepared(
-        run=Run(params, numbers, extensions, model, Sizes(capacity, slots)),
+        run=with_draft(Run(params, numbers, extensions, model, Sizes(capacity, slots)), assistant, eager),
         request=Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask),
         ids=shown[0],
         mask=shown[1],

@@ -14,7 +14,6 @@ from jaxgen import (
     GenerationConfig,
     InputError,
     JaxgenWarning,
-    NotBuiltYetError,
     StepHook,
     generate,
 )
@@ -252,7 +251,7 @@ def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
 @pytest.mark.parametrize(
     ("keyword", "value", "error", "message"),
     [
-        ("assistant", (PARAMS, CFG), NotBuiltYetError, "not implemented yet: assistant"),
+        ("assistant", PARAMS, TypeError, r"assistant must be \(params, cfg\)"),
         ("logits_processor", print, TypeError, "logits_processor must be a list"),
         ("logits_processor", [3], TypeError, "logits_processor must be a list of functions"),
         ("stopping_criteria", {1}, TypeError, "stopping_criteria must be a list"),
@@ -278,7 +277,7 @@ def test_other_arguments_that_do_not_fit_are_refused_by_name(keyword, value, err
     ("kwargs", "error", "message"),
     [
         ({"temperature": 0.5}, TypeError, r"cfg.replace\(temperature="),
-        ({"assistant_model": 1}, TypeError, "leave assistant_model out"),
+        ({"assistant_model": 1}, TypeError, r"pass assistant=\(params, cfg\)"),
         ({"synced_gpus": True}, TypeError, "synced_gpus"),
         ({"past_key_values": 1}, TypeError, "cache="),
         ({"max_new_token": 1}, ConfigError, "did you mean 'max_new_tokens'"),

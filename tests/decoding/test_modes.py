@@ -16,11 +16,12 @@ from jaxgen.decoding.modes import MODES
 from jaxgen.decoding.sample import draw
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.output import output
+from jaxgen.request.assistant import open_assistant
 from jaxgen.request.driver import run_whole
 from jaxgen.request.prepare import CallInputs, prepare
 from tests.support.models import last_logits, left_pad, model_config, random_params, slow
 from tests.support.tokenizers import byte_level
-from tests.support.toy_modes import Draft, Refill, Shuffle
+from tests.support.toy_modes import Refill, Shuffle
 
 TOKENIZER = byte_level()
 MODEL = model_config(vocab_size=280, num_hidden_layers=1)
@@ -121,7 +122,7 @@ class PlainRow:
         return self
 
 
-def run(mode, copies=1, **options):
+def run(mode, copies=1, assistant=None, **options):
     ids, mask = left_pad(PROMPTS)
     cfg = GenerationConfig(
         model=MODEL, do_sample=True, top_k=0, pad_token_id=0, num_return_sequences=copies, output_scores=True,
@@ -134,7 +135,8 @@ def run(mode, copies=1, **options):
         stop_strings=StopStrings.build([STOP], TOKENIZER, MODEL.vocab_size),
         hook=Nudge(jnp.float32(2.5)),
     )
-    prepared = prepare(PARAMS, cfg, CallInputs(ids, KEY, mask), extensions, eager=True)
+    draft, cfg = open_assistant(assistant, cfg)
+    prepared = prepare(PARAMS, cfg, CallInputs(ids, KEY, mask), extensions, eager=True, assistant=draft)
     return output(prepared, run_whole(prepared.run, prepared.request, mode))
 
 
@@ -176,13 +178,23 @@ def test_sampling(alone):
     check(run(MODES["sample"]), alone)
 
 
-@pytest.mark.parametrize("most", [2, *slow(1, 4)])
-def test_rows_take_steps_of_different_length(alone, most):
-    guesses = np.zeros((len(PROMPTS), NEW), np.int32)
-    for row, plain in zip(guesses, alone, strict=True):
-        row[: len(plain.tokens)] = plain.tokens
-    guesses[:, 4::5] += 1  # some guesses are wrong
-    check(run(Draft(guesses, most)), alone)
+ASSISTED = MODES["assisted_generation"]
+DRAFTS = {
+    # Without the hook the model's own drafts are often wrong.
+    "the model": {"assistant": (PARAMS, GenerationConfig(model=MODEL, num_assistant_tokens=2))},
+    "another": {"assistant": (random_params(MODEL, seed=1), GenerationConfig(model=MODEL))},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("name", ["the model", *slow("another", "lookup")])
+def test_assisted_generation(alone, name):
+    out = run(ASSISTED, **DRAFTS[name])
+    check(out, alone)
+    accepted, drafted = np.asarray(out.accepted), np.asarray(out.drafted)
+    assert accepted.sum() < drafted.sum()
+    assert accepted.sum() > 0 or name != "the model"
+    assert (accepted < np.asarray(out.lengths)).all()
 
 
 PARENTS = [[0, 0, 1], [2, 1, 0], [0, 1, 2], [1, 1, 1]]
@@ -209,12 +221,13 @@ def test_finished_rows_become_other_prompts(alone, slots):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [Shuffle([[1, 0]]), Refill(2)])
+@pytest.mark.parametrize("mode", [Shuffle([[1, 0]]), Refill(2), ASSISTED], ids=["shuffle", "refill", "assisted"])
 def test_the_contracts_hold_with_guidance(mode):
     """Each row has two streams in the cache and in the state of the hook."""
     copies = 2 if isinstance(mode, Shuffle) else 1
     options = {"guidance_scale": 1.5}
-    plain, other = run(MODES["sample"], copies, **options), run(mode, copies, **options)
+    draft = DRAFTS["the model"] if mode is ASSISTED else {}
+    plain, other = run(MODES["sample"], copies, **options), run(mode, copies, **options, **draft)
     rows = np.arange(plain.lengths.shape[0])
     if copies == 2 and (int(plain.lengths.max()) - 1) % 2:  # an odd number of swaps
         rows = rows.reshape(-1, 2)[:, ::-1].reshape(-1)

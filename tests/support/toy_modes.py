@@ -8,45 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.decoding import guidance
-from jaxgen.decoding.forward import run_model
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.rows import fork
-from jaxgen.decoding.sample import Sample, SampleState, extend, record_layers
-from jaxgen.decoding.tokens import Tokens
-
-
-class Draft(Sample):
-    """Appends a different number of tokens per row and step: those of a guess, as far as they are what would be chosen.
-
-    Row b guesses `(b + step) % (most + 1)` tokens of `guesses int32[rows, N]`, in the columns of its next steps.
-    """
-
-    def __init__(self, guesses: np.ndarray, most: int):
-        self.guesses, self.most = guesses, most
-
-    def step(self, run, state):
-        rows = state.rows
-        step, number = rows.history.step, jnp.arange(rows.count, dtype=jnp.int32)
-        column = step[:, None] + jnp.arange(self.most, dtype=jnp.int32)[None, :]
-        guess = jnp.take_along_axis(jnp.asarray(self.guesses), jnp.minimum(column, self.guesses.shape[1] - 1), axis=1)
-        wanted = (number + step) % (self.most + 1)
-        read_columns = jnp.arange(self.most + 1)[None, :] <= wanted[:, None]
-        ids = jnp.concatenate([rows.history.last(1), guess], axis=1)
-        tokens = Tokens(ids, read_columns & rows.live[:, None])
-        before = rows.live
-        read, rows = run_model(run, rows, guidance.stack(run.cfg, tokens), state.cache, all_logits=True)
-        active = rows.live
-        for place in range(self.most + 1):
-            length = rows.history.length
-            rows = record_layers(rows, read, place, active)
-            rows = extend(run, rows, read, place, active)
-            if place < self.most:
-                agrees = rows.history.last(1)[:, 0] == guess[:, place]
-                active &= (rows.history.length > length) & agrees & (place < wanted) & rows.live
-        # What was read of a wrong guess is forgotten.
-        added = rows.history.step - step
-        unread = jnp.where(before, tokens.length - jnp.maximum(added, 1), 0)
-        return SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, unread)))
+from jaxgen.decoding.sample import Sample, SampleState, extend
 
 
 class Shuffle(Sample):

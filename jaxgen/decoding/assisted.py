@@ -1,0 +1,116 @@
+"""Assisted generation (speculative decoding): `GenerationMixin._assisted_decoding` of transformers, for any batch.
+
+Something cheap drafts the next tokens of each row (`drafting`), and the model reads all of them in one pass. Then each
+row chooses its tokens one after the other, exactly as without a draft, as long as they are those of the draft.
+
+So the result is that of greedy search or sampling, with the same key too; only the number of passes is smaller. Draft
+and model draw with the same random numbers, so that they often draw the same token. transformers instead accepts
+drafted tokens at random: the distribution of the text is the same, the draws are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.decoding import guidance
+from jaxgen.decoding.drafting import Draft, drafter_of
+from jaxgen.decoding.forward import Forward, run_model
+from jaxgen.decoding.loop import Decoded, Prefilled, Progress
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.run import Run
+from jaxgen.decoding.sample import Sample, SampleState, extend, record_layers
+from jaxgen.decoding.tokens import Tokens
+
+
+@flax.struct.dataclass
+class AssistedState:
+    """State of assisted generation.
+
+    Attributes:
+        sample: rows and cache, as in sampling.
+        drafter: state of the drafter.
+        drafted: int32[B], the number of drafted tokens that the model has read.
+        accepted: int32[B], those of them that were chosen.
+    """
+
+    sample: SampleState
+    drafter: Any
+    drafted: jax.Array
+    accepted: jax.Array
+
+    @property
+    def finished(self) -> jax.Array:
+        """bool[], True when every row is finished."""
+        return self.sample.finished
+
+
+class Assisted:
+    """Greedy search or sampling with a draft."""
+
+    def begin(self, run: Run, prefilled: Prefilled) -> AssistedState:
+        """Choose the first token of each row, and let the drafter read the prompts."""
+        sample = Sample().begin(run, prefilled)
+        none = jnp.zeros(sample.rows.count, jnp.int32)
+        return AssistedState(sample, drafter_of(run).begin(run, sample.rows), none, none)
+
+    def step(self, run: Run, state: AssistedState) -> AssistedState:
+        """Draft tokens, read them, and append to each row the tokens that the model chooses."""
+        before, drafter = state.sample.rows, drafter_of(run)
+        with jax.named_scope("draft"):
+            draft, drafting = drafter.propose(run, before, state.drafter)
+        read, rows = _read(run, state.sample, draft)
+        rows, accepted = _append_chosen(run, rows, read, draft)
+        added = rows.history.step - before.history.step
+        # The model has read the row's last token and the draft; the cache keeps all but the newest of the chosen ones.
+        rejected = jnp.where(before.live, 1 + draft.count - jnp.maximum(added, 1), 0)
+        return AssistedState(
+            sample=SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, rejected))),
+            drafter=drafter.update(run, drafting, rows, draft, accepted),
+            drafted=state.drafted + draft.count,
+            accepted=state.accepted + accepted,
+        )
+
+    def finish(self, run: Run, state: AssistedState) -> Decoded:
+        """Return the tokens, and how many drafted tokens were accepted."""
+        decoded = Sample().finish(run, state.sample)
+        return dataclasses.replace(decoded, drafted=state.drafted, accepted=state.accepted)
+
+    def progress(self, run: Run, state: AssistedState) -> Progress:
+        """Return the tokens so far."""
+        return Sample().progress(run, state.sample)
+
+
+def _read(run: Run, sample: SampleState, draft: Draft) -> tuple[Forward, Rows]:
+    """Run each row's last token and its draft through the model."""
+    rows = sample.rows
+    column = jnp.arange(1 + draft.tokens.shape[1], dtype=jnp.int32)[None, :]
+    ids = jnp.concatenate([rows.history.last(1), draft.tokens], axis=1)
+    tokens = Tokens(ids, (column <= draft.count[:, None]) & rows.live[:, None])
+    return run_model(run, rows, guidance.stack(run.cfg, tokens), sample.cache, all_logits=True)
+
+
+def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[Rows, jax.Array]:
+    """Append tokens to each row: those of the draft while they are the ones that are chosen, and one more.
+
+    Returns:
+        The rows, and how many drafted tokens were chosen, int32[B].
+    """
+    width = draft.tokens.shape[1]
+
+    def append(carry):
+        column, active, rows, accepted = carry
+        length = rows.history.length
+        rows = extend(run, record_layers(rows, read, column, active), read, column, active)
+        agrees = rows.history.last(1)[:, 0] == draft.tokens[:, jnp.minimum(column, width - 1)]
+        agrees &= (rows.history.length > length) & (column < draft.count)
+        return column + 1, agrees & rows.live, rows, accepted + agrees.astype(jnp.int32)
+
+    begin = (jnp.zeros((), jnp.int32), rows.live, rows, jnp.zeros(rows.count, jnp.int32))
+    _, _, rows, accepted = lax.while_loop(lambda carry: jnp.any(carry[1]), append, begin)
+    return rows, accepted

@@ -1,0 +1,205 @@
+"""The drafts of assisted generation: by a smaller model, or by looking up the row's last tokens in the row itself.
+
+A drafter is a few pure functions over its own state (`Drafter`). A draft never changes what is generated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.decoding.forward import run_model
+from jaxgen.decoding.recording import Recording
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.run import Run
+from jaxgen.decoding.sample import choose
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.tokens import Tokens
+from jaxgen.model.cache import KVCache
+
+# The heuristic schedule drafts at most this many times `num_assistant_tokens`, which is the width of the model's pass.
+_GROWTH = 2
+
+
+@flax.struct.dataclass
+class Draft:
+    """Drafted tokens.
+
+    Attributes:
+        tokens: int32[B, T].
+        count: int32[B], how many of them; 0 for a finished row.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+
+
+class Drafter(Protocol):
+    """How tokens are drafted."""
+
+    def begin(self, run: Run, rows: Rows) -> Any:
+        """Return the state for these rows, which have their first token."""
+        ...
+
+    def propose(self, run: Run, rows: Rows, state: Any) -> tuple[Draft, Any]:
+        """Draft the next tokens of each row, fewer than its budget allows, so that one more can be chosen."""
+        ...
+
+    def update(self, run: Run, state: Any, rows: Rows, draft: Draft, accepted: jax.Array) -> Any:
+        """Return the state after the rows were extended by `accepted int32[B]` of the drafted tokens and one more."""
+        ...
+
+
+def drafter_of(run: Run) -> Drafter:
+    """Return the drafter of a run."""
+    return PromptLookup() if run.draft is None else DraftModel()
+
+
+class PromptLookup:
+    """Drafts what followed the last tokens of a row where they occurred before: `PromptLookupCandidateGenerator`.
+
+    The longest n-gram of the row's last tokens that occurs earlier in the row counts, and its first occurrence.
+    """
+
+    def begin(self, run: Run, rows: Rows) -> None:
+        """There is no state."""
+
+    def propose(self, run: Run, rows: Rows, state: None) -> tuple[Draft, None]:
+        """Draft up to `prompt_lookup_num_tokens`, which are tokens of the row."""
+        history, width = rows.history, run.cfg.prompt_lookup_num_tokens
+        assert width is not None
+        start = first_occurrence(history.ids, history.length, run.cfg.max_matching_ngram_size or 2)
+        count = jnp.minimum(_limit(rows, width), history.length - start)
+        return Draft(history.following(start, width), count), None
+
+    def update(self, run: Run, state: None, rows: Rows, draft: Draft, accepted: jax.Array) -> None:
+        """There is no state."""
+
+
+@flax.struct.dataclass
+class DraftState:
+    """State of a draft model.
+
+    Attributes:
+        cache: its keys and values, of all of a row's known tokens but the last one or two.
+        wanted: int32[B], how many tokens to draft next.
+    """
+
+    cache: KVCache
+    wanted: jax.Array
+
+
+class DraftModel:
+    """Drafts with the model of `run.draft`: `AssistedCandidateGenerator`.
+
+    Processors, warpers, stopping rules and random numbers are those of the run.
+    """
+
+    def begin(self, run: Run, rows: Rows) -> DraftState:
+        """Run the prompts through the draft model."""
+        drafting, history = _draft_of(run), rows.history
+        width = history.ids.shape[1] - run.capacity
+        prompt = Tokens.of_length(_known(drafting, history.ids[:, :width]), history.prompt_length)
+        read, _ = run_model(drafting, rows, prompt, KVCache.create(drafting.model, rows.count, width))
+        wanted = jnp.full(rows.count, drafting.cfg.num_assistant_tokens, jnp.int32)
+        return DraftState(read.cache.fork(1, run.capacity), wanted)
+
+    def propose(self, run: Run, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
+        """Draft each row's wanted number of tokens, fewer if its text ends or the draft model is not confident."""
+        drafting, width = _draft_of(run), _width(run)
+        limit = jnp.minimum(state.wanted, _limit(rows, width))
+        threshold = drafting.cfg.assistant_confidence_threshold
+
+        def draft_next(carry: tuple[jax.Array, Rows, KVCache]) -> tuple[jax.Array, Rows, KVCache]:
+            active, rows, cache = carry
+            read, _ = run_model(drafting, rows, _unread(drafting, rows, cache, active), cache)
+            choice = choose(drafting, rows, _resized(read.logits[:, 0], run.model.vocab_size))
+            added = active & (choice.failed == StopReason.NONE)
+            rows = rows.append(drafting, choice.token, added, choice.scores)
+            active = added & rows.live & (rows.history.length - length < limit)
+            if threshold is not None:
+                probs = jax.nn.softmax(choice.scores, axis=-1)
+                active &= jnp.take_along_axis(probs, choice.token[:, None], axis=1)[:, 0] >= threshold
+            return active, rows, read.cache
+
+        length = rows.history.length
+        begin = (limit > 0, _without_records(rows), state.cache)
+        _, drafted, cache = lax.while_loop(lambda carry: jnp.any(carry[0]), draft_next, begin)
+        draft = Draft(drafted.history.following(length, width), drafted.history.length - length)
+        return draft, dataclasses.replace(state, cache=cache)
+
+    def update(self, run: Run, state: DraftState, rows: Rows, draft: Draft, accepted: jax.Array) -> DraftState:
+        """Forget the rejected tokens; draft more next time if all were accepted, otherwise fewer."""
+        surplus = jnp.maximum(state.cache.total_length - (rows.history.length - 1), 0)
+        wanted = state.wanted
+        if _draft_of(run).cfg.num_assistant_tokens_schedule != "constant":
+            wanted = jnp.where(accepted == wanted, jnp.minimum(wanted + 2, _width(run)), jnp.maximum(wanted - 1, 1))
+        return DraftState(state.cache.drop_last(surplus), wanted)
+
+
+def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
+    """Find where the last tokens of each row occurred first.
+
+    Args:
+        ids: int32[B, W]; the row is its first `length`.
+        length: int32[B].
+        most: the largest number of tokens to compare; if they do not occur, fewer are compared.
+
+    Returns:
+        int32[B], the column after the occurrence; `length` if not even the last token occurs earlier.
+    """
+    column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    found = length
+    same = column < length[:, None]
+    for size in range(1, most + 1):
+        # `same` is True in column c if the tokens before it are the row's last `size` tokens.
+        token = jnp.take_along_axis(ids, jnp.maximum(length - size, 0)[:, None], axis=1)
+        same &= (column >= size) & (jnp.roll(ids, size, axis=1) == token) & (length >= size)[:, None]
+        found = jnp.where(jnp.any(same, axis=-1), jnp.argmax(same, axis=-1).astype(jnp.int32), found)
+    return found
+
+
+def _limit(rows: Rows, width: int) -> jax.Array:
+    """int32[B]: how many tokens may be drafted, one less than the budget still allows; 0 for a finished row."""
+    left = rows.history.budget - rows.history.step - 1
+    return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
+
+
+def _draft_of(run: Run) -> Run:
+    assert run.draft is not None
+    return run.draft
+
+
+def _width(run: Run) -> int:
+    """Return the largest number of tokens to draft."""
+    cfg = _draft_of(run).cfg
+    most = cfg.num_assistant_tokens * (1 if cfg.num_assistant_tokens_schedule == "constant" else _GROWTH)
+    return max(min(most, run.capacity - 1), 1)
+
+
+def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tokens:
+    """Return the tokens that are not in the draft model's cache: the last one or two of each row."""
+    missing = rows.history.length - cache.total_length
+    last, number = rows.history.last(2), jnp.arange(2)[None, :]
+    ids = jnp.where((missing == 2)[:, None], last, last[:, ::-1])
+    return Tokens(_known(drafting, ids), (number < missing[:, None]) & active[:, None])
+
+
+def _known(drafting: Run, ids: jax.Array) -> jax.Array:
+    """Return ids that the draft model knows: its vocabulary may have less padding."""
+    return jnp.clip(ids, 0, drafting.model.vocab_size - 1)
+
+
+def _resized(logits: jax.Array, vocab: int) -> jax.Array:
+    """Return the logits of the model's vocabulary, `[B, vocab]`; the draft model's may have other padding."""
+    missing = max(vocab - logits.shape[1], 0)
+    return jnp.pad(logits[:, :vocab], ((0, 0), (0, missing)), constant_values=-jnp.inf)
+
+
+def _without_records(rows: Rows) -> Rows:
+    return dataclasses.replace(rows, recording=Recording(), logprobs=None, hook=())

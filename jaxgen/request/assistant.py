@@ -1,0 +1,98 @@
+"""The draft model of assisted generation: the `assistant` of a call, or the model's own first layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+
+from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.options import ASSISTED, GREEDY, OPTIONS, SAMPLE
+from jaxgen.decoding.run import Run
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.model.linear import for_this_machine
+from jaxgen.request.checks import check_call
+
+_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+_UNUSED = ("guidance_scale", "output_scores", "output_logits", "output_logprobs", "top_logprobs")
+_UNUSED += ("output_hidden_states", "output_attentions", "assistant_early_exit")
+# The share of a vocabulary that two models with one tokenizer may differ in, because they pad it differently.
+_PADDING = 0.01
+
+
+@flax.struct.dataclass
+class Assistant:
+    """A draft model: its parameters, and its config, of which only the model and the settings of drafting are read."""
+
+    params: Any
+    cfg: GenerationConfig
+
+
+def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, GenerationConfig]:
+    """Check the `assistant` of a call; return it with all settings of drafting, and the call's config without them.
+
+    Raises:
+        InputError: its parameters do not fit its config, or its vocabulary is another one.
+        ConfigError: the decode mode cannot have an assistant.
+        TypeError: it is not `(params, cfg)`.
+    """
+    if assistant is None:
+        return None, cfg
+    if not isinstance(assistant, tuple | list) or len(assistant) != 2:
+        raise TypeError(f"assistant must be (params, cfg), as convert.load_hf returns, got {type(assistant).__name__}")
+    if cfg.mode == ASSISTED:
+        raise ConfigError("assistant, prompt_lookup_num_tokens and assistant_early_exit exclude each other: choose one")
+    if cfg.mode not in (GREEDY, SAMPLE):
+        raise ConfigError(f"assistant works with greedy search and sampling, not with {cfg.mode}: leave it out")
+    params, own = assistant
+    try:
+        check_call(params, own)
+    except InputError as error:
+        raise InputError(f"assistant: {error}") from error
+    theirs, ours = model_of(own).vocab_size, model_of(cfg).vocab_size
+    if abs(theirs - ours) > _PADDING * max(theirs, ours):
+        raise InputError(
+            f"the assistant has a vocabulary of {theirs} tokens and the model of {ours}: use an assistant with the "
+            "model's tokenizer"
+        )
+    given = {name: getattr(cfg, name) for name in _SETTINGS if OPTIONS[name].is_given(getattr(cfg, name))}
+    without = cfg.replace(**{name: OPTIONS[name].default for name in _SETTINGS})
+    return Assistant(params, own.replace(**given)), without
+
+
+def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, has_ids: bool) -> None:
+    """Raise an error for a call that no tokens can be drafted for; `has_ids` says that all tokens' ids are known."""
+    if assistant is None and cfg.mode != ASSISTED:
+        return
+    if cfg.num_return_sequences > 1:
+        raise ConfigError(
+            f"assisted generation returns one sequence per prompt, got num_return_sequences={cfg.num_return_sequences}:"
+            " repeat the prompts instead"
+        )
+    layers, early = model_of(cfg).num_hidden_layers, cfg.assistant_early_exit
+    if early is not None and early >= layers:
+        raise ConfigError(f"assistant_early_exit={early} must be less than the model's {layers} layers")
+    if (early is not None or assistant is not None) and not has_ids:
+        raise InputError(
+            "a draft model reads the ids of all tokens, and those of the embeddings or of the cache are not known: "
+            "pass ids, or leave the draft model out"
+        )
+
+
+def with_draft(run: Run, assistant: Assistant | None, eager: bool) -> Run:
+    """Return the run with the run of its draft model, if it has one."""
+    early = run.cfg.assistant_early_exit
+    if assistant is not None:
+        params, model = assistant.params, model_of(assistant.cfg)
+        model = for_this_machine(model) if eager else model
+        settings = {name: getattr(assistant.cfg, name) for name in _SETTINGS}
+    elif early is not None:
+        params, settings = run.params, {}
+        model = dataclasses.replace(run.model, num_hidden_layers=early, windows=run.model.windows[:early])
+    else:
+        return run
+    # The options that choose a token are the run's own, so that the draft model chooses as the model does.
+    cfg = run.cfg.replace(**settings, **{name: OPTIONS[name].default for name in _UNUSED})
+    extensions = dataclasses.replace(run.extensions, hook=None)
+    return dataclasses.replace(run, draft=Run(params, cfg, extensions, model, run.sizes))

@@ -1,0 +1,312 @@
+"""Assisted generation: the same result as without a draft, in fewer passes; see also test_modes.py."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxgen import ConfigError, GenerationConfig, InputError, generate as generate_, prefill, score
+from jaxgen.decoding.drafting import first_occurrence
+from tests.support.compilations import compilations
+from tests.support.models import (
+    counting_config,
+    counting_params,
+    generated,
+    left_pad,
+    model_config,
+    random_params,
+    slow,
+)
+
+MODEL = model_config(vocab_size=61)
+PARAMS = random_params(MODEL, scale=0.25)
+SMALL = model_config(vocab_size=61, num_hidden_layers=1, hidden_size=16)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
+NEW = 12
+CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, eos_token_id=[7, 20])
+SAMPLED = CFG.replace(do_sample=True, top_k=0, temperature=1.5)
+KEY = jax.random.key(3)
+# Its last layer nearly repeats what the first one said, so that its own first layer is a good draft.
+FLAT = {**PARAMS, "model": {**PARAMS["model"], "layers": {**PARAMS["model"]["layers"]}}}
+FLAT["model"]["layers"]["1"] = jax.tree.map(lambda x: x * 0.3, PARAMS["model"]["layers"]["1"])
+ASSISTANTS = {
+    "itself": (PARAMS, GenerationConfig(model=MODEL)),
+    "another": (random_params(SMALL, seed=1), GenerationConfig(model=SMALL)),
+}
+
+
+def generate(cfg, prompts=PROMPTS, width=None, params=PARAMS, key=KEY, **more):
+    ids, mask = left_pad(prompts, width)
+    return generate_(params, ids, key if cfg.do_sample else None, cfg, attention_mask=mask, **more)
+
+
+def rows_of(out):
+    return [generated(out, row) for row in range(out.lengths.shape[0])]
+
+
+@functools.cache
+def plain(sampled: bool):
+    return rows_of(generate(SAMPLED if sampled else CFG))
+
+
+@pytest.mark.parametrize(("name", "sampled"), [("itself", True), *slow(("another", True), ("another", False))])
+def test_the_tokens_are_those_without_an_assistant(name, sampled):
+    out = generate(SAMPLED if sampled else CFG, assistant=ASSISTANTS[name])
+    assert rows_of(out) == plain(sampled)
+    if name == "itself":  # all drafts are accepted
+        np.testing.assert_array_equal(out.accepted, out.drafted)
+        assert int(out.accepted.sum()) > NEW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_first_layers_draft(sampled):
+    cfg = SAMPLED if sampled else CFG
+    out = generate(cfg.replace(assistant_early_exit=1), params=FLAT)
+    assert rows_of(out) == rows_of(generate(cfg, params=FLAT))
+    assert int(out.accepted.sum()) > 0
+
+
+def reference(row: list[int], most: int) -> int:
+    """Where the last tokens of a row occurred first: for each size a search from the left."""
+    for size in range(min(most, len(row) - 1), 0, -1):
+        for end in range(size, len(row)):
+            if row[end - size : end] == row[-size:]:
+                return end
+    return len(row)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=3, max_size=3), st.integers(1, 4))
+def test_first_occurrence(rows, most):
+    ids = np.full((3, 12), 2, np.int32)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = tokens
+    length = jnp.asarray([len(tokens) for tokens in rows], jnp.int32)
+    found = _first_occurrence(jnp.asarray(ids), length, most)
+    assert found.tolist() == [reference(tokens, most) for tokens in rows]
+
+
+_first_occurrence = jax.jit(first_occurrence, static_argnums=2)
+
+
+def test_lookup_copies_a_text_that_repeats():
+    cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4)
+    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg))
+    assert rows_of(out) == [[n % 8 for n in range(1, 21)], [n % 8 for n in range(7, 27)]]
+    # The first row counts round: after one token from the prompt, passes accept 4 drafted tokens and add one.
+    assert int(out.accepted[0]) == int(out.drafted[0]) == 15
+    assert 0 < int(out.accepted[1]) < 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True])
+def test_lookup(sampled):
+    cfg = (SAMPLED if sampled else CFG).replace(prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+    out = generate(cfg, [[7, 8, 9] * 4, [4, 4, 4]], key=jax.random.key(5))
+    expected = generate(SAMPLED if sampled else CFG, [[7, 8, 9] * 4, [4, 4, 4]], key=jax.random.key(5))
+    assert rows_of(out) == rows_of(expected)
+    assert int(out.drafted.sum()) > 0
+
+
+class Schedule:
+    """The numbers that transformers would draft for one row, if drafts are right until `right` tokens are written."""
+
+    def __init__(self, budget: int, wanted: int, right: int, grows: bool):
+        self.drafted = self.accepted = 0
+        done, most = 1, wanted * (2 if grows else 1)
+        while done < budget:
+            count = min(wanted, budget - done - 1)
+            accepted = max(0, min(count, right - done))
+            self.drafted, self.accepted, done = self.drafted + count, self.accepted + accepted, done + accepted + 1
+            if grows:
+                wanted = min(wanted + 2, most) if accepted == wanted else max(wanted - 1, 1)
+
+
+@pytest.mark.parametrize("schedule", ["heuristic", *slow("heuristic_transient", "constant")])
+def test_schedules(schedule):
+    cfg = counting_config(vocab_size=50, max_new_tokens=40)
+    params = counting_params(cfg)
+    # An assistant that counts to 24 and then says 0 again and again.
+    wrong = counting_params(cfg)
+    table = wrong["lm_head"]["weight"]
+    wrong["lm_head"]["weight"] = table.at[0].add(table[25:].sum(axis=0)).at[25:].set(0.0)
+    settings = counting_config(num_assistant_tokens=3, num_assistant_tokens_schedule=schedule)
+    budgets = [40, 30, 17]
+    out = generate(cfg.replace(max_new_tokens=budgets), [[1], [15], [30]], params=params, assistant=(wrong, settings))
+    both = list(zip([1, 15, 30], budgets, strict=True))
+    assert rows_of(out) == [[(first + n) % 50 for n in range(1, budget + 1)] for first, budget in both]
+    rows = [Schedule(budget, 3, 24 - first, schedule != "constant") for first, budget in both]
+    assert out.drafted.tolist() == [row.drafted for row in rows]
+    assert out.accepted.tolist() == [row.accepted for row in rows]
+
+
+@pytest.mark.slow
+def test_an_assistant_without_confidence_stops():
+    cfg = CFG.replace(eos_token_id=None)
+    expected = rows_of(generate(cfg))
+    assistant = (PARAMS, GenerationConfig(model=MODEL, assistant_confidence_threshold=1.0))
+    out = generate(cfg, assistant=assistant)
+    assert rows_of(out) == expected
+    assert out.drafted.tolist() == [(NEW - 1) // 2] * 3  # one token in each pass, and one more is chosen
+    per_row = generate(cfg.replace(assistant_confidence_threshold=[1.0, 0.0, 1.0]), assistant=ASSISTANTS["itself"])
+    assert rows_of(per_row) == expected
+    assert per_row.drafted.tolist() == [5, int(per_row.accepted[1]), 5]
+    assert int(per_row.drafted[1]) > 5
+
+
+@pytest.mark.slow
+def test_a_row_is_alone_in_any_bucket_and_under_jit():
+    def result(out):
+        return [(tokens, int(d), int(a)) for tokens, d, a in zip(rows_of(out), out.drafted, out.accepted, strict=True)]
+
+    keys = jax.vmap(functools.partial(jax.random.fold_in, KEY))(jnp.arange(3))
+    together = result(generate(SAMPLED, width=40, assistant=ASSISTANTS["another"]))
+    alone = [
+        result(generate(SAMPLED, [prompt], key=key[None], assistant=ASSISTANTS["another"]))[0]
+        for prompt, key in zip(PROMPTS, keys, strict=True)
+    ]
+    ids, mask = left_pad(PROMPTS)
+
+    @jax.jit
+    def traced(params, assistant):
+        draft = (assistant, ASSISTANTS["another"][1])
+        return generate_(params, ids, KEY, SAMPLED, attention_mask=mask, assistant=draft)
+
+    assert together == alone == result(traced(PARAMS, ASSISTANTS["another"][0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 2}, {"assistant_early_exit": 1}])
+def test_records_are_those_of_the_tokens(draft):
+    fields = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+    cfg = CFG.replace(**fields, output_logprobs="scores", repetition_penalty=1.2)
+    expected, out = generate(cfg), generate(cfg.replace(**draft))
+    assert rows_of(out) == rows_of(expected)
+    for name in ("scores", "logits", "logprobs", "hidden_states", "attentions"):
+        for a, b in zip(jax.tree.leaves(getattr(out, name)), jax.tree.leaves(getattr(expected, name)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+def test_continuing_is_like_generating_at_once():
+    head, tail = PROMPTS[0][:4], PROMPTS[0][4:]
+    cache = prefill(PARAMS, [head], CFG)
+    for assistant in ASSISTANTS.values():
+        out = generate(CFG, [tail], cache=cache, assistant=assistant)
+        assert rows_of(out) == plain(False)[:1]
+        more = generate(CFG, [[9]], cache=out.cache, assistant=assistant)
+        whole = [*PROMPTS[0], *plain(False)[0], 9]
+        assert rows_of(more) == rows_of(generate(CFG, [whole]))
+
+
+@pytest.mark.slow
+def test_chunks_and_other_dtypes():
+    assert rows_of(generate(CFG.replace(prefill_chunk_size=2), assistant=ASSISTANTS["another"])) == plain(False)
+    half = dataclasses.replace(SMALL, dtype="bfloat16")
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ASSISTANTS["another"][0])
+    assert rows_of(generate(CFG, assistant=(params, GenerationConfig(model=half)))) == plain(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [60, 62])
+def test_the_padding_of_the_vocabulary_may_differ(vocab):
+    model = dataclasses.replace(MODEL, vocab_size=200)
+    small = dataclasses.replace(SMALL, vocab_size=140 + vocab)
+    params, assistant = random_params(model), random_params(small, seed=1)
+    cfg = GenerationConfig(model=model, max_new_tokens=NEW, pad_token_id=0, suppress_tokens=[5])
+    ids = [[199, 3, 198], [4, 5, 6]]
+    plain = rows_of(generate(cfg, ids, params=params))
+    assert rows_of(generate(cfg, ids, params=params, assistant=(assistant, GenerationConfig(model=small)))) == plain
+
+
+class Stream:
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values.append(np.asarray(value).tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.slow
+def test_a_streamer_gets_tokens_when_every_row_has_them():
+    cfg = counting_config(vocab_size=8, max_new_tokens=[20, 13], prompt_lookup_num_tokens=4, pad_token_id=0)
+    stream = Stream()
+    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg), streamer=stream)
+    np.testing.assert_array_equal(np.transpose(stream.values[1:]), np.asarray(out.sequences)[:, out.prompt_width :])
+    assert stream.ended == 1
+
+
+@pytest.mark.slow
+def test_other_values_compile_nothing():
+    def run(number):
+        rng = np.random.default_rng(number)
+        own = GenerationConfig(model=SMALL, assistant_confidence_threshold=float(rng.uniform(0.1, 0.9)))
+        cfg = SAMPLED.replace(temperature=float(rng.uniform(0.5, 2)), max_new_tokens=int(rng.integers(9, 17)))
+        prompts = [rng.integers(61, size=int(rng.integers(1, 9))).tolist() for _ in range(2)]
+        generate(cfg, prompts, assistant=(ASSISTANTS["another"][0], own))
+
+    run(0)
+    with compilations() as compiled:
+        for number in range(1, 30):
+            run(number)
+    assert compiled == [0]
+
+
+def test_scores_are_those_without_drafts():
+    cfg = CFG.replace(prompt_lookup_num_tokens=3, repetition_penalty=1.3)
+    without = CFG.replace(repetition_penalty=1.3)
+    both = [score(PARAMS, [[3, 1, 4, 1, 5]], c, of="scores", prompt_width=2).logprobs for c in (cfg, without)]
+    np.testing.assert_array_equal(*both)
+
+
+ITSELF = {"assistant": ASSISTANTS["itself"]}
+LOOKUP = {"prompt_lookup_num_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "error", "message"),
+    [
+        (
+            {"num_beams": 2},
+            ITSELF,
+            ConfigError,
+            "assistant works with greedy search and sampling, not with beam_search",
+        ),
+        ({"num_beams": 2} | LOOKUP, {}, ConfigError, "prompt_lookup_num_tokens works with greedy search and sampling"),
+        (LOOKUP, ITSELF, ConfigError, "exclude each other"),
+        (LOOKUP | {"assistant_early_exit": 1}, {}, ConfigError, "exclude each other"),
+        ({"assistant_early_exit": 2}, {}, ConfigError, "less than the model's 2 layers"),
+        ({"do_sample": True, "num_return_sequences": 2}, ITSELF, ConfigError, "one sequence per prompt"),
+        ({"do_sample": True, "num_return_sequences": 2} | LOOKUP, {}, ConfigError, "one sequence per prompt"),
+        ({}, {"assistant": PARAMS}, TypeError, r"assistant must be \(params, cfg\)"),
+        ({}, {"assistant": (PARAMS, GenerationConfig(model=SMALL))}, InputError, "assistant: params do not fit"),
+        ({}, {"assistant": (PARAMS, GenerationConfig())}, ConfigError, "cfg.model is None"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(options, more, error, message):
+    with pytest.raises(error, match=message):
+        generate(CFG.replace(**options), **more)
+
+
+def test_tokens_without_ids_are_refused():
+    embeds = PARAMS["model"]["embed_tokens"]["weight"][jnp.asarray([[3, 1]])]
+    with pytest.raises(InputError, match="a draft model reads the ids of all tokens"):
+        generate_(PARAMS, None, None, CFG, inputs_embeds=embeds, **ITSELF)
+    other = model_config(vocab_size=100)
+    with pytest.raises(InputError, match="a vocabulary of 100 tokens and the model of 61"):
+        generate(CFG, assistant=(random_params(other), GenerationConfig(model=other)))
+
+
+def test_settings_that_prompt_lookup_does_not_read_draw_a_warning():
+    with pytest.warns(UserWarning, match="does not read num_assistant_tokens=7"):
+        generate(CFG.replace(**LOOKUP, num_assistant_tokens=7))
+    with pytest.warns(UserWarning, match="does not read max_matching_ngram_size=3"):
+        generate(CFG.replace(max_matching_ngram_size=3, assistant_early_exit=1))
