@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxgen import generate
-from tests.support.goldens import GOLDENS, prepare
+from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated
 
+DRAFTED = {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in ("assisted", "prompt_lookup")}
 BEAMS = {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in ("beams", "group_beams")}
 
 pytestmark = [  # drawn options and lengths may be so
@@ -18,18 +19,18 @@ pytestmark = [  # drawn options and lengths may be so
 ]
 
 
-def sets():
+def sets(files, in_default_run):
     """Half of the sets, which depends on the seed: each is a program of its own."""
     seed = json.loads((GOLDENS / "441" / "manifest.json").read_text())["seed"]
-    for name, all_sets in BEAMS.items():
+    for name, all_sets in files.items():
         for number, group in enumerate(all_sets):
             if (number + seed) % 2 == 0:
                 continue
-            marks = [pytest.mark.slow] * (name != "beams" or number != 3)
+            marks = [pytest.mark.slow] * ((name, number) not in in_default_run)
             yield pytest.param(name, group, id=f"{name}-{number}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "group"), list(sets()))
+@pytest.mark.parametrize(("name", "group"), list(sets(BEAMS, [("beams", 3)])))
 def test_beams(name, group):
     params, cfg, ids, mask = prepare("441", group)
     out = generate(params, ids, None, cfg, attention_mask=mask)
@@ -48,7 +49,19 @@ def test_beams(name, group):
                 assert indices.tolist() == case["beam_indices"][place]
 
 
+@pytest.mark.parametrize(("name", "group"), list(sets(DRAFTED, [("assisted", 1), ("prompt_lookup", 3)])))
+def test_assisted(name, group):
+    params, cfg, ids, mask = prepare("441", group)
+    more = {}
+    if group["assistant"] is not None:
+        more = {"assistant": load(GOLDENS / "441" / "checkpoints" / group["assistant"])}
+    out = generate(params, ids, None, cfg, attention_mask=mask, **more)
+    for number, case in enumerate(group["cases"]):
+        if not case["near_tie"]:
+            assert generated(out, number) == case["tokens"], f"case {number}"
+
+
 def test_few_cases_are_near_ties():
-    for name, least in {"beams": 120, "group_beams": 45}.items():
-        cases = [case for group in BEAMS[name] for case in group["cases"]]
+    for name, least in {"beams": 120, "group_beams": 45, "assisted": 50, "prompt_lookup": 50}.items():
+        cases = [case for group in (BEAMS | DRAFTED)[name] for case in group["cases"]]
         assert sum(not case["near_tie"] for case in cases) >= least

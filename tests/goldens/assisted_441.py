@@ -1,0 +1,81 @@
+"""What transformers 4.41.1 writes with an assistant, or with prompt lookup, row by row: see README.md."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import torch
+from modes_441 import PROCESSORS, draw_eos
+from options_441 import LONGEST, VALUES, Material
+from oracle import Oracle
+
+SETS, CASES = 15, 4
+# Checkpoints with one vocabulary, each with its assistants.
+ASSISTANTS = {
+    "qwen2-gqa-tied": ("llama-mha", "qwen2-gqa-tied"),
+    "llama-mha": ("qwen2-gqa-tied", "llama-mha"),
+    "qwen2-mqa": ("qwen2-mqa",),
+    "llama-mqa-linear": ("llama-mqa-linear",),
+}
+
+
+def run_assisted(oracle: Oracle, ids: list[int], options: dict, assistant: Oracle | None, double: bool) -> list[int]:
+    """Generate from one row; return what was generated."""
+    oracle.reset()
+    model = copy.deepcopy(oracle.model).double() if double else oracle.model
+    more: dict = {}
+    if assistant is not None:  # a copy, because a run changes num_assistant_tokens
+        draft = copy.deepcopy(assistant.model)
+        for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
+            setattr(draft.generation_config, name, options[name])
+        more = {"assistant_model": draft.double() if double else draft}
+    torch.set_default_dtype(torch.float64 if double else torch.float32)  # of the attention mask
+    prompt = torch.tensor([ids])
+    if "sequence_bias" in options:
+        options = options | {"sequence_bias": {tuple(ids): bias for ids, bias in options["sequence_bias"]}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options, **more)
+    torch.set_default_dtype(torch.float32)
+    # Prompt lookup may write more than it was asked for.
+    return out[0, len(ids) :].tolist()[: options["max_new_tokens"]]
+
+
+def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:
+    """Draw the options of drafting, and the length."""
+    options: dict = {"max_new_tokens": int(rng.integers(2, 25))}
+    if lookup:
+        sizes = {} if number % 3 == 0 else {"max_matching_ngram_size": int(rng.integers(1, 5))}
+        return options | {"prompt_lookup_num_tokens": int(rng.integers(1, 9))} | sizes
+    schedule = ["heuristic", "constant", "heuristic_transient"][number % 3]
+    return options | {"num_assistant_tokens": int(rng.integers(1, 8)), "num_assistant_tokens_schedule": schedule}
+
+
+def draw_prompt(vocab: int, lookup: bool, rng: np.random.Generator) -> list[int]:
+    """Draw a prompt, for prompt lookup one with few different tokens."""
+    tokens = rng.integers(vocab, size=3 if lookup else vocab)
+    return rng.choice(tokens, size=int(rng.integers(1, LONGEST + 1))).tolist()
+
+
+def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Generator) -> list[dict]:
+    """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
+    sets = []
+    for number in range(SETS):
+        name = list(ASSISTANTS)[number % len(ASSISTANTS)]
+        oracle, assistant = oracles[name], None if lookup else str(rng.choice(ASSISTANTS[name]))
+        prompts = [draw_prompt(oracle.vocab, lookup, rng) for _ in range(CASES)]
+        options = draw_drafts(lookup, number, rng) | draw_eos(oracle.vocab, number, rng)
+        material = Material(oracle, prompts, 3, rng)
+        options |= {str(n): VALUES[str(n)](material) for n in rng.choice(PROCESSORS, size=number % 4, replace=False)}
+        options.setdefault("repetition_penalty", 1.0)
+        if options["eos_token_id"] is None:
+            options.pop("min_new_tokens", None)
+        cases = []
+        for prompt in prompts:
+            draft = None if assistant is None else oracles[assistant]
+            tokens, exact = (run_assisted(oracle, prompt, options, draft, double) for double in (False, True))
+            cases.append({"ids": prompt, "tokens": tokens, "near_tie": exact != tokens})
+        sets.append({"checkpoint": name, "assistant": assistant, "options": options, "cases": cases})
+    return sets
