@@ -7,7 +7,7 @@ import pytest
 
 from jaxgen import generate
 from tests.support.goldens import GOLDENS, prepare
-from tests.support.models import generated
+from tests.support.models import generated, slow
 
 BEAMS = {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in ("beams", "group_beams")}
 
@@ -52,3 +52,19 @@ def test_few_cases_are_near_ties():
     for name, least in {"beams": 120, "group_beams": 45}.items():
         cases = [case for group in BEAMS[name] for case in group["cases"]]
         assert sum(not case["near_tie"] for case in cases) >= least
+
+
+CONTRASTIVE = json.loads((GOLDENS / "441" / "contrastive.json").read_text())
+
+
+@pytest.mark.parametrize("number", [0, *slow(*range(1, len(CONTRASTIVE)))])
+def test_contrastive_search(number):
+    group = CONTRASTIVE[number]
+    params, cfg, ids, mask = prepare("441", group)
+    out = generate(params, ids, None, cfg, attention_mask=mask)
+    for row, case in enumerate(group["cases"]):
+        assert case["near_tie"] or generated(out, row) == case["tokens"], f"case {row}"
+
+
+def test_few_cases_of_contrastive_search_are_near_ties():
+    assert sum(not case["near_tie"] for group in CONTRASTIVE for case in group["cases"]) >= 50
