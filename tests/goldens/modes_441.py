@@ -118,8 +118,9 @@ def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
         name = names[number % len(names)]
         oracle = oracles[name]
         prompts = [rng.integers(oracle.vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
+        alpha = float(rng.choice([0.6, rng.uniform(0.05, 1), rng.uniform(1, 2)], p=[0.3, 0.6, 0.1]))
         options = {
-            "penalty_alpha": round(float(rng.choice([0.6, rng.uniform(0.05, 1), rng.uniform(1, 2)], p=[0.3, 0.6, 0.1])), 3),
+            "penalty_alpha": round(alpha, 3),
             "top_k": oracle.vocab if number == 7 else int(rng.integers(2, 9)),
             "max_new_tokens": int(rng.integers(3, 21)),
         }
