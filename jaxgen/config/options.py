@@ -476,7 +476,7 @@ class GenerationOptions:
         "probability; 0 is off, the paper uses 0.6",
         group=MODES,
         modes=(CONTRASTIVE,),
-        command="; with --no-do-sample and --top-k",
+        command=" (with --no-do-sample)",
         examples=(0.6, 0.3),
     )
     prompt_lookup_num_tokens: int | None = _assisted(
