@@ -86,7 +86,8 @@ class ContrastiveSearch:
             hidden = _direction(guidance.conditional_part(run.cfg, read.hidden)).reshape(*tokens.shape, -1)
             similarity = _similarity(hidden, state.context, rows.history.total_length)
             alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
-            chosen = jnp.argmax(jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf), axis=-1)
+            values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
+            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # of equal candidates the most likely one
 
         number = jnp.arange(rows.count, dtype=jnp.int32)
         token, column = tokens[number, chosen], jnp.where(live, rows.history.total_length, state.context.shape[1])
