@@ -12,7 +12,7 @@ import numpy as np
 from jaxgen.buckets import prompt_bucket
 from jaxgen.config.availability import check_options, normal_form, refuse_unimplemented
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.config.options import ASSISTED, GREEDY, SAMPLE
+from jaxgen.config.options import ASSISTED, CONTRASTIVE, GREEDY, SAMPLE
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
@@ -61,8 +61,8 @@ def score(
             R = `num_return_sequences`. To score rows that `generate` did not return, set that to 1 and pass one value
             per row.
         attention_mask: `[B, L]`, 0 where ids is padding, anywhere. If left out, it is inferred as in `generate`.
-        of: "logits" for the model's own distribution; "scores" for the one that greedy search or sampling chooses
-            from, after all processors and warpers of `cfg`. `output_logprobs` has the same names.
+        of: "logits" for the model's own distribution; "scores" for the one that greedy search, contrastive search or
+            sampling chooses from, after all processors and warpers of `cfg`. `output_logprobs` has the same names.
         prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` they are the prompts,
             and the columns after them are generated tokens, one per column until the row's end. The budget, on which
             `forced_eos_token_id` and an automaton depend, is `max_new_tokens`, else what `max_length` leaves, else the
@@ -127,8 +127,8 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
             if value is not None:
                 raise ConfigError(f"{name} has no effect on the model's own distribution: set of='scores'")
         return None
-    if cfg.mode not in (GREEDY, SAMPLE, ASSISTED):
-        raise ConfigError(f"of='scores' is for greedy search and sampling, and cfg is for {cfg.mode}: use of='logits'")
+    if cfg.mode not in (GREEDY, SAMPLE, CONTRASTIVE, ASSISTED):
+        raise ConfigError(f"of='scores' is for one row per prompt and step, and cfg is for {cfg.mode}: use of='logits'")
     refuse_unimplemented(cfg)
     if cfg.on("guidance_scale"):
         raise ConfigError("of='scores' does not offer guidance_scale, which needs negative prompts: use of='logits'")

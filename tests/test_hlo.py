@@ -29,17 +29,19 @@ CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
-def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1):
+def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1, candidates: int = 0):
     model = model_config(torch_dtype=dtype, **MODEL)
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1} if do_sample else {}
     cfg = GenerationConfig(
         **{"model": model, "do_sample": do_sample, "num_return_sequences": copies, "num_beams": beams},
         **{"max_new_tokens": 8, "eos_token_id": 1, **options},
     )
+    if candidates:
+        cfg = cfg.replace(penalty_alpha=0.6, top_k=candidates)
     params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
-    run = Run(params, normal_form(cfg), Extensions(), model, Sizes(NEW))
+    run = Run(params, normal_form(cfg), Extensions(), model, Sizes(NEW, candidates=candidates))
     lowered = run_whole.lower(run, Request(ids, ids == 0, budget, key), mode=mode_of(cfg))
     return lowered.compile(), params
 
@@ -117,6 +119,15 @@ def test_beams_move_no_cache(dtype):
     compiled, _ = compile_loop(2, dtype, do_sample=False, beams=3)
     lines = decode_loop(parse(compiled.as_text()), into_branches=True, slots=3 * NEW)
     assert results_of_size(lines, {ROWS * 2 * PROMPT * 32, 3 * ROWS * 2 * PROMPT * 32, ROWS * 2 * 3 * NEW * 32}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_contrastive_search_moves_no_cache_and_no_hidden_states(dtype):
+    compiled, _ = compile_loop(1, dtype, do_sample=False, candidates=3)
+    lines = decode_loop(parse(compiled.as_text()), into_branches=True, slots=3 * NEW)
+    caches = {ROWS * 2 * PROMPT * 32, ROWS * 2 * 3 * NEW * 32}
+    assert results_of_size(lines, caches | {ROWS * (PROMPT + NEW) * MODEL["hidden_size"]}) == []
 
 
 @pytest.mark.parametrize(("copies", "do_sample"), [(3, True), *slow((1, False), (1, True))])

@@ -12,6 +12,7 @@ import numpy as np
 from jaxgen.cli.printing import generate_and_print
 from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.options import CONTRASTIVE
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError
 from jaxgen.text.tokenizer import Tokenizer
@@ -65,6 +66,8 @@ class Chat:
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
+        if cfg.mode == CONTRASTIVE:  # which does not continue from a cache
+            self._forget_cache()
         self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
         return dropped
 

@@ -171,6 +171,9 @@ class GenerationConfig(GenerationOptions):
         # Without max_length, max_new_tokens sizes the arrays of a program that is traced with this config.
         sized = isinstance(self.max_new_tokens, int) and self.max_length == OPTIONS["max_length"].default
         static = {"max_new_tokens": self.max_new_tokens} if sized else {}
+        # In contrastive search, top_k sizes arrays too.
+        if self.on("penalty_alpha") and isinstance(self.top_k, int) and not self.do_sample and self.num_beams == 1:
+            static["top_k"] = self.top_k
         given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
         leaves = [None if value is kind.neutral else kind.leaf(value) for kind, value in given]
         return tuple(leaves), (tuple([values[name] for name in _STATIC]), tuple(static.items()))
@@ -237,7 +240,7 @@ def _check(cfg: GenerationConfig) -> None:
         _check_beams(cfg)
     elif cfg.num_return_sequences > 1 and not cfg.do_sample:
         raise ConfigError(
-            f"num_return_sequences={cfg.num_return_sequences}: greedy search has one result per prompt; "
+            f"num_return_sequences={cfg.num_return_sequences}: {cfg.mode} has one result per prompt; "
             "set do_sample=True, or num_beams"
         )
 

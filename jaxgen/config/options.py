@@ -44,7 +44,7 @@ ASSISTED, DOLA = "assisted_generation", "dola_generation"
 PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 # The implemented modes.
-IMPLEMENTED = frozenset({GREEDY, SAMPLE, ASSISTED, BEAM, BEAM_SAMPLE, GROUP_BEAM})
+IMPLEMENTED = frozenset({GREEDY, SAMPLE, CONTRASTIVE, ASSISTED, BEAM, BEAM_SAMPLE, GROUP_BEAM})
 
 # Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
 # BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
@@ -211,7 +211,8 @@ class GenerationOptions:
     )
     top_k: Number | None = _warper(
         Integer(0, least=0),
-        "draw from the k most likely tokens, ties included; 0 for all",
+        "draw from the k most likely tokens, ties included; 0 for all. In contrastive search, the number of candidates "
+        "per step, which is static if it is one number",
         hf="TopKLogitsWarper",
         default=50,
         modes=(SAMPLE, CONTRASTIVE),
@@ -472,9 +473,12 @@ class GenerationOptions:
     force_words_ids: tuple | None = _beams(Anything(), "sequences of ids that must be generated", modes=(CONSTRAINED,))
     penalty_alpha: Number | None = _option(
         Real(also_off=0.0, least=0),
-        "how strongly contrastive search avoids repetition",
+        "contrastive search, with top_k > 1: how much a token's similarity to earlier ones counts, against its "
+        "probability; 0 is off, the paper uses 0.6",
         group=MODES,
         modes=(CONTRASTIVE,),
+        command=" (with --no-do-sample)",
+        examples=(0.6, 0.3),
     )
     prompt_lookup_num_tokens: int | None = _assisted(
         StaticInteger(None, least=1),

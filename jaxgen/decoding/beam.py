@@ -23,10 +23,9 @@ from jaxgen.decoding.loop import Decoded, Prefilled, Progress
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.sample import draw_distinct
+from jaxgen.decoding.sample import draw_distinct, process
 from jaxgen.decoding.stopping import StopReason, first_reason
 from jaxgen.decoding.tokens import Tokens
-from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.shapes import repeat_rows
@@ -192,14 +191,6 @@ class BeamSearch:
         cache = state.cache.select(guidance.rows_of_cache(run.cfg, parents, rows.count))
         recording = state.recording.put(step, live, logits, scores)
         return dataclasses.replace(state, beams=beams, cache=cache, recording=recording)
-
-
-def process(run: Run, rows: Rows, log_probs: jax.Array) -> jax.Array:
-    """Apply the processors, and the warpers if tokens are drawn, to `log_probs float32[rows, V]`."""
-    extensions = run.extensions
-    with jax.named_scope("process"):
-        transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed)
-        return transform(rows.history, log_probs)
 
 
 def grow(

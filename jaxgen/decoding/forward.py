@@ -63,12 +63,15 @@ class Forward:
         states: L + 1 arrays `[streams * rows, n, D]` of these positions, for the hook; empty without one.
         out: hidden states and attention weights of all T positions, if asked for.
         cache: the cache with the tokens in it.
+        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states of all T positions, for contrastive
+            search; else None.
     """
 
     logits: jax.Array
     states: tuple[jax.Array, ...]
     out: ModelOutput
     cache: KVCache
+    hidden: jax.Array | None = None
 
 
 def run_model(
@@ -164,7 +167,7 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 
 def _in_one_pass(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None) -> Forward:
     """Run all tokens at once; return the logits of `column int32[rows]`, or of all columns."""
-    hook = run.extensions.hook is not None
+    hook, contrastive = run.extensions.hook is not None, run.sizes.candidates > 0
     if inputs.mask.shape[1] == 1:
         column = None
     out = forward(
@@ -177,16 +180,17 @@ def _in_one_pass(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Arra
         key_mask=inputs.key_mask,
         cache=cache,
         logits_to_keep=0 if column is None else column[:, None],
-        output_hidden_states=run.cfg.output_hidden_states or hook,
+        output_hidden_states=run.cfg.output_hidden_states or hook or contrastive,
         output_attentions=run.cfg.output_attentions,
     )
     assert out.cache is not None
+    hidden = out.hidden_states[-1] if contrastive and out.hidden_states is not None else None
     states: tuple[jax.Array, ...] = ()
     if hook and out.hidden_states is not None:
         states = out.hidden_states
         if column is not None:
             states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
-    return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache)
+    return Forward(out.logits, states, dataclasses.replace(out, cache=None), out.cache, hidden)
 
 
 def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, chunk: int) -> Forward:
@@ -203,10 +207,16 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
         logits, states = jax.tree.map(
             lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)
         )
-        return dataclasses.replace(so_far, logits=logits, states=states, cache=read.cache)
+        hidden = so_far.hidden
+        if hidden is not None and read.hidden is not None:
+            hidden = lax.dynamic_update_slice_in_dim(hidden, read.hidden, first, axis=1)
+        return dataclasses.replace(so_far, logits=logits, states=states, cache=read.cache, hidden=hidden)
 
     layers = 0 if run.extensions.hook is None else model.num_hidden_layers + 1
     logits = jnp.zeros((rows, 1, model.vocab_size), jnp.float32)
     states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
-    begin = Forward(logits, states, ModelOutput(logits), cache)
+    hidden = None
+    if run.sizes.candidates > 0:
+        hidden = jnp.zeros((*inputs.mask.shape, model.hidden_size), model.dtype)
+    begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
     return lax.fori_loop(0, jnp.max(last) // chunk + 1, one, begin)

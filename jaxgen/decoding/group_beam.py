@@ -11,9 +11,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxgen.decoding.beam import Beams, BeamSearch, grow, process
+from jaxgen.decoding.beam import Beams, BeamSearch, grow
 from jaxgen.decoding.rows import pad_id
 from jaxgen.decoding.run import Run
+from jaxgen.decoding.sample import process
 from jaxgen.shapes import repeat_rows
 
 

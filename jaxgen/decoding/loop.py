@@ -34,7 +34,7 @@ class Mode(Protocol):
     """
 
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Return the state after the prompts have been read, the first token of each row included."""
+        """Return the state after the prompts have been read; it may include the first token of each row."""
         ...
 
     def step(self, run: Run, state: Any) -> Any:

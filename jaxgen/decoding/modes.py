@@ -9,6 +9,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import ASSISTED
 from jaxgen.decoding.assisted import Assisted
 from jaxgen.decoding.beam import BeamSearch
+from jaxgen.decoding.contrastive import ContrastiveSearch
 from jaxgen.decoding.group_beam import GroupBeamSearch
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.sample import Sample
@@ -20,6 +21,7 @@ MODES: dict[str, Mode] = {
     "beam_search": BeamSearch(),
     "beam_sample": BeamSearch(),
     "group_beam_search": GroupBeamSearch(),
+    "contrastive_search": ContrastiveSearch(),
 }
 
 

@@ -48,10 +48,12 @@ class Sizes:
     Attributes:
         capacity: the maximum number of tokens that a row can generate, N.
         slots: slots for the tokens of `Request.cache` and, unless its rows are shared, the prompts; 0 without a cache.
+        candidates: the number of tokens per row and step between which contrastive search chooses; 0 in other modes.
     """
 
     capacity: int
     slots: int = 0
+    candidates: int = 0
 
 
 @flax.struct.dataclass

@@ -93,14 +93,19 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
 
 def choose(run: Run, rows: Rows, scores: jax.Array) -> Choice:
     """Choose the next token of each row from its scores, `scores float32[rows, V]`, before any processor."""
-    extensions = run.extensions
-    with jax.named_scope("process"):
-        transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed)
-        scores = transform(rows.history, scores)
+    scores = process(run, rows, scores)
     with jax.named_scope("choose"):
         token = greedy(scores) if rows.keys is None else draw(rows.keys, rows.history.step, scores)
         best = jnp.max(scores, axis=-1)
     return Choice(token, scores, first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best)))
+
+
+def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
+    """Apply the processors, and the warpers if tokens are drawn, to `scores float32[rows, V]`."""
+    extensions = run.extensions
+    with jax.named_scope("process"):
+        transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed)
+        return transform(rows.history, scores)
 
 
 def greedy(scores: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.options import CONTRASTIVE, OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.errors import ConfigError, InputError
@@ -55,6 +55,11 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
             "multiple of the cache's rows"
         )
     cache.kv.check_model(model_of(cfg))
+    if cfg.mode == CONTRASTIVE:
+        raise ConfigError(
+            "contrastive search (penalty_alpha) is not offered with cache=: it compares hidden states of all tokens, "
+            "which a cache does not have; pass the whole prompt, or leave out penalty_alpha"
+        )
     if cfg.output_attentions:
         raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to get attention weights")
     readers = [name for name in _OF_TOKENS if cfg.on(name)]

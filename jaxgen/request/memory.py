@@ -20,6 +20,7 @@ import numpy as np
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.decoding.contrastive import candidates_of
 from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
@@ -33,6 +34,7 @@ _REMEDIES: dict[str, dict[str, Any]] = {
     "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
     "a smaller --max-new-tokens": {"new_tokens": 1},
     "a smaller --num-return-sequences or --num-beams": {"copies": 1},
+    "a smaller --top-k": {"candidates": 1},
     "fewer prompts at once": {"prompts": 1},
     "a shorter prompt": {"width": 1},
 }
@@ -72,6 +74,7 @@ def check_memory(
         prompts=prompts,
         width=prompt_width,
         copies=max(cfg.num_return_sequences, cfg.num_beams),
+        candidates=max(candidates_of(cfg), 1),
         new_tokens=int(np.max(np.asarray(cfg.max_new_tokens))),
         records=bool(cfg.output_scores) + bool(cfg.output_logits),
     )
@@ -99,7 +102,11 @@ def free_bytes(device) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Quantities:
-    """The quantities that determine the memory needed; `records` is the number of outputs `[N, rows, V]`."""
+    """The quantities that determine the memory needed.
+
+    `candidates` is the number of tokens that contrastive search tries per row and step, 1 in other modes. `records` is
+    the number of outputs `[N, rows, V]`.
+    """
 
     checkpoint: Checkpoint
     dtype: np.dtype | None
@@ -107,11 +114,12 @@ class _Quantities:
     prompts: int
     width: int
     copies: int
+    candidates: int
     new_tokens: int
     records: int
 
     def needed(self) -> int:
-        """Return the bytes of the weights, the cache, the prefill's attention and the logits."""
+        """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
         dtype = self.checkpoint.dtype(self.dtype)
         model = dataclasses.replace(model_of(self.checkpoint.cfg), dtype=dtype.name)
         rows = self.prompts * self.copies
@@ -120,12 +128,14 @@ class _Quantities:
         weights = _weights(self.checkpoint, self.dtype)
         if self.on_cpu and dtype == np.float16:  # XLA's CPU program stores a float32 copy of all weights
             weights += _weights(self.checkpoint, np.dtype(np.float32))
-        cache = cache_bytes(model, self.prompts, width) + cache_bytes(model, rows, capacity)
+        read = rows * self.candidates
+        cache = cache_bytes(model, self.prompts, width) + cache_bytes(model, read, capacity)
+        context = 4 * rows * (width + capacity) * model.hidden_size if self.candidates > 1 else 0
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
         attention = scores if all_at_once(width, width) else 0  # else only blocks of the scores
-        logits = 4 * rows * model.vocab_size * (1 + self.records * capacity)
-        return weights + cache + attention + logits
+        logits = 4 * model.vocab_size * (read + rows * self.records * capacity)
+        return weights + cache + attention + logits + context
 
     def remedy(self, free: int) -> str:
         """Name what makes the request fit: single changes that suffice, else a combination."""

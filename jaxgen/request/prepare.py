@@ -16,6 +16,7 @@ from jaxgen.config.availability import check_options, normal_form
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn, warn_unused
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.contrastive import candidates_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.run import Array, Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
@@ -114,7 +115,9 @@ def prepare(
     # The program's arguments must be arrays, so the config's Python numbers become arrays.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     return Prepared(
-        run=with_draft(Run(params, numbers, extensions, model, Sizes(capacity, slots)), assistant, eager),
+        run=with_draft(
+            Run(params, numbers, extensions, model, Sizes(capacity, slots, candidates_of(cfg))), assistant, eager
+        ),
         request=Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask),
         ids=shown[0],
         mask=shown[1],

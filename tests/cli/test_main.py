@@ -275,6 +275,7 @@ class TestMistakes:
             ("--frequency-penalty -1.5", {"frequency_penalty": -1.5}),
             ("--early-stopping never --num-beams 2", {"early_stopping": "never", "num_beams": 2}),
             ("--early-stopping true", {"early_stopping": True}),
+            ("--penalty-alpha 0.6 --top-k 4", {"penalty_alpha": 0.6, "top_k": 4}),
         ],
     )
     def test_fields_of_the_config(self, words, fields):

@@ -69,6 +69,11 @@ class TestChat:
         assert say("Hello\nand more\nand more", *options) == kept
         assert [cache is None for _, cache, _ in asked] == [True, False, False, True, True, True]
 
+    @pytest.mark.slow
+    def test_contrastive_search_needs_no_cache(self, say):
+        options = ("--penalty-alpha", 0.1, "--top-k", 2)
+        assert say("A\nB", *options) == (0, '!"#$\n' * 2, "")
+
     def test_commands(self, say):
         status, out, err = say("/help\nA\n/reset\n/system S\nB\n/typo\n/exit\nC")
         assert (status, out) == (0, '!"#$\n' * 2)

@@ -133,10 +133,11 @@ WORKS = {
         {"prompt": [4, 5, 6, 7, 3], "prompt_lookup_num_tokens": 2},
         lambda out: generated(out, 0) == [4, 5, 6, 7] and (int(out.drafted[0]), int(out.accepted[0])) == (2, 2),
     ),
+    # The most likely token, 4, is in the prompt: it is as similar to an earlier token as can be.
+    "penalty_alpha": ({"prompt": [4, 3], "penalty_alpha": 0.9, "top_k": 2}, tokens(5, 6, 7, 8)),
 }
 REFUSED = {
     "diversity_penalty": ({"diversity_penalty": 1.0}, ConfigError),
-    "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, NotBuiltYetError),
     "constraints": ({"num_beams": 2, "constraints": ["x"]}, NotBuiltYetError),
     "force_words_ids": ({"num_beams": 2, "force_words_ids": [[1]]}, NotBuiltYetError),
     "assistant_early_exit": ({"assistant_early_exit": 2}, ConfigError),
@@ -227,8 +228,6 @@ def test_what_sampling_reads_draws_no_warning():
 
 
 def test_a_mode_that_is_not_implemented_is_named():
-    with pytest.raises(NotBuiltYetError, match=r"penalty_alpha=0.6 \(contrastive_search\)"):
-        run(penalty_alpha=0.6)
     with pytest.raises(NotBuiltYetError, match=r"dola_layers='low' \(dola_generation\)"):
         run(dola_layers="low")
 

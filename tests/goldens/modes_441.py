@@ -10,7 +10,7 @@ import torch
 from options_441 import LONGEST, VALUES, Material
 from oracle import Oracle
 
-BEAM_SETS, GROUP_SETS, CASES = 40, 15, 4
+BEAM_SETS, GROUP_SETS, CONTRASTIVE_SETS, CASES = 40, 15, 15, 4
 PROCESSORS = (
     *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_new_tokens"),
     *("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "renormalize_logits"),
@@ -40,8 +40,8 @@ def draw_eos(vocab: int, number: int, rng: np.random.Generator) -> dict:
     return {"eos_token_id": eos, "pad_token_id": int(rng.integers(vocab))}
 
 
-def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> dict:
-    """Search from one row; return the sequences without prompt and padding, their scores and beam indices."""
+def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
+    """Search from one row."""
     oracle.reset()
     model = copy.deepcopy(oracle.model).double() if double else oracle.model
     torch.set_default_dtype(torch.float64 if double else torch.float32)  # of the attention mask
@@ -53,6 +53,12 @@ def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = Fals
         warnings.simplefilter("ignore")
         out = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     torch.set_default_dtype(torch.float32)
+    return out
+
+
+def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> dict:
+    """Search from one row; return the sequences without prompt and padding, their scores and beam indices."""
+    out = generate(oracle, ids, options, double)
     eos = options["eos_token_id"]
     ends = {None} if eos is None else {eos} if isinstance(eos, int) else {*eos}
     sequences, indices = [], []
@@ -92,5 +98,43 @@ def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Genera
             if is_sound(result):
                 exact = run_beams(oracle, prompt, options, double=True)
                 cases.append({"ids": prompt, "near_tie": exact["sequences"] != result["sequences"]} | result)
+        sets.append({"checkpoint": name, "options": options, "cases": cases})
+    return sets
+
+
+def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> list[int] | None:
+    """Return the tokens that contrastive search generates from one row; None if one of them is banned."""
+    out = generate(oracle, ids, options, double)
+    tokens = out.sequences[0, len(ids) :].tolist()
+    banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores, tokens, strict=True))
+    return None if banned else tokens
+
+
+def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
+    """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
+    names = [name for name in oracles if "dynamic" not in name]
+    sets = []
+    for number in range(CONTRASTIVE_SETS):
+        name = names[number % len(names)]
+        oracle = oracles[name]
+        prompts = [rng.integers(oracle.vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
+        alpha = float(rng.choice([0.6, rng.uniform(0.05, 1), rng.uniform(1, 2)], p=[0.3, 0.6, 0.1]))
+        options = {
+            "penalty_alpha": round(alpha, 3),
+            "top_k": oracle.vocab if number == 7 else int(rng.integers(2, 9)),
+            "max_new_tokens": int(rng.integers(3, 21)),
+        }
+        options |= draw_eos(oracle.vocab, number, rng)
+        material = Material(oracle, prompts, 3, rng)
+        options |= {str(n): VALUES[str(n)](material) for n in rng.choice(PROCESSORS, size=number % 4, replace=False)}
+        options.setdefault("repetition_penalty", 1.0)
+        if options["eos_token_id"] is None:
+            options.pop("min_new_tokens", None)
+        cases = []
+        for prompt in prompts:
+            tokens = run_contrastive(oracle, prompt, options)
+            if tokens is not None:
+                exact = run_contrastive(oracle, prompt, options, double=True)
+                cases.append({"ids": prompt, "near_tie": exact != tokens, "tokens": tokens})
         sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets

@@ -9,8 +9,13 @@ from jaxgen import generate
 from tests.support.goldens import GOLDENS, load, prepare
 from tests.support.models import generated
 
-DRAFTED = {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in ("assisted", "prompt_lookup")}
-BEAMS = {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in ("beams", "group_beams")}
+
+def read(*names):
+    return {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in names}
+
+
+BEAMS = read("beams", "group_beams")
+OTHERS = read("assisted", "prompt_lookup", "contrastive")
 
 pytestmark = [  # drawn options and lengths may be so
     pytest.mark.filterwarnings("ignore:.*exceeds the budget"),
@@ -49,11 +54,13 @@ def test_beams(name, group):
                 assert indices.tolist() == case["beam_indices"][place]
 
 
-@pytest.mark.parametrize(("name", "group"), list(sets(DRAFTED, [("assisted", 1), ("prompt_lookup", 3)])))
-def test_assisted(name, group):
+@pytest.mark.parametrize(
+    ("name", "group"), list(sets(OTHERS, [("assisted", 1), ("prompt_lookup", 3), ("contrastive", 5)]))
+)
+def test_tokens(name, group):
     params, cfg, ids, mask = prepare("441", group)
     more = {}
-    if group["assistant"] is not None:
+    if group.get("assistant") is not None:
         more = {"assistant": load(GOLDENS / "441" / "checkpoints" / group["assistant"])}
     out = generate(params, ids, None, cfg, attention_mask=mask, **more)
     for number, case in enumerate(group["cases"]):
@@ -62,6 +69,12 @@ def test_assisted(name, group):
 
 
 def test_few_cases_are_near_ties():
-    for name, least in {"beams": 120, "group_beams": 45, "assisted": 50, "prompt_lookup": 50}.items():
-        cases = [case for group in (BEAMS | DRAFTED)[name] for case in group["cases"]]
+    for name, least in {
+        "beams": 120,
+        "group_beams": 45,
+        "assisted": 50,
+        "prompt_lookup": 50,
+        "contrastive": 50,
+    }.items():
+        cases = [case for group in (BEAMS | OTHERS)[name] for case in group["cases"]]
         assert sum(not case["near_tie"] for case in cases) >= least

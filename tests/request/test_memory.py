@@ -109,6 +109,7 @@ def test_the_text(refusal, checkpoint):
     [
         ({"max_new_tokens": 30_000}, "a smaller --max-new-tokens"),
         ({"num_return_sequences": 1000, "do_sample": True}, "a smaller --num-return-sequences or --num-beams"),
+        ({"top_k": 1000, "penalty_alpha": 0.6}, "a smaller --top-k"),
         ({"prompts": 1000}, "fewer prompts at once"),
         ({"width": 20_000}, "a shorter prompt"),
         ({"max_new_tokens": 30_000, "width": 20_000}, "a smaller --max-new-tokens and a shorter prompt"),

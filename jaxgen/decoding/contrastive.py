@@ -1,0 +1,183 @@
+"""Contrastive search (arXiv 2202.06417): `GenerationMixin._contrastive_search` of transformers.
+
+In each step the model reads the k most likely tokens of each row, its candidates. The row continues with the candidate
+that is likely and whose hidden state differs from those of the row's earlier tokens. So the model has already read
+every chosen token, the last one included.
+
+A prompt's candidates share the slots that they write to, so that no choice moves keys or values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.kinds import is_tracer
+from jaxgen.config.options import CONTRASTIVE
+from jaxgen.decoding import guidance
+from jaxgen.decoding.forward import Forward, observe, run_model
+from jaxgen.decoding.loop import Decoded, Prefilled, Progress
+from jaxgen.decoding.recording import Recording
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.run import Run
+from jaxgen.decoding.sample import process, record_layers
+from jaxgen.decoding.stopping import StopReason, first_reason
+from jaxgen.decoding.tokens import Tokens
+from jaxgen.errors import ConfigError
+from jaxgen.logits.row_options import RowOptions
+from jaxgen.model.cache import KVCache
+from jaxgen.shapes import pad_axis, repeat_rows
+
+
+@flax.struct.dataclass
+class ContrastiveState:
+    """State of contrastive search.
+
+    Attributes:
+        rows: one row per prompt.
+        cache: keys and values of all of the rows' tokens, with k rows per prompt, one for each candidate.
+        read: the model's output for each row's last token, without its cache and records.
+        context: float32[rows, W, D], the hidden states of each row's tokens, normed and then scaled to length 1.
+    """
+
+    rows: Rows
+    cache: KVCache
+    read: Forward
+    context: jax.Array
+
+    @property
+    def finished(self) -> jax.Array:
+        """bool[], True when every row is finished."""
+        return jnp.all(self.rows.history.done)
+
+
+class ContrastiveSearch:
+    """Contrastive search. Each row has k candidates per step, at most `Sizes.candidates`."""
+
+    def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
+        """Return the rows with nothing generated: the first step chooses the first token."""
+        hidden = prefilled.read.hidden
+        assert hidden is not None
+        hidden = guidance.conditional_part(run.cfg, hidden)
+        return ContrastiveState(
+            rows=prefilled.rows,
+            cache=prefilled.read.cache.fork(run.sizes.candidates, run.capacity, shared=True),
+            read=_without_records(prefilled.read),
+            context=pad_axis(_direction(hidden), 1, hidden.shape[1] + run.capacity),
+        )
+
+    def step(self, run: Run, state: ContrastiveState) -> ContrastiveState:
+        """Run the candidates of each row through the model and append the best one."""
+        logits, scores, rows = observe(run, state.rows, state.read, 0, state.rows.live)
+        scores = process(run, rows, scores)
+        best = jnp.max(scores, axis=-1)
+        failed = first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
+        live = rows.live & (failed == StopReason.NONE)
+        tokens, probs, possible = _candidates(run, rows, scores)
+        read, candidates = _read(run, rows, tokens, live, state.cache)
+        with jax.named_scope("choose"):
+            assert read.hidden is not None
+            hidden = _direction(guidance.conditional_part(run.cfg, read.hidden)).reshape(*tokens.shape, -1)
+            similarity = _similarity(hidden, state.context, rows.history.total_length)
+            alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
+            values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
+            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # of equal candidates the most likely one
+
+        number = jnp.arange(rows.count, dtype=jnp.int32)
+        token, column = tokens[number, chosen], jnp.where(live, rows.history.total_length, state.context.shape[1])
+        context = state.context.at[number, column].set(hidden[number, chosen], mode="drop", unique_indices=True)
+        chosen += number * tokens.shape[1]
+        parents = guidance.rows_of_cache(run.cfg, repeat_rows(chosen, candidates.count), candidates.count)
+        cache, of_streams = read.cache.select(parents), guidance.rows_of_cache(run.cfg, chosen, candidates.count)
+        read = jax.tree.map(lambda x: x[of_streams], dataclasses.replace(read, cache=None))
+
+        rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: x[chosen], candidates.hook))
+        rows = rows.push(run, token, rows.live, logits, scores, failed)
+        rows = record_layers(rows, read, 0, rows.live)
+        return ContrastiveState(rows, cache, _without_records(read), context)
+
+    def finish(self, run: Run, state: ContrastiveState) -> Decoded:
+        """Return the tokens, and the cache without the last token of each row."""
+        count = state.cache.rows
+        cache = state.cache.select(jnp.arange(0, count, run.sizes.candidates, dtype=jnp.int32))
+        length = guidance.stack(run.cfg, jnp.maximum(state.rows.history.step - 1, 0))
+        return Decoded.of(run, state.rows, dataclasses.replace(cache, length=length))
+
+    def progress(self, run: Run, state: ContrastiveState) -> Progress:
+        """Return the tokens so far."""
+        return Progress.of(run, state.rows)
+
+
+def candidates_of(cfg: GenerationConfig) -> int:
+    """Return the number of candidates that contrastive search reads per row and step; 0 in other modes.
+
+    Raises:
+        ConfigError: `top_k`, which sizes arrays here, is traced.
+    """
+    if cfg.mode != CONTRASTIVE:
+        return 0
+    if is_tracer(cfg.top_k):
+        raise ConfigError(
+            "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one whole "
+            "number, or a config that is not an argument of the jitted function"
+        )
+    return max(1, min(int(np.max(np.asarray(cfg.top_k))), model_of(cfg).vocab_size))
+
+
+def _without_records(read: Forward) -> Forward:
+    return dataclasses.replace(read, out=None, cache=None, hidden=None)
+
+
+def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the candidates of each row, most likely first: tokens int32[rows, k] and probabilities float32[rows, k].
+
+    The third value is bool[rows, k], False for a token that is banned, or beyond the row's own `top_k`.
+    """
+    count = run.sizes.candidates
+    with jax.named_scope("candidates"):
+        best, tokens = lax.top_k(scores, count)
+        probs = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), tokens, axis=1)
+        wanted = jnp.maximum(RowOptions(run.cfg, rows.options).number("top_k"), 1)
+        possible = (best > -jnp.inf) & (jnp.arange(count, dtype=jnp.int32)[None, :] < wanted)
+    return tokens.astype(jnp.int32), probs, possible
+
+
+def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCache) -> tuple[Forward, Rows]:
+    """Run the candidates `tokens int32[rows, k]` of the live rows through the model, each as a row of its own.
+
+    Returns:
+        The model's output for k rows per row, and these rows with the hook's new state.
+    """
+    count = tokens.shape[1]
+    candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(count)
+    flat, added = tokens.reshape(-1), repeat_rows(live, candidates.count)
+    eos = RowOptions(run.cfg, candidates.options).eos(candidates.count)
+    history = candidates.history.push(flat, added, run.extensions.allowed, eos)  # the hook may read it
+    inputs = guidance.stack(run.cfg, Tokens(flat[:, None], added[:, None]))
+    return run_model(run, dataclasses.replace(candidates, history=history), inputs, cache)
+
+
+def _direction(hidden: jax.Array) -> jax.Array:
+    """Scale hidden states `[..., D]` to length 1 in float32; zeros stay zeros."""
+    hidden = hidden.astype(jnp.float32)
+    length = jnp.sqrt(jnp.sum(hidden**2, axis=-1, keepdims=True))
+    return hidden / jnp.where(length == 0, 1.0, length)
+
+
+def _similarity(hidden: jax.Array, context: jax.Array, length: jax.Array) -> jax.Array:
+    """Return the largest cosine between each candidate and the tokens before it, float32[rows, k].
+
+    Args:
+        hidden: float32[rows, k, D], of the candidates, of length 1.
+        context: float32[rows, W, D], of the rows' tokens.
+        length: int32[rows], the number of these tokens.
+    """
+    cosine = jnp.einsum("bkd,bsd->bks", hidden, context, precision=lax.Precision.HIGHEST)
+    filled = jnp.arange(context.shape[1], dtype=jnp.int32)[None, :] < length[:, None]
+    return jnp.max(jnp.where(filled[:, None, :], cosine, -jnp.inf), axis=-1)

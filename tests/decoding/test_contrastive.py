@@ -1,0 +1,358 @@
+"""Contrastive search against plain Python, and by its properties."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import (
+    CausalLM,
+    ConfigError,
+    GenerationConfig,
+    GenerationError,
+    KVCache,
+    StepHook,
+    StopReason,
+    TokenAutomaton,
+    generate,
+    score,
+)
+from jaxgen.config.tables import eos_list
+from jaxgen.model.causal_lm import hidden
+from tests.support.compilations import compilations
+from tests.support.models import generated, left_pad, model_config, random_params
+from tests.support.tokenizers import byte_level
+
+MODEL = model_config(vocab_size=61)
+PARAMS = random_params(MODEL)
+TABLE = PARAMS["model"]["embed_tokens"]["weight"]
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
+NEW = 9
+CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, penalty_alpha=0.6, top_k=4)
+EOS = CFG.replace(eos_token_id=[7, 20, 33, 48, 50])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def states(model, params, embeds):
+    return hidden(model, params, None, inputs_embeds=embeds[None]).last[0]
+
+
+def last_states(embeds) -> np.ndarray:
+    """The last layer's hidden states `[T, D]` of `[T, D]`, of one width for all texts."""
+    padded = jnp.pad(embeds, ((0, 64 - len(embeds)), (0, 0)))
+    return np.asarray(states(MODEL, PARAMS, padded), np.float64)[: len(embeds)]
+
+
+def last_logits(embeds) -> np.ndarray:
+    return last_states(embeds)[-1] @ np.asarray(PARAMS["lm_head"]["weight"], np.float64).T
+
+
+def softmax(scores):
+    weights = np.exp(np.asarray(scores, np.float64) - np.max(scores))
+    return weights / weights.sum()
+
+
+def embed(ids):
+    return TABLE[jnp.asarray(ids)]
+
+
+def plain_search(prompt, cfg, process=lambda tokens, scores: scores, embed=embed):
+    """Contrastive search of one prompt: every candidate at full length through the model, without a cache."""
+    tokens, eos, alpha = [], eos_list(cfg.eos_token_id), cfg.penalty_alpha or 0.0
+    while len(tokens) < cfg.max_new_tokens and (not tokens or tokens[-1] not in eos):
+        ids = prompt + tokens
+        scores = np.asarray(process(tokens, last_logits(embed(ids))))
+        probs, values = softmax(scores), {}
+        for token in np.argsort(-scores, kind="stable")[: cfg.top_k].tolist():
+            vectors = last_states(embed([*ids, token]))
+            vectors /= np.linalg.norm(vectors, axis=-1, keepdims=True)
+            similarity = np.max(vectors[:-1] @ vectors[-1])
+            if scores[token] > -np.inf:
+                values[token] = (1 - alpha) * probs[token] - alpha * similarity
+        tokens.append(max(values, key=lambda token: values[token]))
+    return tokens
+
+
+def run(cfg, prompts=PROMPTS, width=None, **more):
+    ids, mask = left_pad(prompts, width)
+    return generate(PARAMS, ids, None, cfg, attention_mask=mask, **more)
+
+
+def tokens_of(out):
+    return [generated(out, row) for row in range(len(out.lengths))]
+
+
+def test_plain_search_with_knobs_per_prompt():
+    knobs = {"penalty_alpha": [0.6, 0.0, 1.2], "top_k": [5, 3, 4], "max_new_tokens": [9, 6, 8]}
+    out = run(EOS.replace(**knobs))
+    cfgs = [EOS.replace(**{name: values[row] for name, values in knobs.items()}) for row in range(3)]
+    assert tokens_of(out) == [plain_search(prompt, cfg) for prompt, cfg in zip(PROMPTS, cfgs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["top_k", "penalty_alpha"])
+def test_a_prompt_for_which_it_is_off_is_searched_greedily(name):
+    values = {"top_k": [1, 4, 0], "penalty_alpha": [0.0, 0.6, 0.0]}[name]
+    greedy = run(GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0))
+    contrastive = run(CFG)
+    out = run(CFG.replace(**{name: values}))
+    assert tokens_of(out) == [generated(greedy, 0), generated(contrastive, 1), generated(greedy, 2)]
+    assert tokens_of(contrastive) != tokens_of(greedy)
+
+
+@pytest.mark.slow
+def test_a_row_is_alone_in_any_bucket_and_under_jit():
+    cfg = EOS.replace(repetition_penalty=1.2)
+    together = tokens_of(run(cfg, width=40))
+    alone = [generated(run(cfg, [prompt]), 0) for prompt in PROMPTS]
+    ids, mask = left_pad(PROMPTS)
+    traced = jax.jit(lambda params, cfg: generate(params, ids, None, cfg, attention_mask=mask))(PARAMS, cfg)
+    assert together == alone == tokens_of(traced)
+    assert len({len(tokens) for tokens in together}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"prefill_chunk_size": 2}, {"prefill_chunk_size": 3}, {"top_k": 1000}])
+def test_pieces_of_the_prompt_and_more_candidates_than_tokens(more):
+    whole = CFG.replace(top_k=61) if "top_k" in more else CFG
+    assert tokens_of(run(CFG.replace(**more))) == tokens_of(run(whole))
+
+
+@pytest.mark.slow
+def test_embeddings_in_place_of_ids():
+    ids, mask = left_pad(PROMPTS)
+    out = generate(PARAMS, None, None, EOS, inputs_embeds=np.asarray(TABLE)[ids], attention_mask=mask)
+    assert tokens_of(out) == tokens_of(run(EOS))
+
+
+class Nudge(StepHook):
+    """Makes another token likelier at each call, and the embeddings of generated tokens larger."""
+
+    def init(self, history):
+        return jnp.zeros(history.length.shape[0], jnp.int32)
+
+    def before(self, calls, history, inputs):
+        grown = 1 + 0.1 * (history.last(1) % 5).astype(jnp.float32)
+        scale = jnp.where(history.step[:, None] > 0, grown, 1.0)[..., None]
+        return dataclasses.replace(inputs, inputs_embeds=inputs.inputs_embeds * scale), calls
+
+    def after(self, calls, history, output):
+        logits = output.logits.at[jnp.arange(calls.shape[0]), 10 + calls % 26].add(2.5)
+        return dataclasses.replace(output, logits=logits), calls + 1
+
+
+NUDGE = Nudge()
+
+
+@pytest.mark.slow
+def test_the_hook_of_a_row_sees_its_own_tokens():
+    for number, prompt in enumerate(PROMPTS):
+
+        def grown(ids, prompt=prompt):
+            scale = [1.0 if place < len(prompt) else 1 + 0.1 * (token % 5) for place, token in enumerate(ids)]
+            return embed(ids) * jnp.asarray(scale)[:, None]
+
+        def nudged(tokens, scores):
+            return scores + 2.5 * np.eye(61)[10 + len(tokens) % 26]
+
+        assert generated(run(EOS, hook=NUDGE), number) == plain_search(prompt, EOS, nudged, grown)
+
+
+@pytest.mark.slow
+def test_guidance_chooses_the_candidates():
+    cfg = EOS.replace(guidance_scale=1.6)
+    out = run(cfg)
+    for number, prompt in enumerate(PROMPTS):
+
+        def guided(tokens, scores, prompt=prompt):
+            other = jax.nn.log_softmax(last_logits(embed([prompt[-1], *tokens])))
+            return 1.6 * (jax.nn.log_softmax(scores) - other) + other
+
+        assert generated(out, number) == plain_search(prompt, cfg, guided)
+    assert tokens_of(out) != tokens_of(run(EOS))
+
+
+@pytest.mark.slow
+def test_processors_criteria_and_a_prefix_function():
+    def discourage(history, scores):
+        return scores - 3.0 * jax.nn.one_hot(20 + history.length % 20, 61)
+
+    def criterion(history, scores):
+        return (history.last(1)[:, 0] % 7 == 3) & (history.step > 1)
+
+    asked = []
+
+    def allowed(row, ids):
+        asked.append(row)
+        return [token for token in range(61) if (token + row + len(ids)) % 3]
+
+    cfg = CFG.replace(repetition_penalty=1.3)
+    more = {"logits_processor": [discourage], "stopping_criteria": [criterion], "prefix_allowed_tokens_fn": allowed}
+    out = run(cfg, **more)
+    assert len(asked) == int(out.lengths.sum())  # only for chosen tokens
+    for row, prompt in enumerate(PROMPTS):
+
+        def process(tokens, scores, row=row, prompt=prompt):
+            ids, scores = prompt + tokens, np.array(scores)
+            for token in set(ids):
+                scores[token] = scores[token] * 1.3 if scores[token] < 0 else scores[token] / 1.3
+            scores[[token for token in range(61) if not (token + row + len(ids)) % 3]] = -np.inf
+            scores[20 + len(ids) % 20] -= 3.0
+            return scores
+
+        tokens = plain_search(prompt, cfg, process)
+        ends = [step for step, token in enumerate(tokens) if step > 0 and token % 7 == 3]
+        assert generated(out, row) == tokens[: ends[0] + 1 if ends else NEW]
+        assert out.stop_reasons[row] == (StopReason.CRITERION if ends else StopReason.LENGTH)
+    assert StopReason.CRITERION in out.stop_reasons.tolist()
+
+
+@pytest.mark.slow
+def test_text_follows_the_grammar_and_ends_with_a_stop_string():
+    tokenizer = byte_level()
+    vocab = len(tokenizer)
+    model = model_config(vocab_size=vocab)
+    params = random_params(model)
+    automaton = TokenAutomaton.from_regex("(ab|ba|cd|dc){1,6}", tokenizer, vocab_size=vocab)
+    cfg = GenerationConfig(model=model, max_new_tokens=12, pad_token_id=0, penalty_alpha=0.9, top_k=5)
+    cfg = cfg.replace(eos_token_id=tokenizer.eos_token_id, min_new_tokens=4)
+    ids = tokenizer.batch(["x"]).ids
+    free = generate(params, ids, None, cfg, prefix_allowed_tokens_fn=automaton)
+    text = tokenizer.decode(generated(free, 0))
+    assert {text[place : place + 2] for place in range(0, len(text), 2)} <= {"ab", "ba", "cd", "dc"}
+    stop = text[1:4]
+    out = generate(
+        params, ids, None, cfg.replace(stop_strings=stop), prefix_allowed_tokens_fn=automaton, tokenizer=tokenizer
+    )
+    assert tokenizer.decode(generated(out, 0)) == text[: text.index(stop) + 3]
+    assert out.stop_reasons.tolist() == [StopReason.STOP_STRING]
+
+
+@pytest.mark.slow
+def test_a_banned_token_is_never_chosen():
+    allowed = [[10], [20, 21], [30, 31, 32]]
+    banned = [[token for token in range(61) if token not in some] for some in allowed]
+    out = run(CFG.replace(suppress_tokens=banned, penalty_alpha=5.0, top_k=8))
+    assert [set(tokens) <= set(some) for tokens, some in zip(tokens_of(out), allowed, strict=True)] == [True] * 3
+    assert len(set(generated(out, 2))) > 1
+
+
+@pytest.mark.slow
+def test_rows_without_a_token_and_rows_that_are_not_numbers():
+    cfg = EOS.replace(suppress_tokens=[list(range(61)), [1], [2]])
+    ids, mask = left_pad(PROMPTS)
+
+    def broken(history, scores):
+        return jnp.where((history.prompt_length == 1)[:, None] & (history.step[:, None] == 2), jnp.nan, scores)
+
+    more = {"attention_mask": mask, "logits_processor": [broken]}
+    out = jax.jit(lambda params: generate(params, ids, None, cfg, **more))(PARAMS)
+    assert out.stop_reasons.tolist()[::2] == [StopReason.NO_TOKEN, StopReason.NOT_A_NUMBER]
+    assert out.lengths.tolist()[::2] == [0, 2]
+    assert generated(out, 1) == generated(run(EOS.replace(suppress_tokens=[1])), 1)
+    assert (out.cache.kv.total_length == out.cache.count - jnp.asarray([0, 1, 1])).all()
+    with pytest.raises(GenerationError, match="row 0 cannot continue after 0 generated tokens: every token is banned"):
+        run(cfg)
+
+
+@pytest.mark.slow
+def test_records_are_those_of_one_pass_over_the_chosen_tokens():
+    cfg = EOS.replace(
+        output_scores=True, output_logits=True, output_hidden_states=True, output_attentions=True,
+        output_logprobs="scores", top_logprobs=3, repetition_penalty=1.2, max_new_tokens=[9, 4, 9],
+    )  # fmt: skip
+    out = run(cfg)
+    for row, prompt in enumerate(PROMPTS):
+        tokens, first = generated(out, row), out.prompt_width - len(prompt)
+        whole = CausalLM(MODEL).apply(
+            {"params": PARAMS}, jnp.asarray([prompt + tokens]), output_hidden_states=True, output_attentions=True
+        )
+        later, count = slice(len(prompt), len(prompt) + len(tokens) - 1), len(tokens)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+        close(out.logits[:count, row], whole.logits[0, len(prompt) - 1 : -1])
+        assert not np.any(out.scores[count:, row])
+        for layer, states in enumerate(whole.hidden_states):
+            close(out.hidden_states.prefill[layer][row, first:], states[0, : len(prompt)])
+            close(out.hidden_states.decode[layer][: count - 1, row], states[0, later])
+            assert not np.any(out.hidden_states.decode[layer][count - 1 :, row])
+        for layer, weights in enumerate(whole.attentions):
+            columns = len(prompt) + count
+            recorded = out.attentions.decode[layer][: count - 1, row][..., first : first + columns]
+            close(recorded, weights[0, :, later].swapaxes(0, 1))
+    scored = score(PARAMS, out.sequences, cfg.replace(max_new_tokens=9), attention_mask=out.attention_mask,
+                   of="scores", prompt_width=out.prompt_width)  # fmt: skip
+    np.testing.assert_allclose(scored.logprobs[0, 7:], out.logprobs[0], rtol=1e-4, atol=1e-4)
+    assert out.top_tokens.shape == (3, 9, 3)
+
+
+@pytest.mark.slow
+def test_the_cache_of_a_result_continues_it():
+    first = run(EOS.replace(guidance_scale=1.4))
+    greedy = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0)
+    ids = [[40], [41], [42]]
+    on = generate(PARAMS, ids, None, greedy, cache=first.cache)
+    whole = [prompt + tokens + new for prompt, tokens, new in zip(PROMPTS, tokens_of(first), ids, strict=True)]
+    assert tokens_of(on) == tokens_of(run(greedy, whole))
+    cropped = generate(PARAMS, ids, None, greedy, cache=first.cache.crop(-2))
+    assert tokens_of(cropped) == tokens_of(run(greedy, [[*text[:-3], text[-1]] for text in whole]))
+
+
+class Collector:
+    def __init__(self):
+        self.columns = []
+
+    def put(self, value):
+        self.columns.append(value)
+
+    def end(self):
+        self.columns.append(None)
+
+
+@pytest.mark.slow
+def test_a_streamer_gets_each_token():
+    collector = Collector()
+    out = run(EOS, streamer=collector)
+    prompts, *columns, end = collector.columns
+    assert prompts.shape == (3, 7)
+    assert end is None
+    steps = int(out.lengths.max())
+    np.testing.assert_array_equal(np.stack(columns, axis=1), np.asarray(out.sequences)[:, 7 : 7 + steps])
+
+
+@pytest.mark.slow
+def test_no_time():
+    out = run(CFG.replace(max_time=0.0))
+    assert out.stop_reasons.tolist() == [StopReason.TIME] * 3
+
+
+@pytest.mark.slow
+def test_thirty_calls_with_other_values_compile_once():
+    cfg = EOS.replace(repetition_penalty=1.1)
+    run(cfg)
+    rng = np.random.default_rng(0)
+    with compilations() as count:
+        for _ in range(30):
+            prompts = [rng.integers(1, 60, rng.integers(1, 20)).tolist() for _ in range(3)]
+            run(
+                cfg.replace(
+                    penalty_alpha=float(rng.uniform(0.1, 1.5)),
+                    repetition_penalty=float(rng.uniform(1.1, 2)),
+                    eos_token_id=rng.integers(0, 60, rng.integers(1, 4)).tolist(),
+                    max_new_tokens=int(rng.integers(1, 20)),
+                ),
+                prompts,
+            )
+    assert count[0] <= 2
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="num_return_sequences=2: contrastive_search has one result per prompt"):
+        CFG.replace(num_return_sequences=2)
+    cache = KVCache.create(MODEL, 1, 4)
+    with pytest.raises(ConfigError, match=r"contrastive search \(penalty_alpha\) is not offered with cache="):
+        generate(PARAMS, [[3]], None, CFG, cache=cache)
+    with pytest.raises(ConfigError, match="top_k is traced under jit, and contrastive search"):
+        jax.jit(lambda k: generate(PARAMS, [[3]], None, CFG.replace(top_k=k)))(4)
