@@ -52,9 +52,12 @@ def answer(options: argparse.Namespace) -> Stats:
         cfg = cfg.replace(max_new_tokens=max(line.budget for line in lines))
     more = _further_arguments(cfg, options, tokenizer)
     streams = 2 if cfg.on("guidance_scale") else 1
-    check_memory(directory, cfg, rows * streams, width, dtype=options.dtype)
+    assistant = None if options.assistant is None else local_directory(options.assistant)
+    check_memory(directory, cfg, rows * streams, width, dtype=options.dtype, assistant=assistant)
     with stats.loading():
         params, loaded = load_hf(directory, dtype=options.dtype)
+        if assistant is not None:
+            more["assistant"] = load_hf(assistant, dtype=options.dtype)
     cfg = cfg.replace(model=loaded.model)
 
     key = jax.random.key(options.seed) if cfg.do_sample else None

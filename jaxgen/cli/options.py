@@ -40,6 +40,7 @@ def parser() -> arguments.Parser:
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--seed", type=arguments.natural, default=0, help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
+    add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--negative-prompt", metavar="TEXT", help="what --guidance-scale moves away from (default: the last token)")
     add("--regex", metavar="PATTERN", help="answer with text that matches this regular expression")
     add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")

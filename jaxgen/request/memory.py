@@ -47,7 +47,12 @@ def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
 
 
 def check_memory(
-    path: str | PathLike[str], cfg: GenerationConfig, prompts: int, prompt_width: int, dtype: Any = None
+    path: str | PathLike[str],
+    cfg: GenerationConfig,
+    prompts: int,
+    prompt_width: int,
+    dtype: Any = None,
+    assistant: str | PathLike[str] | None = None,
 ) -> None:
     """Raise an error if the device lacks the memory to load a checkpoint and run `generate` with it.
 
@@ -57,6 +62,7 @@ def check_memory(
         prompts: B.
         prompt_width: P, padding included.
         dtype: as for `load_hf`.
+        assistant: the directory of the draft model, or None.
 
     Raises:
         InputError: too little is free; the message names what would help.
@@ -69,6 +75,7 @@ def check_memory(
         return
     request = _Quantities(
         checkpoint=open_checkpoint(path),
+        assistant=None if assistant is None else open_checkpoint(assistant),
         dtype=float_dtype(dtype),
         on_cpu=device.platform == "cpu",
         prompts=prompts,
@@ -109,6 +116,7 @@ class _Quantities:
     """
 
     checkpoint: Checkpoint
+    assistant: Checkpoint | None
     dtype: np.dtype | None
     on_cpu: bool
     prompts: int
@@ -120,22 +128,30 @@ class _Quantities:
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
-        dtype = self.checkpoint.dtype(self.dtype)
-        model = dataclasses.replace(model_of(self.checkpoint.cfg), dtype=dtype.name)
+        model, width, capacity = model_of(self.checkpoint.cfg), prompt_bucket(self.width), self._capacity()
         rows = self.prompts * self.copies
-        width, capacity = prompt_bucket(self.width), capacity_for(self.new_tokens, recorded=self.records > 0)
-
-        weights = _weights(self.checkpoint, self.dtype)
-        if self.on_cpu and dtype == np.float16:  # XLA's CPU program stores a float32 copy of all weights
-            weights += _weights(self.checkpoint, np.dtype(np.float32))
-        read = rows * self.candidates
-        cache = cache_bytes(model, self.prompts, width) + cache_bytes(model, read, capacity)
+        stored = self._weights_and_cache(self.checkpoint)
+        if self.assistant is not None:
+            stored += self._weights_and_cache(self.assistant)
         context = 4 * rows * (width + capacity) * model.hidden_size if self.candidates > 1 else 0
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
         attention = scores if all_at_once(width, width) else 0  # else only blocks of the scores
-        logits = 4 * model.vocab_size * (read + rows * self.records * capacity)
-        return weights + cache + attention + logits + context
+        logits = 4 * model.vocab_size * rows * (self.candidates + self.records * capacity)
+        return stored + attention + logits + context
+
+    def _capacity(self) -> int:
+        return capacity_for(self.new_tokens, recorded=self.records > 0)
+
+    def _weights_and_cache(self, checkpoint: Checkpoint) -> int:
+        dtype = checkpoint.dtype(self.dtype)
+        weights = _weights(checkpoint, self.dtype)
+        if self.on_cpu and dtype == np.float16:  # XLA's CPU program stores a float32 copy of all weights
+            weights += _weights(checkpoint, np.dtype(np.float32))
+        model = dataclasses.replace(model_of(checkpoint.cfg), dtype=dtype.name)
+        rows = self.prompts * self.copies * self.candidates
+        prompts = cache_bytes(model, self.prompts, prompt_bucket(self.width))
+        return weights + prompts + cache_bytes(model, rows, self._capacity())
 
     def remedy(self, free: int) -> str:
         """Name what makes the request fit: single changes that suffice, else a combination."""

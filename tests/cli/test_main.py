@@ -34,6 +34,15 @@ class TestText:
     def test_greedy(self, run, checkpoint):
         assert run("--model", checkpoint, "A", "--max-new-tokens", 5) == (0, "BCDEF\n", "")
 
+    @pytest.mark.slow
+    def test_an_assistant(self, run, checkpoint, refused):
+        arguments = ("--model", checkpoint, "A", "--max-new-tokens", 5)
+        assert run(*arguments, "--assistant", checkpoint) == (0, "BCDEF\n", "")
+        assert run(*arguments, "--assistant", checkpoint, "--num-assistant-tokens", 2) == (0, "BCDEF\n", "")
+        assert run(*arguments, "--prompt-lookup-num-tokens", 3) == (0, "BCDEF\n", "")
+        line = refused(*arguments, "--assistant", checkpoint, "--num-beams", 2)
+        assert "assistant works with greedy search and sampling" in line
+
     def test_chat_template_and_raw(self, run, copy):
         (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
         arguments = ("--model", copy, "A", "--max-new-tokens", 5)

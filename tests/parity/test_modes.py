@@ -54,9 +54,10 @@ def test_beams(name, group):
                 assert indices.tolist() == case["beam_indices"][place]
 
 
-@pytest.mark.parametrize(
-    ("name", "group"), list(sets(OTHERS, [("assisted", 1), ("prompt_lookup", 3), ("contrastive", 5)]))
-)
+IN_DEFAULT_RUN = [("assisted", 1), ("prompt_lookup", 3), ("contrastive", 5)]
+
+
+@pytest.mark.parametrize(("name", "group"), list(sets(OTHERS, IN_DEFAULT_RUN)))
 def test_tokens(name, group):
     params, cfg, ids, mask = prepare("441", group)
     more = {}
@@ -69,12 +70,6 @@ def test_tokens(name, group):
 
 
 def test_few_cases_are_near_ties():
-    for name, least in {
-        "beams": 120,
-        "group_beams": 45,
-        "assisted": 50,
-        "prompt_lookup": 50,
-        "contrastive": 50,
-    }.items():
-        cases = [case for group in (BEAMS | OTHERS)[name] for case in group["cases"]]
-        assert sum(not case["near_tie"] for case in cases) >= least
+    for name, groups in (BEAMS | OTHERS).items():
+        clear = [not case["near_tie"] for group in groups for case in group["cases"]]
+        assert sum(clear) >= max(0.75 * len(clear), 30), name
