@@ -21,6 +21,7 @@ from jaxgen.config.kinds import (
     Flag,
     Integer,
     Kind,
+    Layers,
     Number,
     Real,
     Seconds,
@@ -43,7 +44,7 @@ BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
 ASSISTED, DOLA = "assisted_generation", "dola_generation"
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 # The implemented modes.
-IMPLEMENTED = frozenset({GREEDY, SAMPLE, BEAM, BEAM_SAMPLE, GROUP_BEAM})
+IMPLEMENTED = frozenset({GREEDY, SAMPLE, BEAM, BEAM_SAMPLE, GROUP_BEAM, DOLA})
 
 # Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
 # BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
@@ -494,7 +495,15 @@ class GenerationOptions:
     assistant_lookbehind: int | None = _assisted(Anything(), "tokens to compare between two tokenizers", since="later")
     target_lookbehind: int | None = _assisted(Anything(), "tokens to compare between two tokenizers", since="later")
     is_assistant: bool | None = _assisted(Anything(), "this config is an assistant's", since="later")
-    dola_layers: Any = _option(Anything(), "the layers that DoLa contrasts", group=MODES, modes=(DOLA,), since="later")
+    dola_layers: str | tuple[int, ...] | None = _option(
+        Layers(),
+        "DoLa: the layers that the last one is contrasted with",
+        group=MODES,
+        modes=(DOLA,),
+        since="4.43",
+        differs="each row chooses its own layer",
+        command=True,
+    )
     token_healing: bool | None = _option(
         Anything(), "generate the prompt's last token again", group=MODES, modes=(), since="later"
     )

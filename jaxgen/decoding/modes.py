@@ -17,6 +17,7 @@ MODES: dict[str, Mode] = {
     "beam_search": BeamSearch(),
     "beam_sample": BeamSearch(),
     "group_beam_search": GroupBeamSearch(),
+    "dola_generation": Sample(),  # the scores differ: see dola.py
 }
 
 

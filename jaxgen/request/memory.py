@@ -20,6 +20,7 @@ import numpy as np
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.decoding import dola
 from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
@@ -74,6 +75,7 @@ def check_memory(
         copies=max(cfg.num_return_sequences, cfg.num_beams),
         new_tokens=int(np.max(np.asarray(cfg.max_new_tokens))),
         records=bool(cfg.output_scores) + bool(cfg.output_logits),
+        layers=1 if cfg.dola_layers is None else 1 + len(dola.candidate_layers(cfg)),
     )
     if (needed := request.needed()) <= free:
         return
@@ -99,7 +101,10 @@ def free_bytes(device) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Quantities:
-    """The quantities that determine the memory needed; `records` is the number of outputs `[N, rows, V]`."""
+    """The quantities that determine the memory needed.
+
+    `records` is the number of outputs `[N, rows, V]`, `layers` the number of layers that the head is applied to.
+    """
 
     checkpoint: Checkpoint
     dtype: np.dtype | None
@@ -109,6 +114,7 @@ class _Quantities:
     copies: int
     new_tokens: int
     records: int
+    layers: int
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention and the logits."""
@@ -124,7 +130,7 @@ class _Quantities:
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
         attention = scores if all_at_once(width, width) else 0  # else only blocks of the scores
-        logits = 4 * rows * model.vocab_size * (1 + self.records * capacity)
+        logits = 4 * rows * model.vocab_size * (self.layers + self.records * capacity)
         return weights + cache + attention + logits
 
     def remedy(self, free: int) -> str:

@@ -125,6 +125,7 @@ WORKS = {
         BEAMS | {"num_beam_groups": 2, "diversity_penalty": 100.0},
         lambda out: all(a != b for a, b in zip(generated(out, 0), generated(out, 1), strict=True)),
     ),
+    "dola_layers": (SAMPLED | {"dola_layers": "low", "repetition_penalty": 1.2}, kept(1)),
     "diversity_penalty": (
         BEAMS | {"num_beam_groups": 2, "diversity_penalty": 0.1},
         lambda out: generated(out, 0) == generated(out, 1) == [4, 5, 6, 7],
@@ -141,7 +142,6 @@ REFUSED = {
     "assistant_lookbehind": ({"assistant_lookbehind": 2}, NotBuiltYetError),
     "target_lookbehind": ({"target_lookbehind": 2}, NotBuiltYetError),
     "is_assistant": ({"is_assistant": True}, NotBuiltYetError),
-    "dola_layers": ({"dola_layers": "low"}, NotBuiltYetError),
     "token_healing": ({"token_healing": True}, NotBuiltYetError),
     "use_cache": ({"use_cache": False}, ConfigError),
     "cache_implementation": ({"cache_implementation": "quantized"}, ConfigError),
@@ -226,8 +226,6 @@ def test_what_sampling_reads_draws_no_warning():
 def test_a_mode_that_is_not_implemented_is_named():
     with pytest.raises(NotBuiltYetError, match=r"penalty_alpha=0.6 \(contrastive_search\)"):
         run(penalty_alpha=0.6)
-    with pytest.raises(NotBuiltYetError, match=r"dola_layers='low' \(dola_generation\)"):
-        run(dola_layers="low")
 
 
 @pytest.mark.parametrize("fields", [{"low_memory": False}, {"generation_kwargs": {}}, {"is_assistant": False}])
