@@ -430,6 +430,14 @@ class GenerationOptions:
         since="later",
         command=True,
     )
+    token_healing: bool | None = _output(
+        Flag(None),
+        "take the last token of each prompt back; the answer begins with its text, spelled by any tokens",
+        since="later",
+        differs="generate() needs tokenizer=; the whole search may choose the tokens, and no other text is possible",
+        host=True,
+        command="; for prompts without a chat template",
+    )
     use_cache: bool = _output(
         Flag(True, optional=True),
         "only True is offered",
@@ -503,9 +511,6 @@ class GenerationOptions:
         since="4.43",
         differs="each row chooses its own layer",
         command=True,
-    )
-    token_healing: bool | None = _option(
-        Anything(), "generate the prompt's last token again", group=MODES, modes=(), since="later"
     )
     # Refused by name
     decoder_start_token_id: int | None = _option(

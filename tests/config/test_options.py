@@ -142,7 +142,6 @@ REFUSED = {
     "assistant_lookbehind": ({"assistant_lookbehind": 2}, NotBuiltYetError),
     "target_lookbehind": ({"target_lookbehind": 2}, NotBuiltYetError),
     "is_assistant": ({"is_assistant": True}, NotBuiltYetError),
-    "token_healing": ({"token_healing": True}, NotBuiltYetError),
     "use_cache": ({"use_cache": False}, ConfigError),
     "cache_implementation": ({"cache_implementation": "quantized"}, ConfigError),
     "low_memory": ({"low_memory": True}, ConfigError),
@@ -174,7 +173,7 @@ WARNED = {
 
 
 def test_the_tables_have_every_option():
-    assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | {"stop_strings"} == OPTIONS.keys()
+    assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | {"stop_strings", "token_healing"} == OPTIONS.keys()
 
 
 def test_every_refused_option_is_refused():
@@ -249,6 +248,11 @@ def test_values_that_ask_for_nothing_are_accepted(fields):
 def test_ids_outside_of_the_vocabulary_are_refused(fields):
     with pytest.raises(ConfigError, match=f"{next(iter(fields))} has the token 50.*0 to 49"):
         run(**fields)
+
+
+def test_token_healing_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="token_healing compares texts: pass the tokenizer"):
+        run(token_healing=True)
 
 
 def test_stop_strings_need_a_tokenizer():
