@@ -32,6 +32,7 @@ from jaxgen.output import GenerateOutput, output, raise_failures
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
 from jaxgen.request.driver import Streamer, prefill_only, run_watched, run_whole
+from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import CallInputs, Prepared, prepare, under_jit
 from jaxgen.text.streaming import TextStreamer
@@ -87,7 +88,7 @@ def generate(
             of each prompt.
         negative_prompt_attention_mask: `[B, Q]`; if left out, nothing is padding.
         streamer: its `put` receives the prompts and then each step's tokens, and finally `end` is called.
-        tokenizer: a `jaxgen.Tokenizer`, for `stop_strings`.
+        tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
         hook: a `StepHook`.
         assistant: `(params, cfg)` of a smaller model with the same vocabulary, which drafts tokens: see
             docs/modes.md. The result is the same, with fewer passes of the model.
@@ -125,9 +126,12 @@ def generate(
             f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
         )
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
-    for name, value in {"streamer": streamer, "max_time": cfg.max_time}.items():
+    on_host = {"streamer": streamer, "max_time": cfg.max_time, "token_healing": cfg.token_healing or None}
+    for name, value in on_host.items():
         if traced and value is not None:
             raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside it")
+    if cfg.token_healing:
+        inputs, prefix_allowed_tokens_fn = heal(cfg, inputs, prefix_allowed_tokens_fn, tokenizer)
     with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
         extensions = dataclasses.replace(extensions, allowed=allowed)
         prepared = prepare(params, cfg, inputs, extensions, eager=not traced, assistant=draft)

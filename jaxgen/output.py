@@ -28,7 +28,7 @@ class GenerateOutput:
 
     Attributes:
         sequences: int32[B*R, P + N], the prompt as given, the generated tokens, then the pad id. For a prompt given as
-            embeddings, only the generated tokens.
+            embeddings, only the generated tokens. With `token_healing`, the prompt lacks the token that was taken back.
         attention_mask: bool[B*R, P + N], True for tokens, False for padding.
         lengths: int32[B*R], generated tokens per row, eos included.
         stop_reasons: int32[B*R], a `StopReason` per row.

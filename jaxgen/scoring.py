@@ -132,6 +132,8 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
     refuse_unimplemented(cfg)
     if cfg.on("guidance_scale"):
         raise ConfigError("of='scores' does not offer guidance_scale, which needs negative prompts: use of='logits'")
+    if cfg.token_healing:
+        raise ConfigError("of='scores' does not offer token_healing, which changes the prompts: use of='logits'")
     if allowed is not None and not isinstance(allowed, TokenAutomaton):
         raise TypeError(f"prefix_allowed_tokens_fn must be a TokenAutomaton here, got {type(allowed).__name__}")
     return Extensions(processors=functions("logits_processor", processors), allowed=allowed)

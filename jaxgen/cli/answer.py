@@ -40,6 +40,11 @@ def answer(options: argparse.Namespace) -> Stats:
     directory = local_directory(options.model) if options.model is not None else demo.PATH
     cfg = open_checkpoint(directory).cfg.replace(**generation_fields(options))
     tokenizer = Tokenizer.from_pretrained(directory)
+    if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
+        raise InputError(
+            "--token-healing continues the prompt's own text, and the chat template ends in its own: add --raw, or "
+            "leave it out"
+        )
     room = functools.partial(budget, cfg, options)
     lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
     batch = _encode(tokenizer, options, options.prompt) if lines is None and not options.chat else None

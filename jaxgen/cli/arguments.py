@@ -68,6 +68,11 @@ def one_of(values: Mapping[str, Any], text: str) -> Any:
     return values[text]
 
 
+def layers(text: str) -> str | list[int]:
+    """Read "low", "high" or layers separated by commas."""
+    return text if text in ("low", "high") else [whole(layer) for layer in text.split(",")]
+
+
 def json_value(text: str) -> Any:
     """Read a value in JSON: a number, a list or a dict."""
     try:

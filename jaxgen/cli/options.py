@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxgen.cli import arguments
-from jaxgen.config.kinds import Choice, Flag, Text
+from jaxgen.config.kinds import Choice, Flag, Layers, Text
 from jaxgen.config.options import OPTIONS, Option
 from jaxgen.model.config import DTYPES
 
@@ -65,6 +65,8 @@ def _argument(option: Option) -> dict[str, Any]:
         return {"type": functools.partial(arguments.one_of, texts), "metavar": "|".join(texts)}
     if isinstance(option.kind, Text):
         return {"action": "append", "metavar": "TEXT"}
+    if isinstance(option.kind, Layers):
+        return {"type": arguments.layers, "metavar": "low|high|N,N,..."}
     numbers = {"int": (arguments.whole, "N"), "float": (float, "X")}
     read, metavar = numbers.get(option.kind.type_name, (arguments.json_value, "JSON"))
     return {"type": read, "metavar": metavar}

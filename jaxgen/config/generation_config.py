@@ -41,6 +41,8 @@ from jaxgen.model.config import ModelConfig
 
 # Written by transformers in addition to the options, without effect.
 _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
+# The smallest repetition penalty that transformers recommends for DoLa.
+DOLA_PENALTY = 1.2
 _NAMES = (*OPTIONS, "model")
 _STATIC = tuple(name for name in _NAMES if name not in TRACED)
 _OF_SOME_MODES = tuple(option for option in OPTIONS.values() if option.modes is not None)
@@ -270,6 +272,9 @@ def warn_unused(cfg: GenerationConfig) -> None:
     given = [f"{option.name}={value}" for option, value in values if not is_tracer(value) and option.is_given(value)]
     if given:
         warn(f"{cfg.mode} does not read {', '.join(given)}")
+    penalty = cfg.repetition_penalty
+    if cfg.dola_layers is not None and not is_tracer(penalty) and np.min(penalty) < DOLA_PENALTY:
+        warn(f"dola_layers with repetition_penalty={penalty} may repeat itself: at least {DOLA_PENALTY} is recommended")
     if cfg.on("min_new_tokens") and cfg.on("min_length"):
         warn("min_new_tokens and min_length are both set: min_length is ignored")
 

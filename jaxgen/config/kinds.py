@@ -192,6 +192,22 @@ class Choice(Static):
         return value
 
 
+class Layers(Static):
+    """The lower or the higher layers, or a list of layers, without repetitions."""
+
+    type_name = "'low', 'high' or list"
+
+    def parse(self, name: str, value: Any) -> str | tuple[int, ...]:
+        value = frozen(value)
+        if value in ("low", "high"):
+            return value
+        if not isinstance(value, tuple) or not all(type(layer) is int for layer in value):
+            raise TypeError(f"{name} must be 'low', 'high' or a list of layers, got {value!r}")
+        if not value or min(value) < 0:
+            raise ConfigError(f"{name} must have at least one layer, and none below 0, got {list(value)}")
+        return tuple(dict.fromkeys(value))
+
+
 class Text(Static):
     """A string or several strings."""
 

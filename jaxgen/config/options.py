@@ -21,6 +21,7 @@ from jaxgen.config.kinds import (
     Flag,
     Integer,
     Kind,
+    Layers,
     Number,
     Real,
     Seconds,
@@ -44,7 +45,7 @@ ASSISTED, DOLA = "assisted_generation", "dola_generation"
 PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 # The implemented modes.
-IMPLEMENTED = frozenset({GREEDY, SAMPLE, CONTRASTIVE, ASSISTED, BEAM, BEAM_SAMPLE, GROUP_BEAM})
+IMPLEMENTED = frozenset({GREEDY, SAMPLE, CONTRASTIVE, ASSISTED, DOLA, BEAM, BEAM_SAMPLE, GROUP_BEAM})
 
 # Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
 # BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
@@ -431,6 +432,14 @@ class GenerationOptions:
         since="later",
         command=True,
     )
+    token_healing: bool | None = _output(
+        Flag(None),
+        "take the last token of each prompt back; the answer begins with its text, spelled by any tokens",
+        since="later",
+        differs="generate() needs tokenizer=; the whole search may choose the tokens, and no other text is possible",
+        host=True,
+        command="; for prompts without a chat template",
+    )
     use_cache: bool = _output(
         Flag(True, optional=True),
         "only True is offered",
@@ -515,9 +524,14 @@ class GenerationOptions:
     assistant_early_exit: int | None = _assisted(
         StaticInteger(None, least=1), "draft with the model's own first layers, as many as this", since="later"
     )
-    dola_layers: Any = _option(Anything(), "the layers that DoLa contrasts", group=MODES, modes=(DOLA,), since="later")
-    token_healing: bool | None = _option(
-        Anything(), "generate the prompt's last token again", group=MODES, modes=(), since="later"
+    dola_layers: str | tuple[int, ...] | None = _option(
+        Layers(),
+        "DoLa: the layers that the last one is contrasted with",
+        group=MODES,
+        modes=(DOLA,),
+        since="4.43",
+        differs="each row chooses its own layer",
+        command=True,
     )
     # Refused by name
     assistant_lookbehind: int | None = _refused(

@@ -118,7 +118,8 @@ class DraftModel:
         def draft_next(carry: tuple[jax.Array, Rows, KVCache]) -> tuple[jax.Array, Rows, KVCache]:
             active, rows, cache = carry
             read, _ = run_model(drafting, rows, _unread(drafting, rows, cache, active), cache)
-            choice = choose(drafting, rows, _resized(read.logits[:, 0], run.model.vocab_size))
+            logits = _resized(read.logits[:, 0], run.model.vocab_size)
+            choice = choose(drafting, rows, logits, logits)
             added = active & (choice.failed == StopReason.NONE)
             rows = rows.append(drafting, choice.token, added, choice.scores)
             active = added & rows.live & (rows.history.length - length < limit)

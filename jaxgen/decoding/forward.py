@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.decoding import guidance
+from jaxgen.decoding import dola, guidance
 from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
@@ -60,7 +60,7 @@ class Forward:
 
     Attributes:
         logits: float32[streams * rows, n, V], of all T positions or of the last one.
-        states: L + 1 arrays `[streams * rows, n, D]` of these positions, for the hook; empty without one.
+        states: L + 1 arrays `[streams * rows, n, D]` of these positions, for the hook and DoLa; else empty.
         out: hidden states and attention weights of all T positions, if asked for.
         cache: the cache with the tokens in it.
         hidden: `[streams * rows, T, D]`, the last layer's normed hidden states of all T positions, for contrastive
@@ -102,17 +102,18 @@ def observe(
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """Return the logits of a column, float32[rows, V], the processors' input scores, and the rows.
 
-    The scores are the logits, or with `normalize` their log-probabilities, after guidance. The hook sees the column
-    first and may change its logits; the hook's state changes only in the rows that are `live bool[rows]`.
+    The scores are the logits, or with `normalize` their log-probabilities, after DoLa and guidance. The hook sees the
+    column first and may change its logits; the hook's state changes only in the rows that are `live bool[rows]`.
     """
-    logits = read.logits[:, column]
+    logits, states = read.logits[:, column], tuple(x[:, column] for x in read.states)
     hook = run.extensions.hook
     if hook is not None:
-        states = tuple(x[:, column] for x in read.states)
         history, state = guidance.stack(run.cfg, rows.history), guidance.join(rows.hook)
         changed, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
         logits, rows = changed.logits, _with_hook(run, rows, state, live)
     scores = jax.nn.log_softmax(logits, axis=-1) if normalize else logits
+    if run.cfg.dola_layers is not None:
+        scores = dola.contrast(run, logits, states)
     return guidance.conditional_part(run.cfg, logits), guidance.guide(run.cfg, rows.options, scores), rows
 
 
@@ -165,9 +166,13 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
     return result
 
 
+def _needs_states(run: Run) -> bool:
+    return run.extensions.hook is not None or run.cfg.dola_layers is not None
+
+
 def _in_one_pass(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None) -> Forward:
     """Run all tokens at once; return the logits of `column int32[rows]`, or of all columns."""
-    hook, contrastive = run.extensions.hook is not None, run.sizes.candidates > 0
+    contrastive = run.sizes.candidates > 0
     if inputs.mask.shape[1] == 1:
         column = None
     out = forward(
@@ -180,13 +185,13 @@ def _in_one_pass(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Arra
         key_mask=inputs.key_mask,
         cache=cache,
         logits_to_keep=0 if column is None else column[:, None],
-        output_hidden_states=run.cfg.output_hidden_states or hook or contrastive,
+        output_hidden_states=run.cfg.output_hidden_states or _needs_states(run) or contrastive,
         output_attentions=run.cfg.output_attentions,
     )
     assert out.cache is not None
     hidden = out.hidden_states[-1] if contrastive and out.hidden_states is not None else None
     states: tuple[jax.Array, ...] = ()
-    if hook and out.hidden_states is not None:
+    if _needs_states(run) and out.hidden_states is not None:
         states = out.hidden_states
         if column is not None:
             states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
@@ -212,7 +217,7 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
             hidden = lax.dynamic_update_slice_in_dim(hidden, read.hidden, first, axis=1)
         return dataclasses.replace(so_far, logits=logits, states=states, cache=read.cache, hidden=hidden)
 
-    layers = 0 if run.extensions.hook is None else model.num_hidden_layers + 1
+    layers = model.num_hidden_layers + 1 if _needs_states(run) else 0
     logits = jnp.zeros((rows, 1, model.vocab_size), jnp.float32)
     states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
     hidden = None

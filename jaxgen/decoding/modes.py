@@ -22,6 +22,7 @@ MODES: dict[str, Mode] = {
     "beam_sample": BeamSearch(),
     "group_beam_search": GroupBeamSearch(),
     "contrastive_search": ContrastiveSearch(),
+    "dola_generation": Sample(),  # the scores differ: see dola.py
 }
 
 

@@ -157,9 +157,9 @@ class Rows:
             stops = {"EOS": is_eos(tokens, options.table("eos_token_id")), "LENGTH": history.step >= history.budget}
             if isinstance(extensions.allowed, TokenAutomaton) and history.grammar is not None:
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
-                stops["COMPLETE"] = endless & extensions.allowed.exhausted(
-                    history.grammar, history.budget - history.step
-                )
+                # With an empty budget, a text to which a token could be added ends for its length.
+                remaining = jnp.maximum(history.budget - history.step, 1)
+                stops["COMPLETE"] = endless & extensions.allowed.exhausted(history.grammar, remaining)
             stop_strings = self.stop_strings
             if extensions.stop_strings is not None and stop_strings is not None:
                 following, stops["STOP_STRING"] = extensions.stop_strings.push(stop_strings, tokens)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding import guidance
+from jaxgen.decoding import dola, guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
 from jaxgen.decoding.rows import Rows, fork
@@ -81,7 +81,7 @@ class Sample:
 def extend(run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
     """Choose each row's token from a column of the model's output, and append it to the live rows."""
     logits, scores, rows = observe(run, rows, read, column, live)
-    choice = choose(run, rows, scores)
+    choice = choose(run, rows, scores, logits)
     return rows.push(run, choice.token, live, logits, choice.scores, choice.failed)
 
 
@@ -91,13 +91,18 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
     return dataclasses.replace(rows, recording=recording)
 
 
-def choose(run: Run, rows: Rows, scores: jax.Array) -> Choice:
-    """Choose the next token of each row from its scores, `scores float32[rows, V]`, before any processor."""
-    scores = process(run, rows, scores)
+def choose(run: Run, rows: Rows, scores: jax.Array, logits: jax.Array) -> Choice:
+    """Choose the next token of each row from its scores, `scores float32[rows, V]`, before any processor.
+
+    `logits float32[rows, V]` are those of the model, for rows in which all tokens that DoLa leaves are banned.
+    """
+    processed = process(run, rows, scores)
+    if run.cfg.dola_layers is not None:
+        processed = dola.unless_banned(processed, lambda: process(run, rows, logits))
     with jax.named_scope("choose"):
-        token = greedy(scores) if rows.keys is None else draw(rows.keys, rows.history.step, scores)
-        best = jnp.max(scores, axis=-1)
-    return Choice(token, scores, first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best)))
+        token = greedy(processed) if rows.keys is None else draw(rows.keys, rows.history.step, processed)
+        best = jnp.max(processed, axis=-1)
+    return Choice(token, processed, first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best)))
 
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:

@@ -18,10 +18,12 @@ import numpy as np
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
 from jaxgen.grammar.json_schema import regex_of
+from jaxgen.grammar.prefixes import COMPLETE, prefix_table, sorted_tokens
 from jaxgen.grammar.regex import compile_regex, distinct, restricted, useful_states
 from jaxgen.text.tokenizer import Tokenizer
 
 SMALLEST_TABLE = 64
+_NEVER = 2**30  # the length of the shortest text, if there is none
 
 
 @flax.struct.dataclass
@@ -102,6 +104,38 @@ class TokenAutomaton:
         arguments and errors are those of `from_regex`.
         """
         return cls.from_regex(regex_of(schema, whitespace_pattern), tokenizer, vocab_size=vocab_size)
+
+    @classmethod
+    def from_prefixes(
+        cls, prefixes: Sequence[str | bytes], tokenizer: Tokenizer, *, vocab_size: int | None = None
+    ) -> TokenAutomaton:
+        """Build the automaton of texts that begin with a prefix, one prefix per prompt.
+
+        Tokens may spell the prefix in any way, and the token that completes it may extend it. After that every token is
+        allowed, special tokens too. `vocab_size` is the model's; a tokenizer's further ids are left out.
+
+            automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
+
+        Raises:
+            InputError: a prefix that cannot be written with the tokenizer's tokens.
+            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` one string.
+        """
+        if not isinstance(tokenizer, Tokenizer):
+            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+        if isinstance(prefixes, str | bytes):
+            raise TypeError("prefixes must be a list of texts, one per prompt: pass [text]")
+        texts = [prefix.encode() if isinstance(prefix, str) else bytes(prefix) for prefix in prefixes]
+        vocab_size = len(tokenizer.token_bytes()) if vocab_size is None else vocab_size
+        classes, transitions, start = prefix_table(texts, sorted_tokens(tokenizer), vocab_size)
+        accepting = np.arange(len(transitions)) == COMPLETE
+        used = np.isin(np.arange(transitions.shape[1]), classes)
+        transitions = np.where(used[None, :], transitions, -1)
+        shortest = _shortest(transitions, accepting)
+        transitions = np.where((transitions >= 0) & (shortest[transitions] < _NEVER), transitions, -1)
+        for text, least in zip(texts, shortest[start], strict=True):
+            if least >= _NEVER:
+                raise InputError(f"the prefix {text!r} cannot be written with the tokenizer's tokens: change it")
+        return _padded(classes, transitions, accepting, start)
 
     @classmethod
     def stack(cls, automata: Sequence[TokenAutomaton]) -> TokenAutomaton:
@@ -249,7 +283,7 @@ def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray,
 
 def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
     """int32[states]: the length of the shortest path to an accepting state; large if there is none."""
-    never = np.int32(2**30)
+    never = np.int32(_NEVER)
     length = np.where(accepting, np.int32(0), never)
     while True:
         after = np.where(table >= 0, length[table], never).min(axis=1)

@@ -20,6 +20,7 @@ import numpy as np
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.decoding import dola
 from jaxgen.decoding.contrastive import candidates_of
 from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
@@ -84,6 +85,7 @@ def check_memory(
         candidates=max(candidates_of(cfg), 1),
         new_tokens=int(np.max(np.asarray(cfg.max_new_tokens))),
         records=bool(cfg.output_scores) + bool(cfg.output_logits),
+        layers=1 if cfg.dola_layers is None else 1 + len(dola.candidate_layers(cfg)),
     )
     if (needed := request.needed()) <= free:
         return
@@ -112,7 +114,7 @@ class _Quantities:
     """The quantities that determine the memory needed.
 
     `candidates` is the number of tokens that contrastive search tries per row and step, 1 in other modes. `records` is
-    the number of outputs `[N, rows, V]`.
+    the number of outputs `[N, rows, V]`, `layers` the number of layers that the head is applied to.
     """
 
     checkpoint: Checkpoint
@@ -125,6 +127,7 @@ class _Quantities:
     candidates: int
     new_tokens: int
     records: int
+    layers: int
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
@@ -137,7 +140,7 @@ class _Quantities:
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
         attention = scores if all_at_once(width, width) else 0  # else only blocks of the scores
-        logits = 4 * model.vocab_size * rows * (self.candidates + self.records * capacity)
+        logits = 4 * model.vocab_size * rows * (self.candidates * self.layers + self.records * capacity)
         return stored + attention + logits + context
 
     def _capacity(self) -> int:

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn, warn_unused
-from jaxgen.decoding import guidance
+from jaxgen.decoding import dola, guidance
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.contrastive import candidates_of
 from jaxgen.decoding.extensions import Extensions
@@ -92,6 +92,8 @@ def prepare(
     key = check_key(inputs.key, cfg, prompts)
     cache = _continuation(inputs.cache)
     check_options(cfg, prompts)
+    if cfg.dola_layers is not None:
+        dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
     if cache is not None:
         check_cache(cache, cfg, prompts, extensions)
     check_grammar(extensions, cfg, prompts)

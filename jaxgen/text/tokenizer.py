@@ -250,6 +250,12 @@ class Tokenizer:
             for row, length in zip(sequences, lengths, strict=True)
         ]
 
+    @property
+    def padding_id(self) -> int:
+        """The id that `pad` fills rows with: that of pad, else of eos, else of unk, else 0."""
+        choices = (self.pad_token_id, self.eos_token_id, self.unk_token_id, 0)
+        return next(choice for choice in choices if choice is not None)
+
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes that each id adds to a text; None for a special token and for an id without a token.
 
@@ -299,8 +305,7 @@ class Tokenizer:
         for i, row in enumerate(rows):
             if not row:
                 raise InputError(f"prompt {i} has no tokens: a prompt needs at least one, such as BOS")
-        choices = (self.pad_token_id, self.eos_token_id, self.unk_token_id, 0)
-        pad = next(choice for choice in choices if choice is not None)
+        pad = self.padding_id
         width = max(map(len, rows))
         ids = np.full((len(rows), width), pad, np.int32)
         mask = np.zeros((len(rows), width), np.int32)

@@ -159,6 +159,16 @@ class TestLength:
         assert "counts the prompt" in refused("--model", checkpoint, "ABCDE", "--max-length", 5)
 
 
+class TestTokenHealing:
+    def test_the_answer_begins_with_the_last_token(self, run, checkpoint):
+        result = run("--model", checkpoint, "ABC", "--token-healing", "--max-new-tokens", 4)
+        assert result == (0, "CDEF\n", "")
+
+    def test_a_chat_template_refuses_it(self, refused):
+        assert "--token-healing continues the prompt's own text" in refused("A fox", "--token-healing")
+        assert "--token-healing" in refused("--chat", "--token-healing")
+
+
 class TestMistakes:
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -189,6 +199,7 @@ class TestMistakes:
             (["A", "--seed", "-1"], "at least 0"),
             (["A", "--seed", "one"], "--seed"),
             (["A", "--dtype", "int8"], "--dtype"),
+            (["A", "--dola-layers", "2,x"], "'x' is not a whole number"),
             (["A", "--early-stopping", "maybe"], "--early-stopping: 'maybe' must be one of false, true, never"),
             (["A", "--json-schema", "nowhere.json"], "argument --json-schema: nowhere.json is not a file"),
         ],
@@ -285,6 +296,9 @@ class TestMistakes:
             ("--early-stopping never --num-beams 2", {"early_stopping": "never", "num_beams": 2}),
             ("--early-stopping true", {"early_stopping": True}),
             ("--penalty-alpha 0.6 --top-k 4", {"penalty_alpha": 0.6, "top_k": 4}),
+            ("--dola-layers low", {"dola_layers": "low"}),
+            ("--dola-layers 2,4", {"dola_layers": [2, 4]}),
+            ("--token-healing --raw", {"token_healing": True}),
         ],
     )
     def test_fields_of_the_config(self, words, fields):

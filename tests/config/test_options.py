@@ -125,6 +125,7 @@ WORKS = {
         BEAMS | {"num_beam_groups": 2, "diversity_penalty": 100.0},
         lambda out: all(a != b for a, b in zip(generated(out, 0), generated(out, 1), strict=True)),
     ),
+    "dola_layers": (SAMPLED | {"dola_layers": "low", "repetition_penalty": 1.2}, kept(1)),
     "diversity_penalty": (
         BEAMS | {"num_beam_groups": 2, "diversity_penalty": 0.1},
         lambda out: generated(out, 0) == generated(out, 1) == [4, 5, 6, 7],
@@ -144,8 +145,6 @@ REFUSED = {
     "assistant_lookbehind": ({"assistant_lookbehind": 2}, ConfigError),
     "target_lookbehind": ({"target_lookbehind": 2}, ConfigError),
     "is_assistant": ({"is_assistant": True}, ConfigError),
-    "dola_layers": ({"dola_layers": "low"}, NotBuiltYetError),
-    "token_healing": ({"token_healing": True}, NotBuiltYetError),
     "use_cache": ({"use_cache": False}, ConfigError),
     "cache_implementation": ({"cache_implementation": "quantized"}, ConfigError),
     "low_memory": ({"low_memory": True}, ConfigError),
@@ -178,7 +177,7 @@ WARNED = {
 
 
 def test_the_tables_have_every_option():
-    assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | {"stop_strings"} == OPTIONS.keys()
+    assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | {"stop_strings", "token_healing"} == OPTIONS.keys()
 
 
 def test_every_refused_option_is_refused():
@@ -228,8 +227,8 @@ def test_what_sampling_reads_draws_no_warning():
 
 
 def test_a_mode_that_is_not_implemented_is_named():
-    with pytest.raises(NotBuiltYetError, match=r"dola_layers='low' \(dola_generation\)"):
-        run(dola_layers="low")
+    with pytest.raises(NotBuiltYetError, match=r"force_words_ids=.* \(constrained_beam_search\)"):
+        run(force_words_ids=[[1]], num_beams=2)
 
 
 @pytest.mark.parametrize("fields", [{"low_memory": False}, {"generation_kwargs": {}}, {"is_assistant": False}])
@@ -253,6 +252,11 @@ def test_values_that_ask_for_nothing_are_accepted(fields):
 def test_ids_outside_of_the_vocabulary_are_refused(fields):
     with pytest.raises(ConfigError, match=f"{next(iter(fields))} has the token 50.*0 to 49"):
         run(**fields)
+
+
+def test_token_healing_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="token_healing compares texts: pass the tokenizer"):
+        run(token_healing=True)
 
 
 def test_stop_strings_need_a_tokenizer():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, TokenAutomaton, generate, score
-from jaxgen.errors import JaxgenWarning, NotBuiltYetError
+from jaxgen.errors import JaxgenWarning
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import option_values
@@ -262,7 +262,7 @@ def test_a_token_that_cannot_be_chosen():
         ({"cfg": CFG.replace(guidance_scale=2.0)}, ConfigError, "guidance_scale"),
         ({"cfg": CFG.replace(num_beams=2)}, ConfigError, "beam_sample"),
         ({"cfg": CFG.replace(dola_layers="low")}, ConfigError, "cfg is for dola_generation"),
-        ({"cfg": CFG.replace(token_healing=True)}, NotBuiltYetError, "token_healing"),
+        ({"cfg": CFG.replace(token_healing=True)}, ConfigError, "token_healing, which changes the prompts"),
         ({"cfg": CFG.replace(top_k=[3, 4])}, InputError, "top_k has 2 values for 1 prompts"),
         ({"cfg": CFG.replace(suppress_tokens=[97])}, ConfigError, "suppress_tokens has the token 97"),
         ({"attention_mask": [[0, 1, 1]]}, InputError, "row 0 has no token before prompt_width"),

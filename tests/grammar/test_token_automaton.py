@@ -311,3 +311,45 @@ def test_real_qwen(data):
         state = push(automaton, state, jnp.asarray([token], jnp.int32), None)
     assert exhausted(automaton, state).tolist() == [True]
     assert automaton.accepting[state].tolist() == [True]
+
+
+class TestPrefixes:
+    def test_what_may_follow(self):
+        tokenizer = byte_level()
+        table = tokenizer.token_bytes()
+        prefixes = [b"hello", b" he", b"", b"hell"]
+        automaton = TokenAutomaton.from_prefixes(prefixes, tokenizer, vocab_size=len(table) + 2)
+        for prefix, start in zip(prefixes, automaton.start, strict=True):
+            may_follow = np.asarray(allowed(automaton, start[None], None))[0]
+            for token, text in enumerate([*table, None, None]):
+                fits = bool(text) and (text.startswith(prefix) or prefix.startswith(text))
+                assert may_follow[token] == (fits or not prefix), (prefix, text)
+
+    def test_tokens_spell_the_prefix_together(self):
+        tokenizer = byte_level()
+        automaton = TokenAutomaton.from_prefixes(["hello"], tokenizer)
+        state = automaton.start
+        for text, complete in (("hell", False), ("o", True), ("z", True)):
+            state = push(automaton, state, jnp.asarray(tokenizer.encode(text)), None)
+            assert bool(automaton.accepting[state[0]]) == complete
+            assert int(automaton.shortest[state[0]]) == (0 if complete else 1)
+        assert int(push(automaton, automaton.start, jnp.asarray(tokenizer.encode("z")), None)[0]) == -1
+
+    def test_no_token_leads_to_a_prefix_that_cannot_be_finished(self):
+        model = models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "abc": 3}, merges=[("a", "b")])
+        tokenizer = Tokenizer(tokenizers.Tokenizer(model))
+        tokenizer.backend.decoder = decoders.ByteLevel()
+        automaton = TokenAutomaton.from_prefixes(["abc"], tokenizer)
+        assert np.flatnonzero(allowed(automaton, automaton.start, None)[0]).tolist() == [3]
+        with pytest.raises(InputError, match="b'cab' cannot be written"):
+            TokenAutomaton.from_prefixes(["cab"], tokenizer)
+
+    def test_ids_that_the_model_lacks_are_left_out(self):
+        tokenizer = byte_level()
+        automaton = TokenAutomaton.from_prefixes(["hell"], tokenizer, vocab_size=256)
+        assert automaton.classes.shape == (256,)
+        assert np.flatnonzero(allowed(automaton, automaton.start, None)[0]).tolist() == tokenizer.encode("h")
+
+    def test_one_string_is_refused(self):
+        with pytest.raises(TypeError, match="one per prompt: pass"):
+            TokenAutomaton.from_prefixes("hello", byte_level())

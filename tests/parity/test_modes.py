@@ -1,13 +1,15 @@
-"""Decode modes against transformers 4.41.1: see goldens/README.md."""
+"""Decode modes against transformers 4.41.1, and DoLa against 4.45.2: see goldens/README.md."""
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
-from jaxgen import generate
+from jaxgen import ConfigError, GenerationConfig, generate
+from jaxgen.decoding.dola import candidate_layers
 from tests.support.goldens import GOLDENS, load, prepare
-from tests.support.models import generated
+from tests.support.models import generated, left_pad, model_config
 
 
 def read(*names):
@@ -73,3 +75,40 @@ def test_few_cases_are_near_ties():
     for name, groups in (BEAMS | OTHERS).items():
         clear = [not case["near_tie"] for group in groups for case in group["cases"]]
         assert sum(clear) >= max(0.75 * len(clear), 30), name
+
+
+DOLA = json.loads((GOLDENS / "445" / "dola.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=[pytest.mark.slow] * (n != 4), id=str(n)) for n, group in enumerate(DOLA)]
+)
+def test_dola(group):
+    params, cfg, ids, mask = prepare("445", group)
+    cfg = cfg.replace(output_scores=True)
+    more = {}
+    if cfg.on("guidance_scale"):
+        negative, negative_mask = left_pad([case["negative_ids"] for case in group["cases"]])
+        more = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": negative_mask}
+    key = jax.random.key(0) if cfg.do_sample else None
+    out = generate(params, ids, key, cfg, attention_mask=mask, **more)
+    for row, case in enumerate(group["cases"]):
+        if not case["near_tie"]:
+            first = [-np.inf if score is None else score for score in case["first_scores"]]
+            np.testing.assert_allclose(out.scores[0, row], first, rtol=1e-4, atol=1e-4)
+            assert cfg.do_sample or generated(out, row) == case["tokens"]
+
+
+def test_few_cases_of_dola_are_near_ties():
+    assert sum(not case["near_tie"] for group in DOLA for case in group["cases"]) >= 40
+
+
+def test_the_layers_of_dola():
+    for case in json.loads((GOLDENS / "445" / "dola_layers.json").read_text()):
+        model = model_config(num_hidden_layers=case["depth"], tie_word_embeddings=case["tied"])
+        cfg = GenerationConfig(model=model, dola_layers=case["name"])
+        if case["layers"] is None:
+            with pytest.raises(ConfigError, match=f"no layer in a tied model of {case['depth']} layers"):
+                candidate_layers(cfg)
+        else:
+            assert list(candidate_layers(cfg)) == case["layers"]

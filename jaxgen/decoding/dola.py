@@ -1,0 +1,106 @@
+"""DoLa (arXiv 2309.03883): a token's score is its log-probability minus that of an earlier layer.
+
+`GenerationMixin._dola_decoding` of transformers 4.45.2, except that each row chooses its own layer. The hidden states
+of an earlier layer go through the head without the final norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.decoding import guidance
+from jaxgen.decoding.run import Run
+from jaxgen.errors import ConfigError
+from jaxgen.model.causal_lm import head
+
+# Tokens less likely than this share of the most likely one are banned.
+_RELATIVE_TOP = 0.1
+# In a deeper model, "low" and "high" are among its first and last layers only.
+_DEEP, _DEEP_REACH = 40, 20
+
+
+def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
+    """Return the layers that `dola_layers` stands for; 0 is the embeddings.
+
+    Raises:
+        ConfigError: a layer that the model does not have, or none is left.
+    """
+    model = model_of(cfg)
+    layers, given = model.num_hidden_layers, cfg.dola_layers
+    if isinstance(given, tuple):
+        if max(given) >= layers:
+            raise ConfigError(
+                f"dola_layers={list(given)} has the layer {max(given)}: the model's layers before the last are 0, the "
+                f"embeddings, to {layers - 1}"
+            )
+        return given
+    deep = layers > _DEEP
+    if given == "high":
+        return tuple(range(layers - _DEEP_REACH if deep else layers // 2, layers, 2))
+    # The embeddings of a tied model would predict the token itself.
+    start = min(2, layers - 1) if model.tie_word_embeddings else 0
+    end = _DEEP_REACH if deep else layers // 2
+    chosen = (start,) if start == layers // 2 else tuple(range(start, end, 2))
+    if not chosen:
+        raise ConfigError(
+            f"dola_layers='low' has no layer in a tied model of {layers} layers: set dola_layers='high' or a list"
+        )
+    return chosen
+
+
+def contrast(run: Run, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
+    """Return the contrasted scores of the rows with the prompt, and the logits of the other streams.
+
+    Args:
+        run: the constants.
+        logits: float32[streams * rows, V].
+        states: L + 1 arrays `[streams * rows, D]`.
+    """
+    mature, *others = guidance.split(run.cfg, logits)
+    candidates = [guidance.conditional_part(run.cfg, states[layer]) for layer in candidate_layers(run.cfg)]
+    with jax.named_scope("dola"):
+        premature = head(run.model, run.params, jnp.stack(candidates))
+        return guidance.join((contrasted(mature, premature), *others))
+
+
+def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
+    """Subtract the log-probabilities of the layer that differs most, in each row; ban unlikely tokens.
+
+    Args:
+        mature: float32[rows, V], the model's logits.
+        premature: float32[C, rows, V], the logits of the candidate layers.
+    """
+    log_mature = jax.nn.log_softmax(mature, axis=-1)
+    log_premature = jax.nn.log_softmax(premature, axis=-1)
+    layer = jnp.argmax(_divergence(log_mature[None], log_premature), axis=0)
+    base = jnp.take_along_axis(log_premature, layer[None, :, None], axis=0)[0]
+    least = jnp.max(log_mature, axis=-1, keepdims=True) + math.log(_RELATIVE_TOP)
+    return jnp.where(log_mature < least, -jnp.inf, log_mature - base)
+
+
+def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -> jax.Array:
+    """Return the processed scores, float32[rows, V], and in rows without a token left those of `without_dola`.
+
+    DoLa leaves only likely tokens. Processors or a grammar may ban all of them; transformers then takes token 0.
+    """
+    banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
+    return lax.cond(jnp.any(banned), lambda: jnp.where(banned, without_dola(), processed), lambda: processed)
+
+
+def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
+    """float32[C, rows]: how far each layer's distribution is from the mature one.
+
+    It is transformers' form of the Jensen-Shannon divergence: the mean of the average distribution's divergences from
+    both. Tokens that a hook banned are not counted. `log_mature` is float32[1, rows, V], `log_premature`
+    float32[C, rows, V].
+    """
+    average = 0.5 * (jnp.exp(log_mature) + jnp.exp(log_premature))
+    log_average = jnp.log(jnp.where(average > 0, average, 1))
+    terms = average * (log_average - 0.5 * (log_mature + log_premature))
+    return jnp.mean(jnp.where(log_mature == -jnp.inf, 0, terms), axis=-1)

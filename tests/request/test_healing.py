@@ -1,0 +1,267 @@
+"""Token healing: the whole text of a row begins with the prompt's text, whatever tokens spell it."""
+
+import io
+
+import jax
+import numpy as np
+import pytest
+
+from convert import load_hf
+from jaxgen import (
+    CausalLM,
+    ConfigError,
+    GenerationConfig,
+    InputError,
+    StopReason,
+    TextStreamer,
+    TokenAutomaton,
+    Tokenizer,
+    demo,
+    generate,
+    prefill,
+)
+from jaxgen.request.healing import heal
+from jaxgen.request.prepare import CallInputs
+from tests.support.compilations import compilations
+from tests.support.models import generated, model_config, random_params, slow
+from tests.support.tokenizers import byte_level, llama
+
+TEXTS = [
+    "Once upon a time, there was a little fox who lost a key in the deep wood.",
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich 🦊👩‍🚀 — 東京の夜",
+    "The link is https://example.org/a?b=c&d=%20  and   more",
+]
+
+
+def cuts(count, seed, texts=TEXTS):
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        text = texts[number % len(texts)]
+        yield text[: rng.integers(1, len(text) + 1)]
+
+
+def config(tokenizer, **fields):
+    model = model_config(vocab_size=len(tokenizer) + 3, num_hidden_layers=4)
+    fields = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id, **fields}
+    return GenerationConfig(model=model, token_healing=True, **fields)
+
+
+SMALL = byte_level()
+CFG = config(SMALL)
+PARAMS = random_params(CFG.model)
+PROMPTS = ["one hell", " he", "wide and hello he", "x"]
+BATCH = SMALL.batch(PROMPTS)
+
+
+def run(cfg=CFG, batch=BATCH, key=None, tokenizer=SMALL, **more):
+    more = {"attention_mask": batch.attention_mask, **more}
+    return generate(PARAMS, batch.ids, key, cfg, tokenizer=tokenizer, **more)
+
+
+def text_bytes(tokenizer, ids):
+    table = tokenizer.token_bytes()
+    return b"".join(table[token] or b"" for token in ids if token < len(table))
+
+
+def texts_of(out, tokenizer=SMALL):
+    rows = zip(np.asarray(out.sequences), np.asarray(out.attention_mask), strict=True)
+    return [text_bytes(tokenizer, row[mask]) for row, mask in rows]
+
+
+def check(out, prompts=PROMPTS, copies=1):
+    for row, text in enumerate(texts_of(out)):
+        assert text.startswith(prompts[row // copies].encode()), (row, text)
+
+
+def walk(automaton, start, rng, tokens):
+    """Tokens chosen at random from those that may follow."""
+    state, chosen = int(start), []
+    table, classes = np.asarray(automaton.transitions), np.asarray(automaton.classes)
+    for _ in range(tokens):
+        after = table[state][classes]
+        token = int(rng.choice(np.flatnonzero(after >= 0)))
+        state = int(after[token])
+        chosen.append(token)
+        assert np.asarray(automaton.accepting)[state] == (state == 0)
+    return state, chosen
+
+
+@pytest.mark.parametrize("name", ["bundled", "llama", *slow("qwen")])
+def test_any_spelling_gives_the_prompt_back(name, data):
+    tokenizer = {
+        "qwen": lambda: Tokenizer.from_pretrained(data / "tokenizers" / "qwen2.5-instruct"),
+        "bundled": lambda: Tokenizer.from_pretrained(demo.PATH),
+        "llama": llama,
+    }[name]()
+    vocab, rng = len(tokenizer.token_bytes()) + 5, np.random.default_rng(0)
+    texts = TEXTS if name == "qwen" else [TEXTS[0], TEXTS[1]]
+    prompts = [text for text in cuts(40, 1, texts) if len(tokenizer.encode(text)) > 1]
+    ids, mask = tokenizer.batch(prompts)
+    cfg = GenerationConfig(model=model_config(vocab_size=vocab), token_healing=True)
+    moved, automaton = heal(cfg, CallInputs(ids, attention_mask=mask), None, tokenizer)
+    respelled = 0
+    for row, prompt in enumerate(prompts):
+        kept = moved.ids[row][moved.attention_mask[row]].tolist()
+        assert kept == ids[row][mask[row] == 1][:-1].tolist()
+        for _ in range(5):
+            state, chosen = walk(automaton, automaton.start[row], rng, 40)
+            assert state == 0
+            original, whole = ids[row][mask[row] == 1].tolist(), [*kept, *chosen]
+            assert text_bytes(tokenizer, whole).startswith(text_bytes(tokenizer, original))
+            if name != "llama":  # whose decoder replaces a run of byte tokens as a whole if one is wrong
+                decoded = (tokenizer.decode(x, clean_up_tokenization_spaces=False) for x in (whole, original))
+                assert next(decoded).startswith(next(decoded)), prompt
+            respelled += chosen[0] != ids[row, -1]
+    assert respelled > 20
+
+
+def test_a_batch_generates_the_text_of_its_prompts():
+    out = run()
+    check(out)
+    assert [int(n) for n in np.asarray(out.attention_mask)[:, : out.prompt_width].sum(axis=1)] == [
+        max(len(SMALL.encode(prompt)) - 1, 1) for prompt in PROMPTS
+    ]
+    assert np.asarray(out.attention_mask)[0, out.prompt_width - 1]  # the prompts are still on the right
+    assert out.prompt_width == BATCH.ids.shape[1]
+    assert (np.asarray(out.sequences)[:, 0] == SMALL.pad_token_id).all()  # padding
+
+
+MODES = {
+    "sample": {"do_sample": True, "top_k": 0, "temperature": 5.0, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam_sample": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "temperature": 3.0},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 3.0, "num_return_sequences": 2},
+    "dola": {"dola_layers": "high", "repetition_penalty": 1.2},
+    "guidance": {"guidance_scale": 1.5},
+    "chunks": {"prefill_chunk_size": 3},
+    "without_eos": {"eos_token_id": None},
+    "min_length": {"min_new_tokens": 9},
+    "one_token": {"max_new_tokens": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODES)
+def test_in_every_mode(name):
+    cfg = CFG.replace(**MODES[name])
+    out = run(cfg, key=jax.random.key(0) if cfg.do_sample else None)
+    check(out, copies=cfg.num_return_sequences)
+    if name == "without_eos":
+        assert (np.asarray(out.stop_reasons) == StopReason.LENGTH).all()
+
+
+def rows_of(out):
+    return [generated(out, row) for row in range(len(out.lengths))]
+
+
+@pytest.mark.slow
+def test_a_row_is_alone():
+    expected = rows_of(run())
+    for row, prompt in enumerate(PROMPTS):
+        assert rows_of(run(batch=SMALL.batch([prompt]))) == [expected[row]]
+    flipped = run(batch=BATCH._replace(ids=BATCH.ids[:, ::-1], attention_mask=BATCH.attention_mask[:, ::-1]))
+    right = [SMALL.encode(prompt) for prompt in PROMPTS]
+    width = BATCH.ids.shape[1]
+    ids = np.array([row + [0] * (width - len(row)) for row in right])
+    mask = np.array([[1] * len(row) + [0] * (width - len(row)) for row in right])
+    assert rows_of(run(batch=BATCH._replace(ids=ids, attention_mask=mask))) == expected
+    assert rows_of(flipped) != expected
+
+
+def test_a_special_token_and_a_single_token_stay():
+    batch = SMALL.batch(["hello<|im_end|>", "x"])
+    moved, automaton = heal(CFG, CallInputs(batch.ids, attention_mask=batch.attention_mask), None, SMALL)
+    np.testing.assert_array_equal(moved.ids, batch.ids)
+    np.testing.assert_array_equal(moved.attention_mask, batch.attention_mask == 1)
+    assert automaton.start.tolist() == [0, 0]
+    allowed = automaton.allowed(automaton.start, None)
+    assert bool(allowed.all())  # special tokens and ids without a token too, as without healing
+
+
+@pytest.mark.slow
+def test_after_a_cache_and_to_be_continued():
+    head, tail = SMALL.encode("one he"), SMALL.encode("ll and hell")
+    cache = prefill(PARAMS, [head], CFG)
+    out = generate(PARAMS, [tail], None, CFG, cache=cache, tokenizer=SMALL)
+    whole = generate(PARAMS, [head + tail], None, CFG, tokenizer=SMALL)
+    assert rows_of(out) == rows_of(whole)
+    plain = CFG.replace(token_healing=None)
+    again = [[*np.asarray(whole.sequences)[0][np.asarray(whole.attention_mask)[0]].tolist(), 5]]
+    on = generate(PARAMS, [[5]], None, plain, cache=whole.cache)
+    assert rows_of(on) == rows_of(generate(PARAMS, again, None, plain))
+
+
+@pytest.mark.slow
+def test_embeddings_move_with_the_ids():
+    embeds = CausalLM(CFG.model).apply({"params": PARAMS}, BATCH.ids, method="embed")
+    assert rows_of(run(inputs_embeds=embeds)) == rows_of(run())
+
+
+@pytest.mark.slow
+def test_a_streamer_prints_the_whole_text():
+    file = io.StringIO()
+    batch = SMALL.batch([PROMPTS[2]])
+    out = run(batch=batch, streamer=TextStreamer(SMALL, file=file))
+    text = file.getvalue()
+    assert text.startswith(PROMPTS[2])
+    row = np.asarray(out.sequences)[0][np.asarray(out.attention_mask)[0]]
+    assert text == SMALL.decode(row) + "\n"
+
+
+@pytest.mark.slow
+def test_other_prompts_compile_nothing():
+    run()
+    rng = np.random.default_rng(0)
+    with compilations() as count:
+        for _ in range(10):
+            prompts = [TEXTS[number][: rng.integers(2, 12)] for number in range(4)]
+            check(run(batch=SMALL.batch(prompts)), prompts)
+    assert count[0] == 0
+
+
+@pytest.mark.slow
+def test_the_bundled_model_finds_the_better_spelling():
+    params, cfg = load_hf(demo.PATH)
+    tok = Tokenizer.from_pretrained(demo.PATH)
+    prompts = [text for text in cuts(24, 2, TEXTS[:1]) if len(tok.encode(text)) > 1]
+    ids, mask = tok.batch(prompts)
+    cfg = cfg.replace(do_sample=False, temperature=1.0, top_p=1.0, max_new_tokens=8, token_healing=True)
+    out = generate(params, ids, None, cfg, attention_mask=mask, tokenizer=tok)
+    respelled = 0
+    for row, prompt in enumerate(prompts):
+        whole = np.asarray(out.sequences)[row][np.asarray(out.attention_mask)[row]]
+        assert tok.decode(whole, clean_up_tokenization_spaces=False).startswith(prompt)
+        respelled += generated(out, row)[0] != ids[row, -1]
+    assert respelled > len(prompts) // 4
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "text"),
+    [
+        ({"tokenizer": None}, InputError, "token_healing compares texts: pass the tokenizer"),
+        ({"tokenizer": "qwen"}, TypeError, "token_healing needs a jaxgen.Tokenizer, got str"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, InputError, "both restrict the first tokens: leave one"),
+        (
+            {"prefix_allowed_tokens_fn": TokenAutomaton.from_prefixes(["a"], SMALL)},
+            InputError,
+            "token_healing and prefix_allowed_tokens_fn",
+        ),
+        ({"cfg": CFG.replace(forced_bos_token_id=3)}, ConfigError, "forced_bos_token_id counts its tokens"),
+        ({"cfg": CFG.replace(forced_decoder_ids=[[9, 3]])}, ConfigError, "forced_decoder_ids counts its tokens"),
+    ],
+)
+def test_refusals(more, error, text):
+    with pytest.raises(error, match=text):
+        run(**more)
+
+
+def test_embeddings_alone_are_refused():
+    embeds = np.zeros((1, 3, CFG.model.hidden_size), np.float32)
+    with pytest.raises(InputError, match="needs the prompts' ids, and only inputs_embeds were given"):
+        generate(PARAMS, None, None, CFG, inputs_embeds=embeds, tokenizer=SMALL)
+
+
+def test_it_is_refused_under_jit():
+    with pytest.raises(InputError, match="token_healing needs the host and cannot be used under jit"):
+        jax.jit(lambda params: generate(params, BATCH.ids, None, CFG, tokenizer=SMALL))(PARAMS)
