@@ -10,6 +10,7 @@ import pytest
 from jax import export
 
 from jaxgen import GenerationConfig, generate
+from jaxgen.decoding.modes import MODES
 from tests.support.models import model_config, random_params, slow
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -17,7 +18,16 @@ WIDTH = 48
 MODEL = model_config(torch_dtype="bfloat16", hidden_size=WIDTH)
 PARAMS = random_params(MODEL)
 IDS = jnp.asarray([[3, 4, 5]], jnp.int32)
-MODES = {"greedy": {}, "sample": {"do_sample": True, "top_k": 5, "top_p": 0.9}, "guided": {"guidance_scale": 1.5}}
+OPTIONS = {"greedy": {}, "sample": {"do_sample": True, "top_k": 5, "top_p": 0.9}, "guided": {"guidance_scale": 1.5}}
+OTHER_MODES = {
+    "beam_search": {"num_beams": 2},
+    "beam_sample": {"num_beams": 2, "do_sample": True},
+    "group_beam_search": {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "constrained_beam_search": {"num_beams": 2, "force_words_ids": [[7, 8]]},
+    "contrastive_search": {"penalty_alpha": 0.6, "top_k": 3},
+    "assisted_generation": {"assistant_early_exit": 1},
+    "dola_generation": {"dola_layers": [1], "repetition_penalty": 1.2},
+}
 
 # A product of two rows of the model's width with a weight, and a branch that begins with rows of NaN.
 TWO_ROWS = re.compile(rf"dot_general .*\(tensor<2x{WIDTH}xbf16>, tensor<\d+x{WIDTH}xbf16>\)")
@@ -32,7 +42,7 @@ EMPTY_LOOK_UP = re.compile(
 def run_of(mode: str, tiles: bool = False):
     """A run of `generate` as a function of parameters, ids and the data of a key."""
     model = dataclasses.replace(MODEL, cpu_tiles=tiles)
-    cfg = GenerationConfig(model=model, max_new_tokens=4, eos_token_id=1, **MODES[mode])
+    cfg = GenerationConfig(model=model, max_new_tokens=4, eos_token_id=1, **(OPTIONS | OTHER_MODES)[mode])
 
     def run(params, ids, key_data):
         key = jax.random.wrap_key_data(key_data) if cfg.do_sample else None
@@ -62,6 +72,17 @@ def test_only_the_cpu_gets_its_forms(mode):
         if mode != "guided":  # which has two rows per prompt itself
             assert ONE_ROW.search(programs[platform])
             assert not TWO_ROWS.search(programs[platform])
+
+
+def test_these_are_all_modes():
+    assert OTHER_MODES.keys() | {"greedy_search", "sample"} == MODES.keys()
+
+
+@pytest.mark.parametrize("mode", slow(*OTHER_MODES))
+def test_one_trace_of_a_mode_is_lowered_for_all_platforms(mode):
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=4, eos_token_id=1, **OTHER_MODES[mode])
+    assert cfg.mode == mode
+    assert all("while" in program for program in lowered(mode).values())
 
 
 def test_only_the_cpu_multiplies_tiles_and_only_if_told_to():
