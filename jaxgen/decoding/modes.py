@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.beam import BeamSearch
+from jaxgen.decoding.constrained_beam import ConstrainedBeamSearch
 from jaxgen.decoding.group_beam import GroupBeamSearch
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.sample import Sample
@@ -17,6 +18,7 @@ MODES: dict[str, Mode] = {
     "beam_search": BeamSearch(),
     "beam_sample": BeamSearch(),
     "group_beam_search": GroupBeamSearch(),
+    "constrained_beam_search": ConstrainedBeamSearch(),
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from modes_441 import beam_goldens
+from modes_441 import beam_goldens, constrained_goldens
 from options_441 import LONGEST, option_goldens, prepared_lists
 from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
 from outputs_441 import output_goldens
@@ -279,6 +279,7 @@ def main() -> None:
 
     write_lines(out / "beams.json", beam_goldens(oracles, False, np.random.default_rng([seed, 8])))
     write_lines(out / "group_beams.json", beam_goldens(oracles, True, np.random.default_rng([seed, 9])))
+    write_lines(out / "constrained.json", constrained_goldens(oracles, np.random.default_rng([seed, 10])))
 
 
 if __name__ == "__main__":
