@@ -228,6 +228,10 @@ class Continuations:
         """Return the first `count` of each search."""
         return jax.tree.map(lambda x: x[:, :count], self)
 
+    def only(self, kept: jax.Array) -> Continuations:
+        """Set the totals of all but the `kept bool[S, n]` to -inf."""
+        return dataclasses.replace(self, totals=jnp.where(kept, self.totals, -jnp.inf))
+
     def join(self, other: Continuations) -> Continuations:
         """Return these followed by others."""
         return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), self, other)
@@ -276,6 +280,12 @@ class Step:
         first = jnp.arange(searches, dtype=jnp.int32)[:, None] * count
         parents = first + jnp.where(self.live[:, None], index // vocab, number % count)
         return Continuations(total, parents, index % vocab)
+
+    def best(self, continuations: Continuations) -> jax.Array:
+        """int32[S, k]: the places of the k best continuations, best first; of a finished search, the first k."""
+        count = self.totals.shape[1]
+        places = lax.top_k(continuations.totals, count)[1]
+        return jnp.where(self.live[:, None], places, jnp.arange(count, dtype=jnp.int32)[None, :])
 
     def extend(self, continuations: Continuations) -> Rows:
         """Return the S * n rows of continuations, without log-probabilities."""
@@ -340,17 +350,8 @@ def grow(
         step = Step.begin(run, beams, logits, scores)
         candidates = step.candidates(keys)
     ended = step.ended(step.extend(candidates))
-    results = candidates.first(count)
-    results = dataclasses.replace(results, totals=jnp.where(ended[:, :count], results.totals, -jnp.inf))
-    return step.finish(results, open_beams(step, candidates, ended), candidates.totals[:, 0])
-
-
-def open_beams(step: Step, candidates: Continuations, ended: jax.Array) -> Continuations:
-    """Return the k best candidates of each search that have not `ended bool[S, n]`."""
-    count = step.totals.shape[1]
-    totals, chosen = lax.top_k(jnp.where(ended, -jnp.inf, candidates.totals), count)
-    chosen = jnp.where(step.live[:, None], chosen, jnp.arange(count, dtype=jnp.int32)[None, :])
-    return dataclasses.replace(candidates.take(chosen), totals=totals)
+    results, running = candidates.only(ended).first(count), candidates.only(~ended)
+    return step.finish(results, running.take(step.best(running)), candidates.totals[:, 0])
 
 
 def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -1,23 +1,23 @@
 """Beam search under constraints: `_constrained_beam_search` and `ConstrainedBeamSearchScorer` of transformers.
 
-Besides the best continuations, each beam proposes the tokens that make progress with the constraints, however unlikely
-they are. The next beams are taken in turn from banks: continuations that are equally far with the constraints.
+In addition to the best continuations, each beam proposes the tokens that make progress with the constraints, however
+unlikely they are. Continuations that are equally far with the constraints form a bank. The next beams are the best of
+each bank, then the second best of each, and so on.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxgen.decoding.beam import Beams, BeamSearch, Continuations, Step, open_beams, process
+from jaxgen.decoding.beam import Beams, BeamSearch, Continuations, Step, process
 from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 
-# In the order of continuations, a token of progress is worth this much, as in transformers.
-_PER_TOKEN = 100
+# As in transformers, continuations are sorted by their bank times this, plus their score.
+_BANK_WEIGHT = 100
 
 
 class ConstrainedBeamSearch(BeamSearch):
@@ -26,7 +26,7 @@ class ConstrainedBeamSearch(BeamSearch):
     def counts(self, run: Run, beams: Beams) -> jax.Array:
         """Return the running beams that count as results in the end, bool[S, k].
 
-        Those that do not meet all constraints count only if there are fewer others than sequences to return.
+        Those that do not meet all constraints count only if fewer beams than sequences to return do.
         """
         met = _state(beams.rows).complete.reshape(beams.scores.shape)
         few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
@@ -35,41 +35,29 @@ class ConstrainedBeamSearch(BeamSearch):
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:
-        """Choose the next beams; see `BeamSearch.grow`. As in transformers, recorded scores include the beams'."""
+        """Choose the next beams; see `BeamSearch.grow`. The scores to record include those of the beams."""
+        table, count = _table(run), beams.scores.shape[1]
         step = Step.begin(run, beams, logits, process(run, beams.rows, log_probs))
         with jax.named_scope("choose"):
             candidates = step.candidates(None)
-            rows = step.extend(candidates)
-            ended = step.ended(rows)
-            running = open_beams(step, candidates, ended)
-            results = _met(candidates, ended, rows).first(running.tokens.shape[1])
+            proposals = _proposals(step, table)
+            joined = candidates.join(proposals)
+            rows = step.extend(joined)
+            ended, met = step.ended(rows), _state(rows).complete.reshape(joined.tokens.shape)
+            banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
+        searches, number = candidates.tokens.shape
+        open_places = step.best(candidates.only(~ended[:, :number]))
+        # As in transformers, candidates that end count only among the first k.
+        first = jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32)[None, :], (searches, number))
         with jax.named_scope("constrain"):
-            results, running = _with_proposals(step, results, running)
+            known = jnp.concatenate([first[:, :count], open_places], axis=1)
+            new = _are_new(step, proposals, candidates.take(known))
+            places = _in_turn(joined.only(~ended), banks, open_places, new & ~ended[:, number:])
+        results = joined.only(ended & met & jnp.concatenate([first < count, new], axis=1))
+        results = results.take(lax.top_k(results.totals, count)[1])
+        running = joined.only(~ended).take(jnp.where(step.live[:, None], places, open_places))
         beams, parents = step.finish(results, running, candidates.totals[:, 0])
         return beams, parents, step.totals.reshape(logits.shape)
-
-
-def _with_proposals(step: Step, results: Continuations, running: Continuations) -> tuple[Continuations, Continuations]:
-    """Return the k results and the k next beams of each search, chosen from these and the beams' proposals."""
-    table, state, count = _table(step.run), _state(step.beams.rows), step.totals.shape[1]
-    proposals = _proposals(step, table)
-    rows = step.extend(proposals)
-    banks = table.proposed_banks(state, _state(rows)).reshape(proposals.tokens.shape)
-    known = _first_equal(step.beams, count)
-    new = (proposals.tokens >= 0) & ~_among(proposals, running, known)
-
-    ended = step.ended(rows)
-    also = _met(proposals, ended & new & ~_among(proposals, results, known), rows)
-    results = results.join(also)
-    results = results.take(jax.lax.top_k(results.totals, count)[1])
-
-    running_banks = table.banks(_state(step.extend(running))).reshape(running.tokens.shape)
-    joined, new = running.join(proposals), new & ~ended
-    valid = jnp.concatenate([jnp.ones(running.tokens.shape, bool), new], axis=1)
-    order = _in_turn(joined.totals, jnp.concatenate([running_banks, banks], axis=1), valid)[:, :count]
-    changed = step.live & jnp.any(new, axis=1)
-    unchanged = jnp.arange(count, dtype=jnp.int32)[None, :]
-    return results, joined.take(jnp.where(changed[:, None], order, unchanged))
 
 
 def _proposals(step: Step, table: ConstraintTable) -> Continuations:
@@ -87,52 +75,58 @@ def _proposals(step: Step, table: ConstraintTable) -> Continuations:
     return jax.tree.map(lambda x: x.reshape(searches, -1), Continuations(totals, parents, tokens))
 
 
-def _first_equal(beams: Beams, count: int) -> jax.Array:
-    """int32[rows]: the first row of the search with the same text. At first all beams of a search are the same."""
-    history = beams.rows.history
-    width = beams.origins.shape[1]
-    text = history.generated(width, jnp.int32(-1)).reshape(-1, count, width)
+def _banks(step: Step, table: ConstraintTable, state: ConstraintState, proposed: int) -> jax.Array:
+    """int32[S, n]: the banks of continuations whose state is given, the last `proposed` of each search proposals."""
+    banks = table.banks(state).reshape(step.live.size, -1)
+    own, proposals = banks[:, :-proposed], banks[:, -proposed:]
+    before = _state(step.beams.rows)
+    shape = (step.beams.rows.count, *table.ids.shape[:2])
+    proposals = table.proposed_banks(before, proposals.reshape(shape)).reshape(proposals.shape)
+    return jnp.concatenate([own, proposals], axis=1)
+
+
+def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
+    """bool[S, n]: the proposals that are tokens, with a text that is not among the `known` ones.
+
+    Beams may have the same text, as all have at first. Only the first of them counts.
+    """
+    history, (searches, count, _) = step.beams.rows.history, step.totals.shape
+    text = history.generated(step.run.capacity, jnp.int32(-1)).reshape(searches, count, -1)
     equal = jnp.all(text[:, :, None] == text[:, None, :], axis=-1)
-    first = jnp.arange(0, history.ids.shape[0], count, dtype=jnp.int32)[:, None]
-    return (first + jnp.argmax(equal, axis=-1).astype(jnp.int32)).reshape(-1)
+    rows = jnp.arange(searches * count, dtype=jnp.int32)
+    first = rows // count * count + jnp.argmax(equal, axis=-1).astype(jnp.int32).reshape(-1)
+    same_text = first[proposals.parents][:, :, None] == first[known.parents][:, None, :]
+    same_token = proposals.tokens[:, :, None] == known.tokens[:, None, :]
+    is_first = first[proposals.parents] == proposals.parents
+    return (proposals.tokens >= 0) & is_first & ~jnp.any(same_text & same_token, axis=-1)
 
 
-def _among(some: Continuations, others: Continuations, known: jax.Array) -> jax.Array:
-    """bool[S, n]: continuations with the same text as one of the others, or whose beam is not the first of its text.
+def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.Array) -> jax.Array:
+    """int32[S, k]: the places of the next beams: the best of each bank, then the second best of each, and so on.
 
-    Args:
-        some: n of each search.
-        others: the others; those with a total of -inf count too.
-        known: int32[rows], as of `_first_equal`.
-    """
-    same_text = known[some.parents][:, :, None] == known[others.parents][:, None, :]
-    same_token = some.tokens[:, :, None] == others.tokens[:, None, :]
-    return jnp.any(same_text & same_token, axis=-1) | (known[some.parents] != some.parents)
-
-
-def _in_turn(totals: jax.Array, banks: jax.Array, valid: jax.Array) -> jax.Array:
-    """int32[S, n]: the order in which continuations become beams: the best of each bank, then the second of each.
+    Without proposals they are the best candidates.
 
     Args:
-        totals: float32[S, n].
-        banks: int32[S, n].
-        valid: bool[S, n], the others come last.
+        joined: the candidates, then the proposals.
+        banks: int32[S, n], their banks.
+        best: int32[S, k], the places of the k best candidates, best first.
+        new: bool[S, E], the proposals that may be chosen.
     """
-    # Scores of very unlikely tokens may mix up the banks: as in transformers, a turn ends where the bank changes.
-    score = (banks * _PER_TOKEN).astype(jnp.float32) + totals
-    order = jnp.lexsort((-score, ~valid), axis=-1)
-    sorted_banks = jnp.take_along_axis(banks, order, axis=1)
+    count, last = best.shape[1], joined.tokens.shape[1]
+    proposed = jnp.arange(last - new.shape[1], last, dtype=jnp.int32)[None, :]
+    places = jnp.concatenate([best, jnp.broadcast_to(proposed, new.shape)], axis=1)
+    valid = jnp.concatenate([jnp.ones(best.shape, bool), new], axis=1)
+    banks = jnp.take_along_axis(banks, places, axis=1)
+    scores = (banks * _BANK_WEIGHT).astype(jnp.float32) + joined.take(places).totals
+
+    order = jnp.lexsort((-scores, ~valid), axis=-1)
+    valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
+    # Very unlikely tokens may mix up the banks. As in transformers, a bank begins again wherever it changes.
+    changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
-    changes = jnp.pad(sorted_banks[:, 1:] != sorted_banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    turn = number - jax.lax.cummax(jnp.where(changes, number, 0), axis=1)
-    turn = jnp.where(jnp.take_along_axis(valid, order, axis=1), turn, banks.shape[1])
-    return jnp.take_along_axis(order, jnp.argsort(turn, axis=1, stable=True), axis=1)
-
-
-def _met(continuations: Continuations, wanted: jax.Array, rows: Rows) -> Continuations:
-    """Set the totals to -inf, except those of the `wanted bool[S, n]` whose row meets all constraints."""
-    met = _state(rows).complete.reshape(wanted.shape) & wanted
-    return dataclasses.replace(continuations, totals=jnp.where(met, continuations.totals, -jnp.inf))
+    rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])
+    chosen = jnp.take_along_axis(places_in_order, jnp.argsort(rank, axis=1, stable=True)[:, :count], axis=1)
+    return jnp.where(jnp.any(new, axis=1, keepdims=True), chosen, best)
 
 
 def _table(run: Run) -> ConstraintTable:

@@ -132,21 +132,19 @@ class ConstraintTable:
         begins = jnp.where((state.queue >= 0)[:, :, None], self.ids[None, :, :, 0], -1)
         return jnp.where(busy, jnp.where(current, continues, -1), begins)
 
-    def proposed_banks(self, state: ConstraintState, pushed: ConstraintState) -> jax.Array:
-        """int32[rows, C, A]: the banks of the rows with each of their proposals.
+    def proposed_banks(self, state: ConstraintState, banks: jax.Array) -> jax.Array:
+        """int32[rows, C, A]: the banks that proposals are sorted by.
 
         In transformers the copies of a constraint in progress share one list of matched tokens. So each proposal is
         compared with a list to which earlier proposals have been added, and only those that continue this list count.
 
         Args:
             state: the rows before.
-            pushed: rows * C * A rows, each with its proposal.
+            banks: int32[rows, C, A], the banks of the rows with their proposals.
         """
-        count, most, width = self.ids.shape
-        rows = state.current.shape[0]
-        plain = self.banks(pushed).reshape(rows, count, most)
+        (rows, _, most), width = banks.shape, self.ids.shape[2]
         if most == 1:
-            return plain
+            return banks
         tokens = self._following(state, state.alternative, state.matched)
         number = jnp.arange(most, dtype=jnp.int32)[None, :]
         earlier = (number < number.T)[None]
@@ -172,7 +170,7 @@ class ConstraintTable:
         met = (number == newest[:, None]) & (matched == self.lengths[state.current, alternative])[:, None]
         progress = jnp.where(added & ~met, self._progress(state.current, matched)[:, None], 0)
         shared = self._banks(state.met[:, None] + met.astype(jnp.int32), progress)
-        return jnp.where((state.current >= 0)[:, None, None], shared[:, None, :], plain)
+        return jnp.where((state.current >= 0)[:, None, None], shared[:, None, :], banks)
 
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
         """int32[rows, A]: the next token of each alternative of the constraint in progress, -1 for none.

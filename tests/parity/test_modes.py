@@ -9,7 +9,9 @@ from jaxgen import generate
 from tests.support.goldens import GOLDENS, prepare
 from tests.support.models import generated
 
-BEAMS = {name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in ("beams", "group_beams", "constrained")}
+BEAMS = {
+    name: json.loads((GOLDENS / "441" / f"{name}.json").read_text()) for name in ("beams", "group_beams", "constrained")
+}
 
 pytestmark = [  # drawn options and lengths may be so
     pytest.mark.filterwarnings("ignore:.*exceeds the budget"),
