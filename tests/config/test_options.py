@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import ConfigError, GenerationConfig, NotBuiltYetError, StopReason, WatermarkingConfig, generate
+from jaxgen import (
+    ConfigError,
+    DisjunctiveConstraint,
+    GenerationConfig,
+    NotBuiltYetError,
+    PhrasalConstraint,
+    StopReason,
+    WatermarkingConfig,
+    generate,
+)
 from jaxgen.config.options import OPTIONS
 from jaxgen.config.reference import reference
 from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
@@ -129,12 +138,17 @@ WORKS = {
         BEAMS | {"num_beam_groups": 2, "diversity_penalty": 0.1},
         lambda out: generated(out, 0) == generated(out, 1) == [4, 5, 6, 7],
     ),
+    "constraints": (
+        {"num_beams": 2, "constraints": [PhrasalConstraint([9, 8]), DisjunctiveConstraint([[20], [30]])]},
+        lambda out: "9, 8" in str(generated(out, 0)) and bool({20, 30} & set(generated(out, 0))),
+    ),
+    "force_words_ids": ({"num_beams": 2, "force_words_ids": [[20, 40]]}, tokens(4, 5, 20, 40)),
 }
 REFUSED = {
     "diversity_penalty": ({"diversity_penalty": 1.0}, ConfigError),
     "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, NotBuiltYetError),
-    "constraints": ({"num_beams": 2, "constraints": ["x"]}, NotBuiltYetError),
-    "force_words_ids": ({"num_beams": 2, "force_words_ids": [[1]]}, NotBuiltYetError),
+    "constraints": ({"constraints": [PhrasalConstraint([1])]}, ConfigError),
+    "force_words_ids": ({"force_words_ids": [[1]]}, ConfigError),
     "prompt_lookup_num_tokens": ({"prompt_lookup_num_tokens": 3}, NotBuiltYetError),
     "assistant_confidence_threshold": ({"assistant_confidence_threshold": 0.4}, NotBuiltYetError),
     "assistant_early_exit": ({"assistant_early_exit": 2}, NotBuiltYetError),
@@ -245,6 +259,8 @@ def test_values_that_ask_for_nothing_are_accepted(fields):
         {"forced_bos_token_id": 50},
         {"forced_eos_token_id": [50]},
         {"forced_decoder_ids": [[1, 50]]},
+        {"force_words_ids": [[1], [2, 50]], "num_beams": 2},
+        {"constraints": [PhrasalConstraint([50])], "num_beams": 2},
     ],
     ids=lambda fields: next(iter(fields)),
 )
