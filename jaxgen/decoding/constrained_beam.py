@@ -28,7 +28,8 @@ class ConstrainedBeamSearch(BeamSearch):
 
         Those that do not meet all constraints count only if fewer beams than sequences to return do.
         """
-        met = _state(beams.rows).complete.reshape(beams.scores.shape)
+        # In transformers a beam with a banned token counts as well, and is then the result.
+        met = _state(beams.rows).complete.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
         few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
         return ~beams.complete[:, None] & (met | few)
 

@@ -1,6 +1,7 @@
 """Constrained beam search against plain Python, and by its properties."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -127,7 +128,7 @@ def test_scores_include_those_of_the_beams():
 @pytest.mark.slow
 def test_a_phrase_in_a_cache_counts():
     first = prefill(PARAMS, [PROMPTS[0][:3]], CFG)
-    with_ids = generate(PARAMS, [[9, 8]], None, CFG.replace(num_beams=2, num_return_sequences=2, max_new_tokens=1))
+    with_ids = generate(PARAMS, [[9, 8]], None, CFG.replace(num_return_sequences=1, max_new_tokens=1))
     again = generate(PARAMS, [PROMPTS[0][3:]], None, CFG, cache=first)
     assert rows_of(again) == rows_of(run(CFG, PROMPTS[:1]))
     with pytest.raises(InputError, match="force_words_ids depends on all tokens"):
@@ -136,13 +137,13 @@ def test_a_phrase_in_a_cache_counts():
 
 @pytest.mark.slow
 def test_a_phrase_may_end_the_text():
-    ends = run(CFG.replace(force_words_ids=[[11, 20]], num_return_sequences=1))
+    ends = run(CFG.replace(force_words_ids=[[11, 20]], num_return_sequences=1, early_stopping=True))
     for row in range(3):
         assert generated(ends, row)[-2:] == [11, 20]
     tokenizer = byte_level()
     model = MODEL.__class__.from_hf({**MODEL.to_hf(), "vocab_size": len(tokenizer)})
-    cfg = GenerationConfig(model=model, max_new_tokens=6, num_beams=3, pad_token_id=0, stop_strings="END")
-    cfg = cfg.replace(force_words_ids=[tokenizer.encode("END")])
+    cfg = GenerationConfig(model=model, max_new_tokens=8, num_beams=3, pad_token_id=0, stop_strings="END")
+    cfg = cfg.replace(early_stopping=True, force_words_ids=[tokenizer.encode("END")])
     out = generate(random_params(model), tokenizer.batch(["one"]).ids, None, cfg, tokenizer=tokenizer)
     assert tokenizer.decode(generated(out, 0)).endswith("END")
     assert out.stop_reasons.tolist() == [StopReason.STOP_STRING]
@@ -151,7 +152,7 @@ def test_a_phrase_may_end_the_text():
 @pytest.mark.slow
 def test_other_options_work_together():
     def banned(history, scores):
-        return scores.at[:, 41].set(-1e9)
+        return scores.at[:, 41].set(-jnp.inf)  # 42 is left, after 40
 
     cfg = CFG.replace(
         guidance_scale=1.3,
@@ -160,11 +161,13 @@ def test_other_options_work_together():
         prefill_chunk_size=2,
         top_logprobs=2,
         output_logprobs="scores",
+        num_return_sequences=1,
     )
     out = run(cfg, logits_processor=[banned])
     alone = run(cfg.replace(repetition_penalty=1.3, max_new_tokens=5), [PROMPTS[1]], logits_processor=[banned])
-    assert rows_of(out)[3:6] == rows_of(alone)
-    assert all(41 not in generated(out, row) for row in range(9))
+    assert rows_of(out)[1:2] == rows_of(alone)
+    assert all(41 not in generated(out, row) for row in range(3))
+    assert np.isfinite(np.asarray(out.sequences_scores)).all()
 
 
 @pytest.mark.slow
@@ -173,10 +176,10 @@ def test_thirty_calls_with_other_words_compile_once():
     rng = np.random.default_rng(0)
     with compilations() as count:
         for _ in range(30):
-            phrases = [[int(first), *rng.integers(1, 60, rng.integers(0, 4)).tolist()]
+            phrases = [[int(first), *rng.integers(51, 61, rng.integers(0, 4)).tolist()]
                        for first in rng.choice(np.arange(51, 61), 4, replace=False)]  # fmt: skip
             words = [phrases[0], phrases[1:], [8]][: int(rng.integers(2, 4))]
-            run(CFG.replace(force_words_ids=words, eos_token_id=[0], length_penalty=1.0))
+            run(CFG.replace(force_words_ids=words))
     assert count[0] == 0
 
 
