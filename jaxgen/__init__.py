@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _NAMES = {
+    "config.constraints": "DisjunctiveConstraint PhrasalConstraint",
     "config.generation_config": "GenerationConfig",
     "decoding.continuation": "Continuation",
     "decoding.hook": "StepHook StepInputs StepOutput",
@@ -31,6 +32,10 @@ _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for n
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from jaxgen.config.constraints import (
+        DisjunctiveConstraint as DisjunctiveConstraint,
+        PhrasalConstraint as PhrasalConstraint,
+    )
     from jaxgen.config.generation_config import GenerationConfig as GenerationConfig
     from jaxgen.decoding.continuation import Continuation as Continuation
     from jaxgen.decoding.hook import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxgen.config.availability import refuse_options, refuse_unimplemented
+from jaxgen.config.availability import refuse_options, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
@@ -99,14 +99,13 @@ def generate(
         ConfigError: an option that cannot be honoured.
         GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN. Under the
             caller's own jit nothing raises: see `stop_reasons` of the output.
-        NotBuiltYetError: an option that jaxgen recognises but has not implemented.
         TypeError: an argument of the wrong type.
 
     Gradients do not flow through it: tokens are integers. Use `CausalLM` for a differentiable forward pass.
     """
     refuse_options(options)
     check_call(params, cfg)
-    refuse_unimplemented(cfg)
+    refuse_unavailable(cfg)
     draft, cfg = open_assistant(assistant, cfg)
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import prompt_bucket
-from jaxgen.config.availability import check_options, normal_form, refuse_unimplemented
+from jaxgen.config.availability import check_options, normal_form, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import ASSISTED, CONTRASTIVE, GREEDY, SAMPLE
 from jaxgen.config.tables import TokenIds
@@ -129,7 +129,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
         return None
     if cfg.mode not in (GREEDY, SAMPLE, CONTRASTIVE, ASSISTED):
         raise ConfigError(f"of='scores' is for one row per prompt and step, and cfg is for {cfg.mode}: use of='logits'")
-    refuse_unimplemented(cfg)
+    refuse_unavailable(cfg)
     if cfg.on("guidance_scale"):
         raise ConfigError("of='scores' does not offer guidance_scale, which needs negative prompts: use of='logits'")
     if cfg.token_healing:

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from jaxgen.config.constraints import ConstraintTable
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import GROUP_BEAM, IMPLEMENTED, OPTIONS, PROMPT_LOOKUP, TRACED
+from jaxgen.config.options import CONSTRAINED, GROUP_BEAM, MODES, OPTIONS, TRACED
 from jaxgen.config.tables import eos_list
-from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
+from jaxgen.errors import ConfigError, InputError
 
 _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
-_UNIMPLEMENTED = tuple(
-    option
-    for option in OPTIONS.values()
-    if option.modes is not None and {*IMPLEMENTED, PROMPT_LOOKUP}.isdisjoint(option.modes)
-)
 
 
-def refuse_unimplemented(cfg: GenerationConfig) -> None:
-    """Raise an error for an option that is not offered, by its name.
+def refuse_unavailable(cfg: GenerationConfig) -> None:
+    """Raise an error for an option that is not offered, or not with the others, by its name.
 
-    Options of 4.41.1 that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
+    Options that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
     """
     for option in _REFUSED:
         value = getattr(cfg, option.name)
         if option.is_given(value) and value not in option.offered:
             raise ConfigError(f"{option.name}={value!r} {option.refused}")
     mode = cfg.mode
-    given = [option for option in _UNIMPLEMENTED if option.is_given(getattr(cfg, option.name))]
-    lacking = [option for option in given if option.since or mode in (option.modes or ())]
-    if lacking or mode not in IMPLEMENTED:
-        shown = ", ".join(f"{option.name}={getattr(cfg, option.name)!r}" for option in lacking)
-        raise NotBuiltYetError(f"not implemented yet: {shown}{'' if mode in IMPLEMENTED else f' ({mode})'}")
+    if mode == CONSTRAINED and cfg.num_beams == 1:
+        name = "constraints" if cfg.on("constraints") else "force_words_ids"
+        raise ConfigError(f"{name} works with beam search only, got num_beams=1: set num_beams to 2 or more")
     if cfg.on("diversity_penalty") and mode != GROUP_BEAM:
         raise ConfigError(
             f"diversity_penalty={cfg.diversity_penalty} needs groups of beams: set num_beams and num_beam_groups above "
@@ -68,15 +63,26 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
         values = option.kind.prompt_count(value)
         if values is not None and values != prompts:
             raise InputError(f"{name} has {values} values for {prompts} prompts: pass one per prompt or one for all")
-        largest = max(option.kind.tokens(value), default=0) if option.stage else 0
+        largest = max(option.kind.tokens(value), default=0) if option.stage or option.group == MODES else 0
         if largest >= vocab:
             raise ConfigError(f"{name} has the token {largest}, but the vocabulary is 0 to {vocab - 1}")
+        if isinstance(option.kind, ConstraintTable):
+            _check_ends(name, option.kind.phrases(value), eos_list(cfg.eos_token_id))
     if cfg.prefill_chunk_size is not None and model_of(cfg).rope.type == "dynamic":
         raise ConfigError("prefill_chunk_size is not offered with dynamic RoPE, which depends on the total length")
     if cfg.on("exponential_decay_length_penalty") and not cfg.on("eos_token_id"):
         raise ConfigError("exponential_decay_length_penalty makes an end more likely: set eos_token_id too")
     if cfg.top_logprobs > vocab:
         raise ConfigError(f"top_logprobs={cfg.top_logprobs} exceeds the {vocab} tokens of the vocabulary")
+
+
+def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int]) -> None:
+    for phrase in phrases:
+        if ends := set(phrase[:-1]) & set(eos):
+            raise ConfigError(
+                f"{name} has {list(phrase)}, in which the eos token {min(ends)} is not the last: a text ends "
+                "there. Encode phrases without special tokens"
+            )
 
 
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxgen.config.constraints import as_forced_words
 from jaxgen.config.kinds import is_array, is_tracer, thawed
 from jaxgen.config.options import (
     ASSISTED,
@@ -110,6 +111,8 @@ class GenerationConfig(GenerationOptions):
     def to_hf(self) -> dict[str, Any]:
         """Return all options of transformers that differ from their defaults, as for generation_config.json.
 
+        `constraints` become part of `force_words_ids`, which means the same.
+
         Raises:
             ConfigError: a field that has one value per prompt, which transformers cannot express.
         """
@@ -123,6 +126,9 @@ class GenerationConfig(GenerationOptions):
             both_off = not option.is_on(value) and not option.is_on(option.default)
             if option.since != "jaxgen" and value != option.default and not (option.kind.traced and both_off):
                 fields[name] = thawed(value)
+        if "constraints" in fields:  # objects, which JSON cannot store
+            words = as_forced_words(fields.pop("constraints"))
+            fields["force_words_ids"] = [*words, *fields.get("force_words_ids", [])]
         return fields
 
     def on(self, name: str) -> bool:
@@ -137,8 +143,8 @@ class GenerationConfig(GenerationOptions):
             ConfigError: an option that chooses a mode, with another mode that it does not work with.
         """
         if self.constraints is not None or self.force_words_ids is not None:
-            return CONSTRAINED
-        if self.num_beams == 1:
+            mode = CONSTRAINED
+        elif self.num_beams == 1:
             if self.do_sample:
                 mode = SAMPLE
             elif self.on("penalty_alpha") and (not isinstance(self.top_k, int) or self.top_k > 1):

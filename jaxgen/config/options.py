@@ -14,6 +14,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from jaxgen.config.constraints import Constraints, ForcedWords, PhrasalConstraint
 from jaxgen.config.kinds import (
     Anything,
     Choice,
@@ -44,8 +45,6 @@ BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
 ASSISTED, DOLA = "assisted_generation", "dola_generation"
 PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
-# The implemented modes.
-IMPLEMENTED = frozenset({GREEDY, SAMPLE, CONTRASTIVE, ASSISTED, DOLA, BEAM, BEAM_SAMPLE, GROUP_BEAM})
 
 # Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
 # BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
@@ -478,8 +477,25 @@ class GenerationOptions:
         "present length, is no better; 'never', if it cannot become better at any length",
         command=True,
     )
-    constraints: tuple | None = _beams(Anything(), "constraints of beam search", modes=(CONSTRAINED,))
-    force_words_ids: tuple | None = _beams(Anything(), "sequences of ids that must be generated", modes=(CONSTRAINED,))
+    constraints: Any = _beams(
+        Constraints(),
+        "a list of PhrasalConstraint and DisjunctiveConstraint: what each text must contain; with num_beams > 1",
+        modes=(CONSTRAINED,),
+        hf="ConstrainedBeamSearchScorer",
+        differs="classes of your own are refused",
+        of_tokens=True,
+        examples=([PhrasalConstraint([5, 6])], [PhrasalConstraint([7]), PhrasalConstraint([8, 9])]),
+    )
+    force_words_ids: Any = _beams(
+        ForcedWords(),
+        "phrases that each text must contain, [[id, ...], ...], or lists of alternatives, [[[id, ...], ...], ...]; "
+        "with num_beams > 1",
+        modes=(CONSTRAINED,),
+        hf="ConstrainedBeamSearchScorer",
+        of_tokens=True,
+        command=True,
+        examples=([[5, 6]], [[7], [8, 9]]),
+    )
     penalty_alpha: Number | None = _option(
         Real(also_off=0.0, least=0),
         "contrastive search, with top_k > 1: how much a token's similarity to earlier ones counts, against its "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxgen.config.options import CHOICE, IMPLEMENTED, LENGTH, MODES, OPTIONS, OUTPUT, REFUSED, SCORES, Option
+from jaxgen.config.options import CHOICE, LENGTH, MODES, OPTIONS, OUTPUT, REFUSED, SCORES, Option
 
 _INTRODUCTION = """\
 # Options
@@ -28,7 +28,6 @@ def reference() -> str:
         lines += [_line(option) for option in OPTIONS.values() if option.group == group]
     lines += _table(MODES, "option", "type", "default", "meaning", "read by", "transformers")
     lines += [_mode_line(option) for option in OPTIONS.values() if option.group == MODES]
-    lines += ["", "\\* not implemented yet: `generate` raises NotBuiltYetError for such a mode."]
     lines += _table(REFUSED, "option", "reason")
     lines += [f"| `{name}` | {option.refused} |" for name, option in OPTIONS.items() if option.group == REFUSED]
     return "\n".join(lines) + "\n"
@@ -49,8 +48,7 @@ def _line(option: Option) -> str:
 
 
 def _mode_line(option: Option) -> str:
-    modes = ", ".join(mode if mode in IMPLEMENTED else f"{mode}\\*" for mode in option.modes or ()) or "nothing yet"
-    default = _default(option)
+    modes, default = ", ".join(option.modes or ()), _default(option)
     return (
         f"| `{option.name}` | {option.kind.type_name} | {default} | {option.doc} | {modes} | {_transformers(option)} |"
     )

@@ -18,20 +18,22 @@ from jaxgen.errors import ConfigError
 _LEAST = 4  # entries of a table
 
 
-def _list(value: Any) -> Any:
+def as_lists(value: Any) -> Any:
     """Return nested lists of Python numbers for nested lists, tuples and arrays."""
     if is_array(value) or isinstance(value, np.generic):
         return np.asarray(value).tolist()
     if isinstance(value, list | tuple):
-        return [_list(item) for item in value]
+        return [as_lists(item) for item in value]
     return value
 
 
-def _depth(value: Any) -> int:
-    return 1 + max((_depth(item) for item in value), default=0) if isinstance(value, list) else 0
+def depth(value: Any) -> int:
+    """Return how deeply lists are nested; 0 for anything else."""
+    return 1 + max((depth(item) for item in value), default=0) if isinstance(value, list) else 0
 
 
-def _token(name: str, token: Any, given: Any) -> int:
+def checked_id(name: str, token: Any, given: Any) -> int:
+    """Return a token id; `given` is the whole value, for the error."""
     if isinstance(token, bool) or not isinstance(token, int):
         raise TypeError(f"{name} must contain token ids (whole numbers), got {given!r}")
     if not 0 <= token <= INT32_MAX:
@@ -39,11 +41,13 @@ def _token(name: str, token: Any, given: Any) -> int:
     return token
 
 
-def _filled(row: Sequence[int], size: int) -> list[int]:
+def filled(row: Sequence[int], size: int) -> list[int]:
+    """Return the ids and as many -1 as make `size` entries."""
     return [*row, *[-1] * (size - len(row))]
 
 
-def _traced_table(name: str, value: Any, *ranks: int) -> Any:
+def traced_table(name: str, value: Any, *ranks: int) -> Any:
+    """Return a tracer of ids, of which only dtype and number of axes can be checked."""
     if not np.issubdtype(value.dtype, np.integer):
         raise TypeError(f"{name} must contain token ids (whole numbers), got {value.dtype}")
     if value.ndim not in ranks:
@@ -83,27 +87,27 @@ class TokenIds(_Table):
     def parse(self, name: str, value: Any) -> Any:
         """Return an int, a tuple of ints, None for an empty one, or int32[B, E]; in an array -1 is an unused entry."""
         if is_tracer(value):
-            return _traced_table(name, value, 0, 1, 2)
+            return traced_table(name, value, 0, 1, 2)
         padded = is_array(value)
-        ids = _list(value)
-        if _depth(ids) > 2 or (_depth(ids) == 2 and not all(isinstance(row, list) for row in ids)):
+        ids = as_lists(value)
+        if depth(ids) > 2 or (depth(ids) == 2 and not all(isinstance(row, list) for row in ids)):
             raise ConfigError(f"{name} must be one id, a list of ids, or a list of ids per prompt, got {value!r}")
 
         def row(tokens: list) -> list[int]:
-            return [_token(name, token, value) for token in tokens if not (padded and token == -1)]
+            return [checked_id(name, token, value) for token in tokens if not (padded and token == -1)]
 
         if not isinstance(ids, list):
-            return _token(name, ids, value)
-        if _depth(ids) == 2:
+            return checked_id(name, ids, value)
+        if depth(ids) == 2:
             rows = [row(tokens) for tokens in ids]
-            return np.asarray([_filled(row, power_of_two(max(map(len, rows)), _LEAST)) for row in rows], np.int32)
+            return np.asarray([filled(row, power_of_two(max(map(len, rows)), _LEAST)) for row in rows], np.int32)
         return tuple(row(ids)) or None
 
     def leaf(self, value: Any) -> Any:
         if isinstance(value, int):
             value = (value,)
         if isinstance(value, tuple):
-            return np.asarray(_filled(value, power_of_two(len(value), _LEAST)), np.int32)
+            return np.asarray(filled(value, power_of_two(len(value), _LEAST)), np.int32)
         return value
 
 
@@ -117,12 +121,12 @@ class TokenSequences(_Table):
     def parse(self, name: str, value: Any) -> Any:
         """Return a tuple of tuples of ints, or int32[B, S, W]; in an array -1 is an unused entry."""
         if is_tracer(value):
-            return _traced_table(name, value, 2, 3)
+            return traced_table(name, value, 2, 3)
         padded = is_array(value)
-        rows = _list(value)
-        if not isinstance(rows, list) or not rows or _depth(rows) not in (2, 3):
+        rows = as_lists(value)
+        if not isinstance(rows, list) or not rows or depth(rows) not in (2, 3):
             raise ConfigError(f"{name} must be a non-empty list of lists of ids, got {value!r}")
-        if _depth(rows) == 3:
+        if depth(rows) == 3:
             return _stacked([self._one(name, row, value, padded) for row in rows])
         return self._one(name, rows, value, padded)
 
@@ -136,7 +140,7 @@ class TokenSequences(_Table):
             if not row or (self.width is not None and len(row) != self.width):
                 size = "at least one id" if self.width is None else f"{self.width} numbers"
                 raise ConfigError(f"{name} must contain lists of {size}, got {given!r}")
-        return tuple(tuple(_token(name, token, given) for token in row) for row in rows)
+        return tuple(tuple(checked_id(name, token, given) for token in row) for row in rows)
 
     def leaf(self, value: Any) -> Any:
         return _stacked([value])[0] if isinstance(value, tuple) else value
@@ -157,7 +161,7 @@ def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
     width = power_of_two(max((len(row) for table in tables for row in table), default=1), 2)
     size = power_of_two(max(map(len, tables)), _LEAST)
     return np.asarray(
-        [[_filled(row, width) for row in [*table, *[()] * (size - len(table))]] for table in tables], np.int32
+        [[filled(row, width) for row in [*table, *[()] * (size - len(table))]] for table in tables], np.int32
     )
 
 
@@ -190,12 +194,12 @@ class SequenceBias(_Table):
     def _one(self, name: str, items: Any, given: Any) -> FrozenDict:
         table = {}
         for ids, bias in items:
-            ids = _list(ids)
+            ids = as_lists(ids)
             if not isinstance(ids, list) or not ids:
                 raise ConfigError(f"{name} must have tuples of ids as keys, with at least one id, got {given!r}")
             if isinstance(bias, bool) or not isinstance(bias, int | float | np.number) or np.isnan(bias):
                 raise TypeError(f"{name} must have numbers as biases, got {given!r}")
-            table[tuple(_token(name, token, given) for token in ids)] = float(bias)
+            table[tuple(checked_id(name, token, given) for token in ids)] = float(bias)
         return FrozenDict(table)
 
     def leaf(self, value: Any) -> Any:

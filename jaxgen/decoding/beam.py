@@ -130,12 +130,12 @@ class BeamSearch:
         return self._extend(run, dataclasses.replace(state, beams=beams, cache=read.cache, recording=recording), read)
 
     def finish(self, run: Run, state: BeamState) -> Decoded:
-        """Return the best hypotheses of each prompt; until a search is complete, its running beams count too."""
+        """Return the best hypotheses of each prompt; until a search is complete, running beams count too."""
         beams, hypotheses = state.beams, state.beams.hypotheses
         count = beams.scores.shape[1]
         prompts, rows = beams.rows.count // run.cfg.num_beams, beams.rows
         running = _penalized(run, rows, beams.scores, rows.history.step[::count])
-        running = jnp.where(beams.complete[:, None], -jnp.inf, running)
+        running = jnp.where(self.counts(run, beams), running, -jnp.inf)
         first = repeat_rows(jnp.arange(0, rows.count, count, dtype=jnp.int32), rows.count)[:, None]
         # Running beams come first: of equal scores the first wins, and an empty place has the score -inf.
         scores, of_searches = _best(
@@ -164,6 +164,10 @@ class BeamSearch:
         """Return the number of beams of one search, k."""
         return run.cfg.num_beams
 
+    def counts(self, run: Run, beams: Beams) -> jax.Array:
+        """Return the running beams that count as results in the end, bool[S, k]."""
+        return jnp.broadcast_to(~beams.complete[:, None], beams.scores.shape)
+
     def grow(
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:
@@ -177,7 +181,7 @@ class BeamSearch:
             keys: key[B], or None without sampling.
 
         Returns:
-            The beams, the row that each continues, int32[rows], and the processed scores, float32[rows, V].
+            The beams, the row that each continues, int32[rows], and the scores to record, float32[rows, V].
         """
         scores = process(run, beams.rows, log_probs)
         beams, parents = grow(run, beams, logits, scores, keys)
@@ -193,83 +197,164 @@ class BeamSearch:
         return dataclasses.replace(state, beams=beams, cache=cache, recording=recording)
 
 
+@flax.struct.dataclass
+class Continuations:
+    """Running beams with a token each, n for each of S searches.
+
+    Attributes:
+        totals: float32[S, n], the sum of the scores of the beam's tokens, including this one.
+        parents: int32[S, n], the rows of the beams.
+        tokens: int32[S, n].
+    """
+
+    totals: jax.Array
+    parents: jax.Array
+    tokens: jax.Array
+
+    def take(self, places: jax.Array) -> Continuations:
+        """Return those in `places int32[S, m]`."""
+        return jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=1), self)
+
+    def first(self, count: int) -> Continuations:
+        """Return the first `count` of each search."""
+        return jax.tree.map(lambda x: x[:, :count], self)
+
+    def only(self, kept: jax.Array) -> Continuations:
+        """Set the totals of all but the `kept bool[S, n]` to -inf."""
+        return dataclasses.replace(self, totals=jnp.where(kept, self.totals, -jnp.inf))
+
+    def join(self, other: Continuations) -> Continuations:
+        """Return these followed by others."""
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), self, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of the searches: the running beams, and the scores of their continuations.
+
+    Attributes:
+        run: the constants.
+        beams: the searches before the step.
+        logits: float32[rows, V], as the model returned them.
+        scores: float32[rows, V], processed.
+        totals: float32[S, k, V], the sum of the scores of each beam and a token.
+        live: bool[S], the searches that take part.
+        failed: int32[S], a `StopReason` for a search that cannot continue; else NONE.
+    """
+
+    run: Run
+    beams: Beams
+    logits: jax.Array
+    scores: jax.Array
+    totals: jax.Array
+    live: jax.Array
+    failed: jax.Array
+
+    @classmethod
+    def begin(cls, run: Run, beams: Beams, logits: jax.Array, scores: jax.Array) -> Step:
+        """Begin a step; `logits` and processed `scores` are float32[rows, V]."""
+        searches, count = beams.scores.shape
+        totals = (scores + beams.scores.reshape(-1, 1)).reshape(searches, count, -1)
+        best = jnp.max(totals, axis=(1, 2))
+        failed = first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
+        live = beams.rows.live[::count] & (failed == StopReason.NONE)
+        return cls(run, beams, logits, scores, totals, live, failed)
+
+    def candidates(self, keys: jax.Array | None) -> Continuations:
+        """Return the best continuations of each search, best first, or with `keys key[S]` drawn ones.
+
+        There are enough for k beams that do not end with an eos id. A search that is finished keeps its rows.
+        """
+        searches, count, vocab = self.totals.shape
+        total, index = _candidates(self, keys)
+        number = jnp.arange(total.shape[1], dtype=jnp.int32)[None, :]
+        first = jnp.arange(searches, dtype=jnp.int32)[:, None] * count
+        parents = first + jnp.where(self.live[:, None], index // vocab, number % count)
+        return Continuations(total, parents, index % vocab)
+
+    def best(self, continuations: Continuations) -> jax.Array:
+        """int32[S, k]: the places of the k best continuations, best first; of a finished search, the first k."""
+        count = self.totals.shape[1]
+        places = lax.top_k(continuations.totals, count)[1]
+        return jnp.where(self.live[:, None], places, jnp.arange(count, dtype=jnp.int32)[None, :])
+
+    def extend(self, continuations: Continuations) -> Rows:
+        """Return the S * n rows of continuations, without log-probabilities."""
+        parents = continuations.parents.reshape(-1)
+        rows, added = self.beams.rows.select(parents), repeat_rows(self.live, parents.size)
+        return rows.append(self.run, continuations.tokens.reshape(-1), added, self.scores[parents])
+
+    def ended(self, rows: Rows) -> jax.Array:
+        """bool[S, n]: the continuations that are not running beams any more, where `rows` are the S * n rows."""
+        ended = (rows.reasons != StopReason.NONE) & (rows.reasons != StopReason.LENGTH)
+        return self.live[:, None] & ended.reshape(self.live.size, -1)
+
+    def finish(self, results: Continuations, running: Continuations, best: jax.Array) -> tuple[Beams, jax.Array]:
+        """Return the next beams, and the row that each continues, int32[rows].
+
+        Args:
+            results: k ended beams of each search; those with a total of -inf do not count.
+            running: k beams of each search that have not ended.
+            best: float32[S], the best total of any continuation.
+        """
+        run, rows, hypotheses = self.run, self.beams.rows, self.beams.hypotheses
+        count = self.totals.shape[1]
+        length = rows.history.step[::count] + 1
+        result_rows, result_origins = self._rows(results)
+        scores = jnp.where(results.totals > -jnp.inf, _penalized(run, rows, results.totals, length), -jnp.inf)
+        kept, (kept_rows, kept_origins) = _best(
+            count,
+            (hypotheses.scores, (hypotheses.rows, hypotheses.origins)),
+            (scores, (_ended(result_rows), result_origins)),
+        )
+        following, origins = self._rows(running)
+        complete = self.beams.complete | (self.live & _is_complete(run, rows, kept, best, length))
+        failed = repeat_rows(rows.live[::count] & ~self.live, rows.count)
+        following = following.end(failed, repeat_rows(self.failed, rows.count))
+        done = following.history.done | repeat_rows(complete, rows.count)
+        following = dataclasses.replace(following, history=dataclasses.replace(following.history, done=done))
+        beams = Beams(
+            scores=jnp.where(self.live[:, None], running.totals, self.beams.scores),
+            rows=following,
+            origins=origins,
+            hypotheses=Hypotheses(kept, kept_rows, kept_origins),
+            complete=complete,
+        )
+        return beams, running.parents.reshape(-1)
+
+    def _rows(self, continuations: Continuations) -> tuple[Rows, jax.Array]:
+        """Return the rows of continuations with their log-probabilities, and their origins, int32[S * n, N]."""
+        parents, count = continuations.parents.reshape(-1), self.totals.shape[1]
+        added = repeat_rows(self.live, parents.size)
+        rows = self.extend(continuations)
+        rows = rows.with_logprobs(self.run, added, self.logits[parents], self.scores[parents])
+        step = self.beams.rows.history.step[parents]
+        return rows, put_step(self.beams.origins[parents], step, added, parents % count)
+
+
 def grow(
     run: Run, beams: Beams, logits: jax.Array, scores: jax.Array, keys: jax.Array | None
 ) -> tuple[Beams, jax.Array]:
     """Choose the next beams from processed scores: `BeamSearchScorer.process`; see `BeamSearch.grow`."""
-    rows, (searches, count) = beams.rows, beams.scores.shape
-    vocab, step = scores.shape[-1], rows.history.step[::count]
+    count = beams.scores.shape[1]
     with jax.named_scope("choose"):
-        totals = (scores + beams.scores.reshape(-1, 1)).reshape(searches, -1)
-        best = jnp.max(totals, axis=-1)
-        failed = first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
-        live = rows.live[::count] & (failed == StopReason.NONE)
-        total, index = _candidates(run, rows, totals, step, keys)
-    number = jnp.arange(total.shape[1], dtype=jnp.int32)[None, :]
-    first = jnp.arange(searches, dtype=jnp.int32)[:, None] * count
-    parents = first + jnp.where(live[:, None], index // vocab, number % count)  # a finished search keeps its rows
-    candidates = rows.select(parents.reshape(-1))
-    added = repeat_rows(live, candidates.count)
-    candidates = candidates.append(run, (index % vocab).reshape(-1), added, scores[parents.reshape(-1)])
-    reasons = candidates.reasons.reshape(total.shape)
-    ended = live[:, None] & (reasons != StopReason.NONE) & (reasons != StopReason.LENGTH)
-
-    def take(chosen: jax.Array) -> tuple[Rows, jax.Array, jax.Array]:
-        """Return the rows of `chosen int32[S, k]` candidates, their parents int32[S, k], and their origins."""
-        parent = jnp.take_along_axis(parents, chosen, axis=1)
-        flat, added = parent.reshape(-1), repeat_rows(live, parent.size)
-        taken = candidates.select((jnp.arange(searches)[:, None] * total.shape[1] + chosen).reshape(-1))
-        taken = taken.with_logprobs(run, added, logits[flat], scores[flat])
-        origins = put_step(beams.origins[flat], rows.history.step[flat], added, flat % count)
-        return taken, parent, origins
-
-    hypotheses = beams.hypotheses
-    ended_rows, _, ended_origins = take(jnp.broadcast_to(number[:, :count], beams.scores.shape))
-    ended_scores = _penalized(run, rows, total[:, :count], step + 1)
-    kept, (kept_rows, kept_origins) = _best(
-        count,
-        (hypotheses.scores, (hypotheses.rows, hypotheses.origins)),
-        (jnp.where(ended[:, :count], ended_scores, -jnp.inf), (_ended(ended_rows), ended_origins)),
-    )
-    open_scores, chosen = lax.top_k(jnp.where(ended, -jnp.inf, total), count)
-    following, parent, origins = take(jnp.where(live[:, None], chosen, number[:, :count]))
-
-    complete = beams.complete | (live & _is_complete(run, rows, kept, total[:, 0], step + 1))
-    following = following.end(repeat_rows(rows.live[::count] & ~live, rows.count), repeat_rows(failed, rows.count))
-    done = following.history.done | repeat_rows(complete, rows.count)
-    following = dataclasses.replace(following, history=dataclasses.replace(following.history, done=done))
-    beams = Beams(
-        scores=jnp.where(live[:, None], open_scores, beams.scores),
-        rows=following,
-        origins=origins,
-        hypotheses=Hypotheses(kept, kept_rows, kept_origins),
-        complete=complete,
-    )
-    return beams, parent.reshape(-1)
+        step = Step.begin(run, beams, logits, scores)
+        candidates = step.candidates(keys)
+    ended = step.ended(step.extend(candidates))
+    results, running = candidates.only(ended).first(count), candidates.only(~ended)
+    return step.finish(results, running.take(step.best(running)), candidates.totals[:, 0])
 
 
-def _candidates(
-    run: Run, rows: Rows, totals: jax.Array, step: jax.Array, keys: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates of each search, best first: scores float32[S, C] and indices int32[S, C].
-
-    There are enough for k beams that do not end with an eos id.
-
-    Args:
-        run: the constants.
-        rows: the running beams.
-        totals: float32[S, k * V], the scores of all continuations.
-        step: int32[S], folded into the keys.
-        keys: key[S] to draw the candidates with; None for the best.
-    """
-    searches, size = totals.shape
-    count = rows.count // searches
+def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return the candidates of each search, best first: totals float32[S, C] and places int32[S, C] in k * V."""
+    run, rows, (searches, count, vocab) = step.run, step.beams.rows, step.totals.shape
+    totals, size = step.totals.reshape(searches, -1), count * vocab
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
     most = min((1 + (1 if eos is None else eos.shape[1])) * count, size)
     if keys is None:
         return lax.top_k(totals, most)
     drawn = RowOptions(run.cfg, rows.options).at_least(rows.count)[::count, 0] * count
-    keys = jax.vmap(jax.random.fold_in)(keys, step)
+    keys = jax.vmap(jax.random.fold_in)(keys, rows.history.step[::count])
     index = jax.vmap(draw_distinct, in_axes=(0, 0, None, 0))(keys, totals, most, drawn)
     chosen = jnp.take_along_axis(totals, jnp.minimum(index, size - 1), axis=1)
     total, order = lax.top_k(jnp.where(index < size, chosen, -jnp.inf), most)
@@ -313,7 +398,7 @@ def _length_penalty(run: Run, rows: Rows) -> jax.Array:
 def _ended(rows: Rows) -> Rows:
     """Return only what the output needs of rows that have ended."""
     history = dataclasses.replace(rows.history, seen=None, prompt_seen=None, grammar=None)
-    return dataclasses.replace(rows, history=history, options={}, stop_strings=None, hook=())
+    return dataclasses.replace(rows, history=history, options={}, stop_strings=None, constraints=None, hook=())
 
 
 def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:

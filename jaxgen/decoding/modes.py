@@ -1,7 +1,4 @@
-"""The implemented decode modes, by the names of `GenerationConfig.mode`.
-
-`IMPLEMENTED` in jaxgen/config/options.py must name them too; docs/architecture.md shows how to add one.
-"""
+"""The decode modes by the names of `GenerationConfig.mode`. docs/architecture.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import ASSISTED
 from jaxgen.decoding.assisted import Assisted
 from jaxgen.decoding.beam import BeamSearch
+from jaxgen.decoding.constrained_beam import ConstrainedBeamSearch
 from jaxgen.decoding.contrastive import ContrastiveSearch
 from jaxgen.decoding.group_beam import GroupBeamSearch
 from jaxgen.decoding.loop import Mode
@@ -23,6 +21,7 @@ MODES: dict[str, Mode] = {
     "group_beam_search": GroupBeamSearch(),
     "contrastive_search": ContrastiveSearch(),
     "dola_generation": Sample(),  # the scores differ: see dola.py
+    "constrained_beam_search": ConstrainedBeamSearch(),
 }
 
 

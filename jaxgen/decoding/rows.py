@@ -1,4 +1,4 @@
-"""The state that follows a row: its tokens, options, key, grammar, stop strings, hook and records.
+"""The state that follows a row: its tokens, options, key, grammar, stop strings, constraints, hook and records.
 
 All of it supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select` rows
 (reorder them, as beams do) and `insert` rows (a finished row is replaced by another prompt). The first axis of every
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
 from jaxgen.decoding.keys import prompt_keys, sequence_keys
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
@@ -41,6 +42,7 @@ class Rows:
         options: the options of the row's prompt, by name.
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], how much of a stop string has been generated; None without stop strings.
+        constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
         logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless asked for.
         recording: the per-step records of the output.
@@ -53,6 +55,7 @@ class Rows:
     options: OptionValues
     keys: jax.Array | None
     stop_strings: jax.Array | None
+    constraints: ConstraintState | None
     hook: tuple[Any, ...]
     logprobs: LogProbs | None
     recording: Recording
@@ -78,12 +81,14 @@ class Rows:
         extensions = run.extensions
         history = History.begin(run.cfg, ids, known.length, budget, extensions.allowed, unknown=total - known.length)
         stop_strings = extensions.stop_strings
+        constraints = ConstraintTable.of(run.cfg)
         return cls(
             history=dataclasses.replace(history, done=reasons != StopReason.NONE),
             reasons=reasons,
             options=option_values(run.cfg, prompts),
             keys=None if request.key is None else prompt_keys(request.key, prompts),
             stop_strings=None if stop_strings is None else stop_strings.begin(history.ids, history.length),
+            constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
             logprobs=_no_logprobs(run.cfg, prompts, run.capacity),
             recording=Recording(),
@@ -166,7 +171,10 @@ class Rows:
                 stop_strings = jnp.where(added, following, stop_strings)
             for criterion in extensions.criteria:
                 stops["CRITERION"] = stops.get("CRITERION", False) | _checked(criterion(history, scores), self.count)
-            rows = dataclasses.replace(self, history=history, stop_strings=stop_strings)
+            constraints = self.constraints
+            if (table := ConstraintTable.of(run.cfg)) is not None and constraints is not None:
+                constraints = table.push(constraints, tokens, added)
+            rows = dataclasses.replace(self, history=history, stop_strings=stop_strings, constraints=constraints)
             return rows.end(added, first_reason(**stops))
 
     def end(self, rows: jax.Array, reason: jax.Array) -> Rows:

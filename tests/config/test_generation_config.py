@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import ConfigError, GenerationConfig
+from jaxgen import ConfigError, DisjunctiveConstraint, GenerationConfig, PhrasalConstraint
 from jaxgen.config.availability import normal_form
 from jaxgen.config.options import OPTIONS, Option
 from tests.support.models import model_config
@@ -138,6 +138,18 @@ def test_values_per_prompt():
         ({"num_assistant_tokens": "x"}, TypeError, "num_assistant_tokens must be a whole number"),
         ({"exponential_decay_length_penalty": (1.5, 1.0)}, TypeError, "exponential_decay_length_penalty's start"),
         ({"watermarking_config": 3}, TypeError, "watermarking_config"),
+        ({"force_words_ids": []}, ConfigError, "force_words_ids must be a non-empty list"),
+        ({"force_words_ids": [[]]}, ConfigError, "force_words_ids must be a non-empty list"),
+        ({"force_words_ids": [1, 2]}, ConfigError, "force_words_ids must be a non-empty list"),
+        ({"force_words_ids": [[1], [[2], []]]}, ConfigError, "force_words_ids: nested_token_ids must have at least"),
+        ({"force_words_ids": [[-1]]}, ConfigError, "force_words_ids: token_ids must contain token ids >= 0"),
+        ({"force_words_ids": [["a"]]}, TypeError, "force_words_ids: token_ids must contain token ids"),
+        ({"force_words_ids": [[[1, 2], 3]]}, TypeError, "force_words_ids: nested_token_ids must be made of lists"),
+        ({"force_words_ids": [[[1, 2, 3], [4], [1, 2]]]}, ConfigError, r"has \[1, 2\], with which \[1, 2, 3\] begins"),
+        ({"force_words_ids": np.ones((2, 2), int)}, ConfigError, "must have 3 axes"),
+        ({"constraints": []}, ConfigError, "constraints must not be empty"),
+        ({"constraints": PhrasalConstraint([1])}, TypeError, "constraints must be a list"),
+        ({"constraints": [[1]]}, TypeError, "constraints must contain only jaxgen.PhrasalConstraint.*builtins.list"),
         ({"watermarking_config": {"greenlist_ratio": 2.0}}, ConfigError, "greenlist_ratio"),
         ({"stop_strings": [1]}, TypeError, "stop_strings"),
         ({"stop_strings": ""}, ConfigError, "stop_strings must not be empty"),
@@ -317,3 +329,20 @@ def test_is_frozen_and_not_shared():
     biases[(3,)] = 1.0
     assert dict(cfg.sequence_bias) == {(1, 2): 0.5}
     assert "sequence_bias" in repr(cfg)
+
+
+def test_constraints_are_written_as_words():
+    constraints = [PhrasalConstraint(np.asarray([1, 2])), DisjunctiveConstraint([[3], [4, 5]])]
+    cfg = GenerationConfig(num_beams=2, constraints=constraints, force_words_ids=[[6], [[7], [8]]])
+    written = cfg.to_hf()
+    assert written["force_words_ids"] == [[1, 2], [[3], [4, 5]], [6], [[7], [8]]]
+    assert GenerationConfig.from_hf(written).force_words_ids == ((1, 2), ((3,), (4, 5)), (6,), ((7,), (8,)))
+    unflattened = jax.tree.map(np.asarray, cfg)
+    assert unflattened.to_hf() == written
+    assert unflattened == cfg
+
+
+@pytest.mark.parametrize("given", [[], [[]], [[1], []], [[1, 2], [1]], [[1], [1]], [[-1]]])
+def test_alternatives_that_are_refused(given):
+    with pytest.raises(ConfigError, match="nested_token_ids"):
+        DisjunctiveConstraint(given)

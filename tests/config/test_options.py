@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import ConfigError, GenerationConfig, NotBuiltYetError, StopReason, WatermarkingConfig, generate
+from jaxgen import (
+    ConfigError,
+    DisjunctiveConstraint,
+    GenerationConfig,
+    PhrasalConstraint,
+    StopReason,
+    WatermarkingConfig,
+    generate,
+)
 from jaxgen.config.options import OPTIONS
 from jaxgen.config.reference import reference
 from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
@@ -136,11 +144,16 @@ WORKS = {
     ),
     # The most likely token, 4, is in the prompt: it is as similar to an earlier token as can be.
     "penalty_alpha": ({"prompt": [4, 3], "penalty_alpha": 0.9, "top_k": 2}, tokens(5, 6, 7, 8)),
+    "constraints": (
+        {"num_beams": 2, "constraints": [PhrasalConstraint([9, 8]), DisjunctiveConstraint([[20], [30]])]},
+        lambda out: "9, 8" in str(generated(out, 0)) and bool({20, 30} & set(generated(out, 0))),
+    ),
+    "force_words_ids": ({"num_beams": 2, "force_words_ids": [[20, 40]]}, tokens(4, 5, 20, 40)),
 }
 REFUSED = {
     "diversity_penalty": ({"diversity_penalty": 1.0}, ConfigError),
-    "constraints": ({"num_beams": 2, "constraints": ["x"]}, NotBuiltYetError),
-    "force_words_ids": ({"num_beams": 2, "force_words_ids": [[1]]}, NotBuiltYetError),
+    "constraints": ({"constraints": [PhrasalConstraint([1])]}, ConfigError),
+    "force_words_ids": ({"force_words_ids": [[1]]}, ConfigError),
     "assistant_early_exit": ({"assistant_early_exit": 2}, ConfigError),
     "assistant_lookbehind": ({"assistant_lookbehind": 2}, ConfigError),
     "target_lookbehind": ({"target_lookbehind": 2}, ConfigError),
@@ -226,11 +239,6 @@ def test_what_sampling_reads_draws_no_warning():
     assert tokens(4, 5, 6, 7)(run(do_sample=True, top_k=3, temperature=0.01))
 
 
-def test_a_mode_that_is_not_implemented_is_named():
-    with pytest.raises(NotBuiltYetError, match=r"force_words_ids=.* \(constrained_beam_search\)"):
-        run(force_words_ids=[[1]], num_beams=2)
-
-
 @pytest.mark.parametrize("fields", [{"low_memory": False}, {"generation_kwargs": {}}, {"is_assistant": False}])
 def test_values_that_ask_for_nothing_are_accepted(fields):
     assert tokens(4, 5, 6, 7)(run(**fields))
@@ -246,6 +254,8 @@ def test_values_that_ask_for_nothing_are_accepted(fields):
         {"forced_bos_token_id": 50},
         {"forced_eos_token_id": [50]},
         {"forced_decoder_ids": [[1, 50]]},
+        {"force_words_ids": [[1], [2, 50]], "num_beams": 2},
+        {"constraints": [PhrasalConstraint([50])], "num_beams": 2},
     ],
     ids=lambda fields: next(iter(fields)),
 )

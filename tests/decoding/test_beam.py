@@ -41,30 +41,38 @@ class PlainSearch:
         while not self.complete and len(self.beams[0][1]) < cfg.max_new_tokens:
             self.step()
         if not self.complete:
-            for total, tokens, origins in self.beams:
-                self.add(total, tokens, origins)
+            self.close()
+
+    def close(self):
+        for beam in self.beams:
+            self.add(*beam)
 
     def add(self, total, tokens, origins):
         self.ended.append((total / len(tokens) ** self.cfg.length_penalty, tokens, origins))
         self.ended = sorted(self.ended, key=lambda entry: -entry[0])[: self.count]
 
-    def step(self):
+    def candidates(self):
         candidates = []
         for place, (total, tokens, origins) in enumerate(self.beams):
             logits = last_logits(MODEL, PARAMS, TABLE[jnp.asarray([*self.prompt, *tokens])])
             scores = np.asarray(self.transform(tokens, jax.nn.log_softmax(logits)))
             candidates += [(total + s, [*tokens, t], [*origins, place]) for t, s in enumerate(scores)]
-        candidates = sorted(candidates, key=lambda entry: -entry[0])[: (1 + max(1, len(self.eos))) * self.count]
+        return sorted(candidates, key=lambda entry: -entry[0])
+
+    def step(self):
+        candidates = self.candidates()[: (1 + max(1, len(self.eos))) * self.count]
         length = len(self.beams[0][1]) + 1
         for rank, candidate in enumerate(candidates):
             if candidate[1][-1] in self.eos and rank < self.count:
                 self.add(*candidate)
         self.beams = [candidate for candidate in candidates if candidate[1][-1] not in self.eos][: self.count]
+        self.check_complete(candidates[0][0], length)
+
+    def check_complete(self, best, length):
         penalty, stopping = self.cfg.length_penalty, self.cfg.early_stopping
         if len(self.ended) == self.count:
             longest = self.cfg.max_new_tokens if stopping == "never" and penalty > 0 else length
-            best = candidates[0][0] / longest**penalty
-            self.complete = stopping is True or self.ended[-1][0] >= best
+            self.complete = stopping is True or self.ended[-1][0] >= best / longest**penalty
 
 
 def check(out, searches, copies=3):

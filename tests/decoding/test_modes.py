@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, StepHook, StopReason, TokenAutomaton
-from jaxgen.config.options import IMPLEMENTED
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.modes import MODES
 from jaxgen.decoding.sample import draw
@@ -234,7 +233,3 @@ def test_the_contracts_hold_with_guidance(mode):
     assert len({tuple(row) for row in np.asarray(plain.sequences).tolist()}) == len(rows)  # a swap is seen
     np.testing.assert_array_equal(np.asarray(plain.sequences)[rows], other.sequences)
     np.testing.assert_allclose(np.asarray(plain.scores)[:, rows], other.scores, atol=1e-4)
-
-
-def test_the_modes_that_are_offered_are_implemented():
-    assert set(MODES) == IMPLEMENTED

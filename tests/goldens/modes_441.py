@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from options_441 import LONGEST, VALUES, Material
 from oracle import Oracle
+from transformers import ConstrainedBeamSearchScorer
 
-BEAM_SETS, GROUP_SETS, CONTRASTIVE_SETS, CASES = 40, 15, 15, 4
+BEAM_SETS, GROUP_SETS, CONSTRAINED_SETS, CONTRASTIVE_SETS, CASES = 40, 15, 15, 15, 4
 PROCESSORS = (
     *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_new_tokens"),
     *("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "renormalize_logits"),
@@ -97,6 +100,81 @@ def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Genera
             result = run_beams(oracle, prompt, options)
             if is_sound(result):
                 exact = run_beams(oracle, prompt, options, double=True)
+                cases.append({"ids": prompt, "near_tie": exact["sequences"] != result["sequences"]} | result)
+        sets.append({"checkpoint": name, "options": options, "cases": cases})
+    return sets
+
+
+def draw_words(number: int, prompts: list[list[int]], material: Material, eos: list[int]) -> list:
+    """Draw phrases and lists of alternatives, without eos ids and with many tokens in common."""
+    rng, vocab = material.rng, material.vocab
+    few = rng.choice([i for i in range(vocab) if i not in eos], size=int(rng.integers(2, 5)), replace=False).tolist()
+
+    def phrase() -> list[int]:
+        sources = [rng.integers(vocab, size=8), rng.choice(few, size=8), prompts[int(rng.integers(CASES))]]
+        source = np.asarray([*sources, *material.written][int(rng.choice([0, 0, 1, 1, 1, 1, 2, 3, 3]))]).tolist()
+        size = min(int(rng.integers(1, 5)), len(source))
+        start = int(rng.integers(0, len(source) - size + 1))
+        return [i for i in source[start : start + size] if i not in eos] or phrase()
+
+    def alternatives() -> list[list[int]]:
+        stem = phrase()[: int(rng.integers(0, 3))]
+        drawn: list[list[int]] = []
+        for _ in range(int(rng.integers(2, 6))):
+            new = [*stem, *phrase()]
+            if all(new[: len(old)] != old[: len(new)] for old in drawn):
+                drawn.append(new)
+        return drawn
+
+    words = [phrase() if number % 3 == 0 or rng.random() < 0.4 else alternatives() for _ in range(1 + number % 4)]
+    return [*words, words[0]] if number % 5 == 4 else words
+
+
+@contextlib.contextmanager
+def all_indices() -> Iterator[None]:
+    """Let the beams that do not meet the constraints have beam indices: without, transformers raises a TypeError."""
+    original = ConstrainedBeamSearchScorer.finalize
+
+    def finalize(self, input_ids, *given, beam_indices, **more):
+        for hypotheses in self._beam_hyps:
+
+            def add(hyp, score, beam_indices=beam_indices, generated_len=None, into=hypotheses.add):
+                if not beam_indices or isinstance(beam_indices[0], tuple):
+                    row = next(i for i, ids in enumerate(input_ids) if torch.equal(ids, hyp))
+                    beam_indices = beam_indices[row]
+                into(hyp, score, beam_indices=beam_indices, generated_len=generated_len)
+
+            hypotheses.add = add
+        return original(self, input_ids, *given, beam_indices=beam_indices, **more)
+
+    ConstrainedBeamSearchScorer.finalize = finalize
+    try:
+        yield
+    finally:
+        ConstrainedBeamSearchScorer.finalize = original
+
+
+def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
+    """Return sets of options with cases, as `beam_goldens` does."""
+    names = [name for name in oracles if "dynamic" not in name]
+    sets = []
+    for number in range(CONSTRAINED_SETS):
+        name = names[number % len(names)]
+        oracle = oracles[name]
+        prompts = [rng.integers(oracle.vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
+        material = Material(oracle, prompts, 3, rng)
+        options = draw_beams(number, False, rng) | draw_eos(oracle.vocab, number, rng)
+        options["repetition_penalty"] = round(float(rng.uniform(0.8, 1.6)), 3) if number % 3 == 1 else 1.0
+        eos = np.ravel([] if options["eos_token_id"] is None else options["eos_token_id"]).tolist()
+        options["force_words_ids"] = draw_words(number, prompts, material, eos)
+        if number % 4 == 3:
+            options["suppress_tokens"] = material.tokens(3, 10)
+        cases = []
+        for prompt in prompts:
+            with all_indices():
+                result = run_beams(oracle, prompt, options)
+                exact = run_beams(oracle, prompt, options, double=True)
+            if is_sound(result):
                 cases.append({"ids": prompt, "near_tie": exact["sequences"] != result["sequences"]} | result)
         sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets

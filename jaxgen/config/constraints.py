@@ -1,0 +1,205 @@
+"""Constraints on the text of constrained beam search, and the options that contain them. Does not import jax.
+
+A constraint is met once the row contains one of its alternatives, each a sequence of token ids. All constraints of an
+option are one table, `int32[C, A, W]`: constraints, alternatives, ids. Its sizes are rounded up, and unused entries are
+-1, so changing the ids runs the same program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxgen.buckets import power_of_two
+from jaxgen.config.kinds import Kind, is_array, is_tracer
+from jaxgen.config.tables import as_lists, checked_id, depth, filled, traced_table
+from jaxgen.errors import ConfigError
+
+Phrase = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PhrasalConstraint:
+    """A phrase that the text must contain: `PhrasalConstraint` of transformers.
+
+    >>> PhrasalConstraint([5, 6, 7])
+    PhrasalConstraint(token_ids=(5, 6, 7))
+
+    Attributes:
+        token_ids: the ids of the phrase, in order.
+
+    Raises:
+        ConfigError: no ids, or a negative one.
+        TypeError: something other than ids.
+    """
+
+    token_ids: Sequence[int]
+
+    def __post_init__(self):
+        object.__setattr__(self, "token_ids", _phrase("token_ids", self.token_ids, self.token_ids))
+
+    @property
+    def alternatives(self) -> tuple[Phrase, ...]:
+        """The phrase alone."""
+        return (tuple(self.token_ids),)
+
+
+@dataclasses.dataclass(frozen=True)
+class DisjunctiveConstraint:
+    """Phrases of which the text must contain one: `DisjunctiveConstraint` of transformers.
+
+    >>> DisjunctiveConstraint([[5, 6], [7]])
+    DisjunctiveConstraint(nested_token_ids=((5, 6), (7,)))
+
+    Attributes:
+        nested_token_ids: the ids of each phrase. None of them is the beginning of another.
+
+    Raises:
+        ConfigError: no phrases, an empty one, one that begins another, or a negative id.
+        TypeError: something other than lists of ids.
+    """
+
+    nested_token_ids: Sequence[Sequence[int]]
+
+    def __post_init__(self):
+        given = self.nested_token_ids
+        phrases = as_lists(given)
+        if not isinstance(phrases, list) or not phrases:
+            raise ConfigError(f"nested_token_ids must be a non-empty list of lists of ids, got {given!r}")
+        alternatives = tuple(_phrase("nested_token_ids", phrase, given) for phrase in phrases)
+        ordered = sorted(alternatives)  # a phrase comes right before those that it begins
+        for shorter, longer in itertools.pairwise(ordered):
+            if longer[: len(shorter)] == shorter:
+                raise ConfigError(
+                    f"nested_token_ids has {list(shorter)}, with which {list(longer)} begins: remove one of them"
+                )
+        object.__setattr__(self, "nested_token_ids", alternatives)
+
+    @property
+    def alternatives(self) -> tuple[Phrase, ...]:
+        """The phrases."""
+        return tuple(map(tuple, self.nested_token_ids))
+
+
+Constraint = PhrasalConstraint | DisjunctiveConstraint
+
+
+class ConstraintTable(Kind):
+    """Constraints, the same for all prompts. Leaf: int32[C, A, W]."""
+
+    traced = True
+    ranks = 3
+
+    def constraints(self, value: Any) -> tuple[Constraint, ...]:
+        """Return the constraints of a concrete value in normal form."""
+        raise NotImplementedError
+
+    def leaf(self, value: Any) -> Any:
+        return value if value is None or is_array(value) else _table([c.alternatives for c in self.constraints(value)])
+
+    def tokens(self, value: Any) -> list[int]:
+        return [token for phrase in self.phrases(value) for token in phrase]
+
+    def phrases(self, value: Any) -> list[Phrase]:
+        """Return the alternatives of all constraints; an empty list for a traced value."""
+        if value is None or is_tracer(value):
+            return []
+        # jax unflattens a config to arrays.
+        constraints = map(_constraint, _untable(value)) if is_array(value) else self.constraints(value)
+        return [phrase for constraint in constraints for phrase in constraint.alternatives]
+
+
+class ForcedWords(ConstraintTable):
+    """A list of phrases, or of lists of alternative phrases."""
+
+    type_name = "lists of ids, or lists of such lists"
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return a tuple of phrases and of tuples of phrases; in an array `[C, A, W]`, -1 is an unused entry."""
+        if is_tracer(value):
+            return traced_table(name, value, 3)
+        words = _untable(value) if is_array(value) else as_lists(value)
+        if not isinstance(words, list) or not words or not all(isinstance(word, list) and word for word in words):
+            raise ConfigError(
+                f"{name} must be a non-empty list of phrases [id, ...], or of lists of alternative phrases "
+                f"[[id, ...], ...], got {value!r}"
+            )
+        try:
+            return tuple(_frozen(word, _constraint(word)) for word in words)
+        except (ConfigError, TypeError) as error:
+            raise type(error)(f"{name}: {error}") from None
+
+    def constraints(self, value: Any) -> tuple[Constraint, ...]:
+        return tuple(map(_constraint, as_lists(value)))
+
+
+class Constraints(ConstraintTable):
+    """A list of `PhrasalConstraint` and `DisjunctiveConstraint`."""
+
+    type_name = "list of constraints"
+
+    def parse(self, name: str, value: Any) -> Any:
+        """Return a tuple of constraints; in an array `[C, A, W]`, -1 is an unused entry."""
+        if is_tracer(value):
+            return traced_table(name, value, 3)
+        if is_array(value):
+            return tuple(map(_constraint, _untable(value)))
+        kinds = "jaxgen.PhrasalConstraint and jaxgen.DisjunctiveConstraint"
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} must be a list of {kinds}, got {type(value).__name__}")
+        if not value:
+            raise ConfigError(f"{name} must not be empty: leave it out for no constraints")
+        for constraint in value:
+            if not isinstance(constraint, Constraint):
+                other = f"{type(constraint).__module__}.{type(constraint).__qualname__}"
+                raise TypeError(f"{name} must contain only {kinds}, which can be compiled, got {other}")
+        return tuple(value)
+
+    def constraints(self, value: Any) -> tuple[Constraint, ...]:
+        return value
+
+
+def as_forced_words(constraints: Sequence[Constraint]) -> list:
+    """Return constraints in the form of `force_words_ids`."""
+    return [as_lists(c.token_ids if isinstance(c, PhrasalConstraint) else c.nested_token_ids) for c in constraints]
+
+
+def _phrase(name: str, phrase: Any, given: Any) -> Phrase:
+    ids = as_lists(phrase)
+    if not isinstance(ids, list):
+        raise TypeError(f"{name} must be made of lists of ids, got {given!r}")
+    if not ids:
+        raise ConfigError(f"{name} must have at least one id in each list, got {given!r}")
+    return tuple(checked_id(name, token, given) for token in ids)
+
+
+def _constraint(word: list) -> Constraint:
+    """Return the constraint of a list of ids or of a list of lists of ids."""
+    return PhrasalConstraint(word) if depth(word) < 2 else DisjunctiveConstraint(word)
+
+
+def _frozen(word: list, constraint: Constraint) -> Any:
+    return constraint.alternatives if depth(word) == 2 else constraint.alternatives[0]
+
+
+def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
+    """Return int32[C, A, W]: the alternatives of each constraint."""
+    width = power_of_two(max(len(phrase) for phrases in constraints for phrase in phrases), 4)
+    most = power_of_two(max(map(len, constraints)), 1)
+    count = power_of_two(len(constraints), 4)
+    rows = [[*phrases, *[()] * (most - len(phrases))] for phrases in [*constraints, *[()] * (count - len(constraints))]]
+    return np.asarray([[filled(phrase, width) for phrase in phrases] for phrases in rows], np.int32)
+
+
+def _untable(table: Any) -> list:
+    """Return the phrase of each constraint of a table, or its alternatives if there are several."""
+    words = as_lists(table)
+    if np.ndim(table) != 3:
+        raise ConfigError(f"an array of constraints must have 3 axes, got shape {list(np.shape(table))}")
+    words = [[[token for token in phrase if token != -1] for phrase in phrases] for phrases in words]
+    words = [[phrase for phrase in phrases if phrase] for phrases in words]
+    return [phrases[0] if len(phrases) == 1 else phrases for phrases in words if phrases]

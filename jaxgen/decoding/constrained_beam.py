@@ -1,0 +1,141 @@
+"""Beam search under constraints: `_constrained_beam_search` and `ConstrainedBeamSearchScorer` of transformers.
+
+In addition to the best continuations, each beam proposes the tokens that make progress with the constraints, however
+unlikely they are. Continuations that are equally far with the constraints form a bank. The next beams are the best of
+each bank, then the second best of each, and so on.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.decoding.beam import Beams, BeamSearch, Continuations, Step, process
+from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.run import Run
+
+# As in transformers, continuations are sorted by their bank times this, plus their score.
+_BANK_WEIGHT = 100
+
+
+class ConstrainedBeamSearch(BeamSearch):
+    """Beam search whose results meet all constraints, as far as the budget allows. Each prompt has one search."""
+
+    def counts(self, run: Run, beams: Beams) -> jax.Array:
+        """Return the running beams that count as results in the end, bool[S, k].
+
+        Those that do not meet all constraints count only if fewer beams than sequences to return do.
+        """
+        # In transformers a beam with a banned token counts as well, and is then the result.
+        met = _state(beams.rows).complete.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
+        few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
+        return ~beams.complete[:, None] & (met | few)
+
+    def grow(
+        self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
+    ) -> tuple[Beams, jax.Array, jax.Array]:
+        """Choose the next beams; see `BeamSearch.grow`. The scores to record include those of the beams."""
+        table, count = _table(run), beams.scores.shape[1]
+        step = Step.begin(run, beams, logits, process(run, beams.rows, log_probs))
+        with jax.named_scope("choose"):
+            candidates = step.candidates(None)
+            proposals = _proposals(step, table)
+            joined = candidates.join(proposals)
+            rows = step.extend(joined)
+            ended, met = step.ended(rows), _state(rows).complete.reshape(joined.tokens.shape)
+            banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
+        searches, number = candidates.tokens.shape
+        open_places = step.best(candidates.only(~ended[:, :number]))
+        # As in transformers, candidates that end count only among the first k.
+        first = jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32)[None, :], (searches, number))
+        with jax.named_scope("constrain"):
+            known = jnp.concatenate([first[:, :count], open_places], axis=1)
+            new = _are_new(step, proposals, candidates.take(known))
+            places = _in_turn(joined.only(~ended), banks, open_places, new & ~ended[:, number:])
+        results = joined.only(ended & met & jnp.concatenate([first < count, new], axis=1))
+        results = results.take(lax.top_k(results.totals, count)[1])
+        running = joined.only(~ended).take(jnp.where(step.live[:, None], places, open_places))
+        beams, parents = step.finish(results, running, candidates.totals[:, 0])
+        return beams, parents, step.totals.reshape(logits.shape)
+
+
+def _proposals(step: Step, table: ConstraintTable) -> Continuations:
+    """Return the proposals of all beams, k * C * A of each search; their token is -1 where there is none."""
+    searches, count, vocab = step.totals.shape
+    tokens = table.proposals(_state(step.beams.rows)).reshape(searches * count, -1)
+    # The same token may begin several constraints.
+    rows, number = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    given = jnp.where(tokens < 0, vocab, tokens)
+    first = jnp.full((tokens.shape[0], vocab), tokens.shape[1], jnp.int32).at[rows, given].min(number, mode="drop")
+    repeated = jnp.take_along_axis(first, jnp.maximum(tokens, 0), axis=1) < number
+    tokens = jnp.where(repeated, -1, tokens)
+    totals = jnp.take_along_axis(step.totals.reshape(-1, vocab), jnp.maximum(tokens, 0), axis=1)
+    parents = jnp.broadcast_to(rows.astype(jnp.int32), tokens.shape)
+    return jax.tree.map(lambda x: x.reshape(searches, -1), Continuations(totals, parents, tokens))
+
+
+def _banks(step: Step, table: ConstraintTable, state: ConstraintState, proposed: int) -> jax.Array:
+    """int32[S, n]: the banks of continuations whose state is given, the last `proposed` of each search proposals."""
+    banks = table.banks(state).reshape(step.live.size, -1)
+    own, proposals = banks[:, :-proposed], banks[:, -proposed:]
+    before = _state(step.beams.rows)
+    shape = (step.beams.rows.count, *table.ids.shape[:2])
+    proposals = table.proposed_banks(before, proposals.reshape(shape)).reshape(proposals.shape)
+    return jnp.concatenate([own, proposals], axis=1)
+
+
+def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
+    """bool[S, n]: the proposals that are tokens, with a text that is not among the `known` ones.
+
+    Beams may have the same text, as all have at first. Only the first of them counts.
+    """
+    history, (searches, count, _) = step.beams.rows.history, step.totals.shape
+    text = history.generated(step.run.capacity, jnp.int32(-1)).reshape(searches, count, -1)
+    equal = jnp.all(text[:, :, None] == text[:, None, :], axis=-1)
+    rows = jnp.arange(searches * count, dtype=jnp.int32)
+    first = rows // count * count + jnp.argmax(equal, axis=-1).astype(jnp.int32).reshape(-1)
+    same_text = first[proposals.parents][:, :, None] == first[known.parents][:, None, :]
+    same_token = proposals.tokens[:, :, None] == known.tokens[:, None, :]
+    is_first = first[proposals.parents] == proposals.parents
+    return (proposals.tokens >= 0) & is_first & ~jnp.any(same_text & same_token, axis=-1)
+
+
+def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.Array) -> jax.Array:
+    """int32[S, k]: the places of the next beams: the best of each bank, then the second best of each, and so on.
+
+    Without proposals they are the best candidates.
+
+    Args:
+        joined: the candidates, then the proposals.
+        banks: int32[S, n], their banks.
+        best: int32[S, k], the places of the k best candidates, best first.
+        new: bool[S, E], the proposals that may be chosen.
+    """
+    count, last = best.shape[1], joined.tokens.shape[1]
+    proposed = jnp.arange(last - new.shape[1], last, dtype=jnp.int32)[None, :]
+    places = jnp.concatenate([best, jnp.broadcast_to(proposed, new.shape)], axis=1)
+    valid = jnp.concatenate([jnp.ones(best.shape, bool), new], axis=1)
+    banks = jnp.take_along_axis(banks, places, axis=1)
+    scores = (banks * _BANK_WEIGHT).astype(jnp.float32) + joined.take(places).totals
+
+    order = jnp.lexsort((-scores, ~valid), axis=-1)
+    valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
+    # Very unlikely tokens may mix up the banks. As in transformers, a bank begins again wherever it changes.
+    changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
+    rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])
+    chosen = jnp.take_along_axis(places_in_order, jnp.argsort(rank, axis=1, stable=True)[:, :count], axis=1)
+    return jnp.where(jnp.any(new, axis=1, keepdims=True), chosen, best)
+
+
+def _table(run: Run) -> ConstraintTable:
+    table = ConstraintTable.of(run.cfg)
+    assert table is not None
+    return table
+
+
+def _state(rows: Rows) -> ConstraintState:
+    assert rows.constraints is not None
+    return rows.constraints

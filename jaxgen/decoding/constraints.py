@@ -1,0 +1,193 @@
+"""Progress of rows through the constraints of beam search: `ConstraintListState` of transformers.
+
+A constraint has alternatives, none of which begins another; a phrase has one. The tokens of a row, those of its prompt
+included, meet constraints one after the other: at most one is in progress. A token that begins a pending constraint
+puts it in progress. The first token that continues none of its alternatives sends it back to the end of the queue of
+pending constraints. That token begins no other constraint.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.config.generation_config import GenerationConfig
+
+
+@flax.struct.dataclass
+class ConstraintState:
+    """Progress of each row.
+
+    Attributes:
+        queue: int32[rows, C], the order in which pending constraints are tried, smallest first; -1 if not pending.
+        current: int32[rows], the constraint in progress, or -1.
+        alternative: int32[rows], the first of its alternatives that begins with the matched tokens.
+        matched: int32[rows], the number of its matched tokens.
+        met: int32[rows], the number of constraints that are met.
+    """
+
+    queue: jax.Array
+    current: jax.Array
+    alternative: jax.Array
+    matched: jax.Array
+    met: jax.Array
+
+    @property
+    def complete(self) -> jax.Array:
+        """bool[rows], True if all constraints are met."""
+        return (self.current < 0) & jnp.all(self.queue < 0, axis=-1)
+
+
+@flax.struct.dataclass
+class ConstraintTable:
+    """The constraints of a run.
+
+    Attributes:
+        ids: int32[C, A, W], the alternatives of each constraint; -1 in unused entries.
+    """
+
+    ids: jax.Array
+
+    @classmethod
+    def of(cls, cfg: GenerationConfig) -> ConstraintTable | None:
+        """Return the constraints of a config whose values are arrays; None if it has none."""
+        tables = [jnp.asarray(ids) for ids in (cfg.constraints, cfg.force_words_ids) if ids is not None]
+        if not tables:
+            return None
+        _, alternatives, width = (max(sizes) for sizes in zip(*(ids.shape for ids in tables), strict=True))
+
+        def resize(ids: jax.Array) -> jax.Array:
+            padding = [(0, 0), (0, alternatives - ids.shape[1]), (0, width - ids.shape[2])]
+            return jnp.pad(ids, padding, constant_values=-1)
+
+        return cls(jnp.concatenate([resize(ids) for ids in tables]))
+
+    @property
+    def lengths(self) -> jax.Array:
+        """int32[C, A], the number of tokens of each alternative."""
+        return jnp.sum(self.ids >= 0, axis=-1, dtype=jnp.int32)
+
+    def begin(self, ids: jax.Array, length: jax.Array) -> ConstraintState:
+        """Return the state after the first `length int32[rows]` tokens of `ids int32[rows, W]`."""
+        rows, width = ids.shape
+        used, none = jnp.any(self.lengths > 0, axis=-1), jnp.zeros(rows, jnp.int32)
+        queue = jnp.where(used, jnp.arange(used.shape[0], dtype=jnp.int32), -1)
+        state = ConstraintState(jnp.broadcast_to(queue[None, :], (rows, queue.size)), none - 1, none, none, none)
+        # Columns in which nothing can begin, in any row, are skipped while nothing is in progress.
+        column = jnp.arange(width, dtype=jnp.int32)
+        within = column[None, :] < length[:, None]
+        begins = jnp.any(within & jnp.isin(ids, self.ids[:, :, 0]), axis=0)
+        following = lax.cummin(jnp.where(begins, column, width), reverse=True)
+        following = jnp.append(following, jnp.int32(width))
+
+        def push(carry: tuple[jax.Array, ConstraintState]) -> tuple[jax.Array, ConstraintState]:
+            column, state = carry
+            state = self.push(state, ids[:, column], within[:, column])
+            busy = jnp.any((state.current >= 0) & (column + 1 < length))
+            return jnp.where(busy, column + 1, following[column + 1]), state
+
+        return lax.while_loop(lambda carry: carry[0] < width, push, (following[0], state))[1]
+
+    def push(self, state: ConstraintState, tokens: jax.Array, live: jax.Array) -> ConstraintState:
+        """Append `tokens int32[rows]` to the rows that are `live bool[rows]`; the others are left unchanged."""
+        busy = state.current >= 0
+        continues = self._following(state, state.alternative, state.matched) == tokens[:, None]  # [rows, A]
+        begins = (self.ids[None, :, :, 0] == tokens[:, None, None]) & (state.queue >= 0)[:, :, None]  # [rows, C, A]
+        last = jnp.iinfo(jnp.int32).max
+        first = jnp.argmin(jnp.where(jnp.any(begins, axis=-1), state.queue, last), axis=-1).astype(jnp.int32)
+        begun = jnp.take_along_axis(begins, first[:, None, None], axis=1)[:, 0]
+        advanced = jnp.any(jnp.where(busy[:, None], continues, begun), axis=-1)
+
+        current = jnp.where(busy, state.current, first)
+        alternative = jnp.argmax(jnp.where(busy[:, None], continues, begun), axis=-1).astype(jnp.int32)
+        matched = jnp.where(busy, state.matched, 0) + 1
+        ends = advanced & (matched == self.lengths[current, alternative])
+        place = jnp.where(advanced, -1, jnp.max(state.queue, axis=-1) + 1)
+        changed = (jnp.arange(state.queue.shape[1])[None, :] == current[:, None]) & (busy | advanced)[:, None]
+        pushed = ConstraintState(
+            queue=jnp.where(changed, place[:, None], state.queue),
+            current=jnp.where(advanced & ~ends, current, -1),
+            alternative=alternative,
+            matched=matched,
+            met=state.met + ends.astype(jnp.int32),
+        )
+        return jax.tree.map(
+            lambda new, old: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old), pushed, state
+        )
+
+    def banks(self, state: ConstraintState) -> jax.Array:
+        """int32[rows]: how far each row is; a row in progress counts as if its alternative were the longest."""
+        return self._banks(state.met, jnp.where(state.current >= 0, self._progress(state.current, state.matched), 0))
+
+    def proposals(self, state: ConstraintState) -> jax.Array:
+        """int32[rows, C, A]: the tokens that make progress, -1 for none.
+
+        They continue the constraint in progress; without one, they begin a pending constraint.
+        """
+        busy = (state.current >= 0)[:, None, None]
+        current = (jnp.arange(self.ids.shape[0])[None, :] == state.current[:, None])[:, :, None]
+        continues = self._following(state, state.alternative, state.matched)[:, None, :]
+        begins = jnp.where((state.queue >= 0)[:, :, None], self.ids[None, :, :, 0], -1)
+        return jnp.where(busy, jnp.where(current, continues, -1), begins)
+
+    def proposed_banks(self, state: ConstraintState, banks: jax.Array) -> jax.Array:
+        """int32[rows, C, A]: the banks that proposals are sorted by.
+
+        In transformers the copies of a constraint in progress share one list of matched tokens. So each proposal is
+        compared with a list to which earlier proposals have been added, and only those that continue this list count.
+
+        Args:
+            state: the rows before.
+            banks: int32[rows, C, A], the banks of the rows with their proposals.
+        """
+        (rows, _, most), width = banks.shape, self.ids.shape[2]
+        if most == 1:
+            return banks
+        tokens = self._following(state, state.alternative, state.matched)
+        number = jnp.arange(most, dtype=jnp.int32)[None, :]
+        earlier = (number < number.T)[None]
+        repeated = jnp.any((tokens[:, :, None] == tokens[:, None, :]) & earlier, axis=-1)
+        valid = (tokens >= 0) & ~repeated
+
+        def add(_, carry):
+            alternative, matched, newest, added = carry
+            following = self._following(state, alternative, matched)
+            continues = jnp.any((tokens[:, :, None] == following[:, None, :]) & (following >= 0)[:, None, :], axis=-1)
+            continues &= valid & (number > newest[:, None])
+            found, place = jnp.any(continues, axis=-1), jnp.argmax(continues, axis=-1).astype(jnp.int32)
+            token = jnp.take_along_axis(tokens, place[:, None], axis=1)
+            return (
+                jnp.where(found, jnp.argmax(following == token, axis=-1).astype(jnp.int32), alternative),
+                matched + found.astype(jnp.int32),
+                jnp.where(found, place, newest),
+                added | (found[:, None] & (number == place[:, None])),
+            )
+
+        begin = state.alternative, state.matched, jnp.full(rows, -1, jnp.int32), jnp.zeros((rows, most), bool)
+        alternative, matched, newest, added = lax.fori_loop(0, width, add, begin)
+        met = (number == newest[:, None]) & (matched == self.lengths[state.current, alternative])[:, None]
+        progress = jnp.where(added & ~met, self._progress(state.current, matched)[:, None], 0)
+        shared = self._banks(state.met[:, None] + met.astype(jnp.int32), progress)
+        return jnp.where((state.current >= 0)[:, None, None], shared[:, None, :], banks)
+
+    def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
+        """int32[rows, A]: the next token of each alternative of the constraint in progress, -1 for none.
+
+        Only alternatives that agree with `alternative int32[rows]` in the first `matched int32[rows]` tokens have one.
+        """
+        alternatives = self.ids[state.current]  # [rows, A, W]
+        width = alternatives.shape[-1]
+        own = jnp.take_along_axis(alternatives, alternative[:, None, None], axis=1)
+        agree = jnp.all((alternatives == own) | (jnp.arange(width)[None, None, :] >= matched[:, None, None]), axis=-1)
+        token = jnp.take_along_axis(alternatives, jnp.minimum(matched, width - 1)[:, None, None], axis=2)[..., 0]
+        return jnp.where(agree & (matched < width)[:, None], token, -1)
+
+    def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
+        """int32[rows]: the longest length of any constraint, minus what is left of this one's longest alternative."""
+        longest = jnp.max(self.lengths, axis=-1)
+        return jnp.max(longest) - longest[constraint] + matched
+
+    def _banks(self, met: jax.Array, progress: jax.Array) -> jax.Array:
+        return met * jnp.max(self.lengths) + progress

@@ -1,0 +1,272 @@
+"""Each decode mode with each feature: it works, or it is refused. docs/modes.md has the same table."""
+
+import re
+from pathlib import Path
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import (
+    ConfigError,
+    GenerationConfig,
+    InputError,
+    StepHook,
+    StopReason,
+    TokenAutomaton,
+    compute_transition_scores,
+    generate as generate_,
+    prefill,
+)
+from jaxgen.decoding import modes
+from tests.support.models import generated, left_pad, model_config, random_params
+from tests.support.tokenizers import byte_level
+
+TOKENIZER = byte_level()
+MODEL = model_config(vocab_size=280, num_hidden_layers=2)
+PARAMS = random_params(MODEL, scale=0.2)
+PROMPTS = [[70, 71, 72, 70, 71], [80, 66]]
+IDS, MASK = left_pad(PROMPTS)
+NEW = 6
+CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0)
+KEYS = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(2), jnp.arange(2))
+WORD = TOKENIZER.encode("ab")
+SMALL = model_config(vocab_size=280, num_hidden_layers=1, hidden_size=16)
+MODES = {
+    "greedy search": {},
+    "sampling": {"do_sample": True, "top_k": 30, "num_return_sequences": 2},
+    "beam search": {"num_beams": 3, "num_return_sequences": 2},
+    "beam sampling": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "top_k": 0},
+    "diverse beam search": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "num_return_sequences": 2},
+    "constrained beam search": {"num_beams": 3, "num_return_sequences": 2, "force_words_ids": [WORD]},
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 3},
+    "DoLa": {"dola_layers": "high", "repetition_penalty": 1.2},
+    "assisted generation": {},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+BEAMS = [name for name in MODES if "beam" in name]
+DRAFTS = ("assisted generation", "prompt lookup")
+ASSISTANT = (random_params(SMALL, seed=1), GenerationConfig(model=SMALL, num_assistant_tokens=2))
+# The features that a mode refuses.
+REFUSED = {
+    ("cache=", "contrastive search"): ConfigError,
+    **{("streamer", name): InputError for name in BEAMS},
+}
+
+
+def generate(mode, rows=(0, 1), **given):
+    """Run some of the prompts; `given` are options, and keywords of generate()."""
+    options = MODES[mode] | {
+        name: value for name, value in given.items() if name in GenerationConfig.__dataclass_fields__
+    }
+    more = {name: value for name, value in given.items() if name not in options}
+    if mode == "assisted generation":
+        more["assistant"] = ASSISTANT
+    rows = list(rows)
+    ids, mask = more.pop("ids", IDS[rows]), more.pop("attention_mask", MASK[rows])
+    key = KEYS[jnp.asarray(rows)] if options.get("do_sample") else None
+    return generate_(PARAMS, ids, key, CFG.replace(**options), attention_mask=mask, **more)
+
+
+def texts(out):
+    return [generated(out, row) for row in range(out.lengths.shape[0])]
+
+
+def said(out):
+    return {token for tokens in texts(out) for token in tokens}
+
+
+def usual(mode):
+    """A token that the mode generates without further options."""
+    return texts(generate(mode))[0][1]
+
+
+def processors(mode):
+    token = usual(mode)
+
+    def ban(history, scores):
+        return scores.at[:, token].set(-jnp.inf)
+
+    assert token not in said(generate(mode, logits_processor=[ban]))
+    assert token not in said(generate(mode, suppress_tokens=[token]))
+
+
+def values_per_prompt(mode):
+    penalties, lengths = [1.3, 2.0], [6, 4]
+    together = texts(generate(mode, repetition_penalty=penalties, max_new_tokens=lengths))
+    alone = [
+        text
+        for row in range(2)
+        for text in texts(generate(mode, [row], repetition_penalty=penalties[row], max_new_tokens=lengths[row]))
+    ]
+    assert together == alone
+
+
+def stopping(mode):
+    def third(history, scores):
+        return history.step >= 3
+
+    out = generate(mode, stopping_criteria=[third])
+    assert int(out.lengths.max()) == 3
+    assert set(out.stop_reasons.tolist()) == {StopReason.CRITERION}
+    text = TOKENIZER.decode([usual(mode)])
+    if len(text) == 1 and text != "\ufffd":
+        out = generate(mode, stop_strings=text, tokenizer=TOKENIZER)
+        assert StopReason.STOP_STRING in out.stop_reasons.tolist()
+
+
+def automaton(mode):
+    pattern = "[a-h]{2,6}"
+    allowed = TokenAutomaton.from_regex(pattern, TOKENIZER, vocab_size=MODEL.vocab_size)
+    for tokens in texts(generate(mode, prefix_allowed_tokens_fn=allowed)):
+        assert re.fullmatch(pattern, TOKENIZER.decode(tokens))
+
+
+def prefix_function(mode):
+    def same_parity(row, ids):
+        return range(int(ids[-1]) % 2, 200, 2)
+
+    prompts = np.repeat([71, 66], 2 if MODES[mode].get("num_return_sequences") else 1)
+    for last, tokens in zip(prompts, texts(generate(mode, prefix_allowed_tokens_fn=same_parity)), strict=True):
+        assert {token % 2 for token in tokens} == {last % 2}
+
+
+@flax.struct.dataclass
+class Ban(StepHook):
+    """Bans a token in the model's logits."""
+
+    token: jax.Array
+
+    def after(self, state, history, output):
+        return output.replace(logits=output.logits.at[:, self.token].set(-jnp.inf)), state
+
+
+def hook(mode):
+    token = usual(mode)
+    assert token not in said(generate(mode, hook=Ban(jnp.int32(token))))
+
+
+def guidance(mode):
+    guided = generate(mode, guidance_scale=3.0, negative_prompt_ids=[[90, 91]] * 2)
+    assert texts(guided) != texts(generate(mode))
+    if mode != "DoLa":  # which guides away from scores that are not contrasted
+        same = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": MASK}
+        assert texts(generate(mode, guidance_scale=3.0, **same)) == texts(generate(mode))
+
+
+def from_a_cache(mode):
+    heads, tails = (left_pad([part(prompt) for prompt in PROMPTS]) for part in (lambda p: p[:1], lambda p: p[1:]))
+    cache = prefill(PARAMS, heads[0], CFG)
+    assert texts(generate(mode, ids=tails[0], attention_mask=tails[1], cache=cache)) == texts(generate(mode))
+
+
+def to_a_cache(mode):
+    out = generate(mode)
+    copies = out.lengths.shape[0] // 2
+    more = generate_(PARAMS, [[5]] * (2 * copies), None, CFG, cache=out.cache)
+    whole, mask = left_pad([PROMPTS[row // copies] + tokens + [5] for row, tokens in enumerate(texts(out))])
+    assert texts(more) == texts(generate_(PARAMS, whole, None, CFG, attention_mask=mask))
+
+
+def embeddings(mode):
+    embeds = PARAMS["model"]["embed_tokens"]["weight"][IDS]
+    assert texts(generate(mode, inputs_embeds=embeds)) == texts(generate(mode))
+
+
+def chunks(mode):
+    assert texts(generate(mode, prefill_chunk_size=2)) == texts(generate(mode))
+
+
+def records(mode):
+    options = {"output_scores": True, "output_logits": True, "output_logprobs": "scores", "output_hidden_states": True}
+    out = generate(mode, **options, output_attentions=True)
+    assert out.scores.shape == out.logits.shape
+    assert len(out.hidden_states.decode) == 3
+    assert len(out.attentions.decode) == 2
+    scores = compute_transition_scores(out.sequences, out.scores, out.beam_indices, normalize_logits=mode not in BEAMS)
+    if mode != "constrained beam search":  # whose scores include those of the beam, as in transformers
+        np.testing.assert_allclose(scores, out.logprobs, atol=1e-4)
+
+
+class Stream:
+    def __init__(self):
+        self.values = []
+
+    def put(self, value):
+        self.values.append(np.asarray(value))
+
+    def end(self):
+        self.values.append(None)
+
+
+def streamer(mode):
+    stream = Stream()
+    out = generate(mode, streamer=stream)
+    assert stream.values.pop() is None
+    np.testing.assert_array_equal(np.transpose(stream.values[1:]), np.asarray(out.sequences)[:, out.prompt_width :])
+
+
+def time_limit(mode):
+    out = generate(mode, max_time=0.0)
+    assert set(out.stop_reasons.tolist()) <= {StopReason.TIME, StopReason.LENGTH}
+    assert StopReason.TIME in out.stop_reasons.tolist()
+
+
+def under_jit(mode):
+    cfg = CFG.replace(**MODES[mode])
+    assistant = {"assistant": ASSISTANT} if mode == "assisted generation" else {}
+    key = KEYS if "do_sample" in MODES[mode] else None
+    traced = jax.jit(lambda params, key: generate_(params, IDS, key, cfg, attention_mask=MASK, **assistant))
+    assert texts(traced(PARAMS, key)) == texts(generate(mode))
+
+
+def healing(mode):
+    out = generate(mode, token_healing=True, tokenizer=TOKENIZER)
+    copies = out.lengths.shape[0] // 2
+    for row, tokens in enumerate(texts(out)):
+        assert tokens[0] == PROMPTS[row // copies][-1]  # a single byte has one spelling
+
+
+FEATURES = {
+    "processors, your own too": processors,
+    "values per prompt": values_per_prompt,
+    "stop strings, criteria": stopping,
+    "token automaton": automaton,
+    "prefix function": prefix_function,
+    "token healing": healing,
+    "hook": hook,
+    "guidance": guidance,
+    "cache=": from_a_cache,
+    "out.cache": to_a_cache,
+    "inputs_embeds": embeddings,
+    "prefill_chunk_size": chunks,
+    "scores, logits, states, attentions": records,
+    "streamer": streamer,
+    "max_time": time_limit,
+    "your own jit": under_jit,
+}
+CELLS = [(feature, mode) for feature in FEATURES for mode in MODES]
+
+
+def test_these_are_all_modes():
+    assert {CFG.replace(**options).mode for options in MODES.values()} == modes.MODES.keys()
+
+
+@pytest.mark.slow  # most of them are programs of their own
+@pytest.mark.parametrize(("feature", "mode"), CELLS)
+def test_feature(feature, mode):
+    error = REFUSED.get((feature, mode))
+    if error is None:
+        FEATURES[feature](mode)
+    else:
+        with pytest.raises(error):
+            FEATURES[feature](mode)
+
+
+def test_the_page_has_this_table():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "modes.md").read_text("utf-8")
+    for feature in FEATURES:
+        cells = ["refused" if (feature, mode) in REFUSED else "yes" for mode in MODES]
+        assert f"\n| {feature} | {' | '.join(cells)} |\n" in page, feature
