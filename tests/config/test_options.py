@@ -148,7 +148,10 @@ WORKS = {
         {"num_beams": 2, "constraints": [PhrasalConstraint([9, 8]), DisjunctiveConstraint([[20], [30]])]},
         lambda out: "9, 8" in str(generated(out, 0)) and bool({20, 30} & set(generated(out, 0))),
     ),
-    "force_words_ids": ({"num_beams": 2, "force_words_ids": [[20, 40]]}, tokens(4, 5, 20, 40)),
+    "force_words_ids": (
+        {"num_beams": 4, "max_new_tokens": 6, "force_words_ids": [[20, 40]]},
+        tokens(4, 5, 6, 7, 20, 40),
+    ),
 }
 REFUSED = {
     "diversity_penalty": ({"diversity_penalty": 1.0}, ConfigError),
