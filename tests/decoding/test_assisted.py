@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxgen import ConfigError, GenerationConfig, InputError, generate as generate_, prefill, score
+from convert import load_hf
+from jaxgen import ConfigError, GenerationConfig, InputError, Tokenizer, generate as generate_, prefill, score
 from jaxgen.decoding.drafting import first_occurrence
 from tests.support.compilations import compilations
 from tests.support.models import (
@@ -310,3 +311,27 @@ def test_settings_that_prompt_lookup_does_not_read_draw_a_warning():
         generate(CFG.replace(**LOOKUP, num_assistant_tokens=7))
     with pytest.warns(UserWarning, match="does not read max_matching_ngram_size=3"):
         generate(CFG.replace(max_matching_ngram_size=3, assistant_early_exit=1))
+
+
+@pytest.mark.slow
+def test_trained_checkpoints(data):
+    """A model that drafts for itself is always right; a text that repeats is looked up."""
+    folder = data / "checkpoints" / "stories260K-hf"
+    (params, cfg), tokenizer = load_hf(folder), Tokenizer.from_pretrained(folder)
+    batch = tokenizer.batch(["Once upon a time", "Lily and Tom"])
+    cfg = cfg.replace(do_sample=False, max_new_tokens=60)
+    expected = generate_(params, batch.ids, None, cfg, attention_mask=batch.attention_mask)
+    out = generate_(params, batch.ids, None, cfg, attention_mask=batch.attention_mask, assistant=(params, cfg))
+    np.testing.assert_array_equal(out.sequences, expected.sequences)
+    assert out.accepted.tolist() == out.drafted.tolist()
+    assert int(out.accepted.min()) > 45
+
+    folder = data / "checkpoints" / "babyllama105-hf"
+    (params, cfg), tokenizer = load_hf(folder), Tokenizer.from_pretrained(folder)
+    batch = tokenizer.batch(["Max had a red ball. One day Max lost the red ball. Max had a red ball."])
+    cfg = cfg.replace(do_sample=False, max_new_tokens=60)
+    expected = generate_(params, batch.ids, None, cfg, attention_mask=batch.attention_mask)
+    cfg = cfg.replace(prompt_lookup_num_tokens=5)
+    out = generate_(params, batch.ids, None, cfg, attention_mask=batch.attention_mask)
+    np.testing.assert_array_equal(out.sequences, expected.sequences)
+    assert int(out.accepted[0]) > 5

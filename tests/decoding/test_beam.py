@@ -1,5 +1,7 @@
 """Beam search against plain Python, and by its properties."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -329,3 +331,27 @@ def test_thirty_calls_with_other_values_compile_once():
                 prompts,
             )
     assert count[0] <= 2
+
+
+@pytest.mark.slow
+def test_beam_sampling_draws_without_replacement():
+    """With one step the results are the two best of four different tokens: all ways to draw them, and 2,000 prompts."""
+    model = model_config(vocab_size=9)
+    params, prompts = random_params(model), 2000
+    cfg = CFG.replace(model=model, max_new_tokens=1, num_beams=2, num_return_sequences=2)
+    cfg = cfg.replace(do_sample=True, top_k=0, temperature=6.0)
+    out = generate(params, [[3]] * prompts, jax.random.key(5), cfg)
+    logits = last_logits(model, params, params["model"]["embed_tokens"]["weight"][jnp.asarray([3])])
+    probs = np.asarray(jax.nn.softmax(logits / 6.0))
+    expected = np.zeros((9, 9))
+    for drawn in itertools.permutations(range(9), 4):
+        left = 1 - np.concatenate([[0], np.cumsum(probs[list(drawn[:-1])])])
+        best, second, *_ = sorted(drawn, key=lambda token: -probs[token])
+        expected[best, second] += prompts * np.prod(probs[list(drawn)] / left)
+    counts = np.zeros((9, 9))
+    np.add.at(counts, tuple(np.asarray(out.sequences)[:, 1].reshape(-1, 2).T), 1)
+    likely = expected > 5
+    statistic = np.sum((counts - expected)[likely] ** 2 / expected[likely])
+    assert likely.sum() > 8
+    assert counts[~likely].sum() <= 2 * expected[~likely].sum() + 10
+    assert statistic < likely.sum() + 3.5 * np.sqrt(2 * likely.sum())  # once in some thousand keys; the key is fixed
