@@ -240,7 +240,7 @@ class TestGoingOn:
 
         finish(start(tmp_path / "whole"))
         whole, out = files(tmp_path / "whole"), tmp_path / "out"
-        draw, kills = random.Random(0), int(os.environ.get("JAXGEN_KILLS", "6"))
+        draw, kills = random.Random(0), int(os.environ.get("JAXGEN_KILLS", "4"))
         killed = resumed = 0
         while killed < kills or not out.exists():
             process = start(out)

@@ -197,12 +197,11 @@ def test_records_are_those_of_the_tokens(draft):
 def test_continuing_is_like_generating_at_once():
     head, tail = PROMPTS[0][:4], PROMPTS[0][4:]
     cache = prefill(PARAMS, [head], CFG)
-    for assistant in ASSISTANTS.values():
-        out = generate(CFG, [tail], cache=cache, assistant=assistant)
-        assert rows_of(out) == plain(False)[:1]
-        more = generate(CFG, [[9]], cache=out.cache, assistant=assistant)
-        whole = [*PROMPTS[0], *plain(False)[0], 9]
-        assert rows_of(more) == rows_of(generate(CFG, [whole]))
+    out = generate(CFG, [tail], cache=cache, assistant=ASSISTANTS["another"])
+    assert rows_of(out) == plain(False)[:1]
+    more = generate(CFG, [[9]], cache=out.cache, assistant=ASSISTANTS["another"])
+    whole = [*PROMPTS[0], *plain(False)[0], 9]
+    assert rows_of(more) == rows_of(generate(CFG, [whole]))
 
 
 @pytest.mark.slow

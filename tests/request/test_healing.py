@@ -127,12 +127,8 @@ def test_a_batch_generates_the_text_of_its_prompts():
     assert (np.asarray(out.sequences)[:, 0] == SMALL.pad_token_id).all()  # padding
 
 
-MODES = {
+OPTIONS = {
     "sample": {"do_sample": True, "top_k": 0, "temperature": 5.0, "num_return_sequences": 2},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "beam_sample": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "temperature": 3.0},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 3.0, "num_return_sequences": 2},
-    "dola": {"dola_layers": "high", "repetition_penalty": 1.2},
     "guidance": {"guidance_scale": 1.5},
     "chunks": {"prefill_chunk_size": 3},
     "without_eos": {"eos_token_id": None},
@@ -142,9 +138,9 @@ MODES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODES)
-def test_in_every_mode(name):
-    cfg = CFG.replace(**MODES[name])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_with_other_options(name):
+    cfg = CFG.replace(**OPTIONS[name])
     out = run(cfg, key=jax.random.key(0) if cfg.do_sample else None)
     check(out, copies=cfg.num_return_sequences)
     if name == "without_eos":
