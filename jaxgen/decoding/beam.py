@@ -134,7 +134,7 @@ class BeamSearch:
         beams, hypotheses = state.beams, state.beams.hypotheses
         count = beams.scores.shape[1]
         prompts, rows = beams.rows.count // run.cfg.num_beams, beams.rows
-        running = _penalized(run, rows, beams.scores, rows.history.step[::count])
+        running = beams.scores / _divisors(run, rows, rows.history.step[::count])
         running = jnp.where(self.counts(run, beams), running, -jnp.inf)
         first = repeat_rows(jnp.arange(0, rows.count, count, dtype=jnp.int32), rows.count)[:, None]
         # Running beams come first: of equal scores the first wins, and an empty place has the score -inf.
@@ -299,16 +299,19 @@ class Step:
         """
         run, rows, hypotheses = self.run, self.beams.rows, self.beams.hypotheses
         count = self.totals.shape[1]
-        length = rows.history.step[::count] + 1
+        divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        scores = jnp.where(results.totals > -jnp.inf, _penalized(run, rows, results.totals, length), -jnp.inf)
+        # The best continuation may be one of the results and is compared with it. So both scores come from one
+        # division, which XLA must not compute in two ways.
+        scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
+        scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
         kept, (kept_rows, kept_origins) = _best(
             count,
             (hypotheses.scores, (hypotheses.rows, hypotheses.origins)),
             (scores, (_ended(result_rows), result_origins)),
         )
         following, origins = self._rows(running)
-        complete = self.beams.complete | (self.live & _is_complete(run, rows, kept, best, length))
+        complete = self.beams.complete | (self.live & _is_complete(run, rows, kept, best, attained))
         failed = repeat_rows(rows.live[::count] & ~self.live, rows.count)
         following = following.end(failed, repeat_rows(self.failed, rows.count))
         done = following.history.done | repeat_rows(complete, rows.count)
@@ -361,15 +364,15 @@ def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Arra
     return total, jnp.take_along_axis(jnp.minimum(index, size - 1), order, axis=1)
 
 
-def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, length: jax.Array) -> jax.Array:
+def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
     """Return the searches whose hypotheses are final, bool[S]: `BeamHypotheses.is_done`.
 
     Args:
         run: the constants.
         rows: the running beams.
         kept: float32[S, k], the scores of the hypotheses, best first.
-        best: float32[S], the score of the best candidate.
-        length: int32[S], its number of generated tokens.
+        best: float32[S], the score of the best candidate, without the length penalty.
+        attained: float32[S], its score with the length penalty.
     """
     full = kept[:, -1] > -jnp.inf
     stopping = run.cfg.early_stopping
@@ -377,15 +380,15 @@ def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, length:
         return full
     count = kept.shape[1]
     if stopping == "never":
-        longest = rows.history.budget[::count]
-        length = jnp.where(_length_penalty(run, rows)[::count] > 0, longest, length)
-    return full & (kept[:, -1] >= _penalized(run, rows, best[:, None], length)[:, 0])
+        at_length = best / _divisors(run, rows, rows.history.budget[::count])[:, 0]
+        attained = jnp.where(_length_penalty(run, rows)[::count] > 0, at_length, attained)
+    return full & (kept[:, -1] >= attained)
 
 
-def _penalized(run: Run, rows: Rows, totals: jax.Array, length: jax.Array) -> jax.Array:
-    """Divide `totals float32[S, n]` by `length int32[S]` to the power of `length_penalty`."""
-    penalty = _length_penalty(run, rows)[:: rows.count // totals.shape[0]]
-    return totals / (jnp.maximum(length, 1).astype(jnp.float32) ** penalty)[:, None]
+def _divisors(run: Run, rows: Rows, length: jax.Array) -> jax.Array:
+    """Return `length int32[S]` to the power of `length_penalty`, float32[S, 1]."""
+    penalty = _length_penalty(run, rows)[:: rows.count // length.shape[0]]
+    return (jnp.maximum(length, 1).astype(jnp.float32) ** penalty)[:, None]
 
 
 def _length_penalty(run: Run, rows: Rows) -> jax.Array:
