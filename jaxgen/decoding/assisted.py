@@ -71,7 +71,7 @@ class Assisted:
         rejected = jnp.where(before.live, 1 + draft.count - jnp.maximum(added, 1), 0)
         return AssistedState(
             sample=SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, rejected))),
-            drafter=drafter.update(run, drafting, rows, draft, accepted),
+            drafter=drafter.update(run, drafting, rows, accepted),
             drafted=state.drafted + draft.count,
             accepted=state.accepted + accepted,
         )

@@ -40,7 +40,7 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """How tokens are drafted."""
+    """A source of drafts."""
 
     def begin(self, run: Run, rows: Rows) -> Any:
         """Return the state for these rows, which have their first token."""
@@ -50,7 +50,7 @@ class Drafter(Protocol):
         """Draft the next tokens of each row, fewer than its budget allows, so that one more can be chosen."""
         ...
 
-    def update(self, run: Run, state: Any, rows: Rows, draft: Draft, accepted: jax.Array) -> Any:
+    def update(self, run: Run, state: Any, rows: Rows, accepted: jax.Array) -> Any:
         """Return the state after the rows were extended by `accepted int32[B]` of the drafted tokens and one more."""
         ...
 
@@ -63,11 +63,11 @@ def drafter_of(run: Run) -> Drafter:
 class PromptLookup:
     """Drafts what followed the last tokens of a row where they occurred before: `PromptLookupCandidateGenerator`.
 
-    The longest n-gram of the row's last tokens that occurs earlier in the row counts, and its first occurrence.
+    It looks for the longest n-gram at the row's end that also occurs earlier, and takes its first occurrence.
     """
 
     def begin(self, run: Run, rows: Rows) -> None:
-        """There is no state."""
+        """Return no state."""
 
     def propose(self, run: Run, rows: Rows, state: None) -> tuple[Draft, None]:
         """Draft up to `prompt_lookup_num_tokens`, which are tokens of the row."""
@@ -77,8 +77,8 @@ class PromptLookup:
         count = jnp.minimum(_limit(rows, width), history.length - start)
         return Draft(history.following(start, width), count), None
 
-    def update(self, run: Run, state: None, rows: Rows, draft: Draft, accepted: jax.Array) -> None:
-        """There is no state."""
+    def update(self, run: Run, state: None, rows: Rows, accepted: jax.Array) -> None:
+        """Return no state."""
 
 
 @flax.struct.dataclass
@@ -134,7 +134,7 @@ class DraftModel:
         draft = Draft(drafted.history.following(length, width), drafted.history.length - length)
         return draft, dataclasses.replace(state, cache=cache)
 
-    def update(self, run: Run, state: DraftState, rows: Rows, draft: Draft, accepted: jax.Array) -> DraftState:
+    def update(self, run: Run, state: DraftState, rows: Rows, accepted: jax.Array) -> DraftState:
         """Forget the rejected tokens; draft more next time if all were accepted, otherwise fewer."""
         surplus = jnp.maximum(state.cache.total_length - (rows.history.length - 1), 0)
         wanted = state.wanted

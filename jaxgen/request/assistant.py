@@ -61,10 +61,16 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
     return Assistant(params, own.replace(**given)), without
 
 
-def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, has_ids: bool) -> None:
+def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool) -> None:
     """Raise an error for a call that no tokens can be drafted for; `has_ids` says that all tokens' ids are known."""
     if assistant is None and cfg.mode != ASSISTED:
         return
+    threshold = OPTIONS["assistant_confidence_threshold"]
+    values = None if assistant is None else threshold.kind.prompt_count(assistant.cfg.assistant_confidence_threshold)
+    if values not in (None, prompts):
+        raise InputError(
+            f"{threshold.name} has {values} values for {prompts} prompts: pass one per prompt or one for all"
+        )
     if cfg.num_return_sequences > 1:
         raise ConfigError(
             f"assisted generation returns one sequence per prompt, got num_return_sequences={cfg.num_return_sequences}:"

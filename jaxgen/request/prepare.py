@@ -97,7 +97,7 @@ def prepare(
     if cache is not None:
         check_cache(cache, cfg, prompts, extensions)
     check_grammar(extensions, cfg, prompts)
-    check_drafting(cfg, assistant, has_ids and (cache is None or cache.tokens is not None))
+    check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
     negative_ids, negative_mask = negative_prompts(
         inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask, cfg, prompts, has_ids
     )

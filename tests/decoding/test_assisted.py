@@ -300,6 +300,8 @@ def test_tokens_without_ids_are_refused():
     embeds = PARAMS["model"]["embed_tokens"]["weight"][jnp.asarray([[3, 1]])]
     with pytest.raises(InputError, match="a draft model reads the ids of all tokens"):
         generate_(PARAMS, None, None, CFG, inputs_embeds=embeds, **ITSELF)
+    with pytest.raises(InputError, match="assistant_confidence_threshold has 2 values for 3 prompts"):
+        generate(CFG.replace(assistant_confidence_threshold=[0.1, 0.2]), **ITSELF)
     other = model_config(vocab_size=100)
     with pytest.raises(InputError, match="a vocabulary of 100 tokens and the model of 61"):
         generate(CFG, assistant=(random_params(other), GenerationConfig(model=other)))

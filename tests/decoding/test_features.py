@@ -49,7 +49,6 @@ MODES = {
     "prompt lookup": {"prompt_lookup_num_tokens": 3},
 }
 BEAMS = [name for name in MODES if "beam" in name]
-DRAFTS = ("assisted generation", "prompt lookup")
 ASSISTANT = (random_params(SMALL, seed=1), GenerationConfig(model=SMALL, num_assistant_tokens=2))
 # The features that a mode refuses.
 REFUSED = {

@@ -1,4 +1,4 @@
-"""What transformers 4.41.1 writes with an assistant, or with prompt lookup, row by row: see README.md."""
+"""Texts of transformers 4.41.1 with an assistant or with prompt lookup, row by row: see README.md."""
 
 from __future__ import annotations
 

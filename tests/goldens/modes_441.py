@@ -1,4 +1,4 @@
-"""What transformers 4.41.1 returns in its other decode modes, row by row: see README.md."""
+"""Results of transformers 4.41.1 in its other decode modes, row by row: see README.md."""
 
 from __future__ import annotations
 
