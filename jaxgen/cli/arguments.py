@@ -70,7 +70,12 @@ def one_of(values: Mapping[str, Any], text: str) -> Any:
 
 def layers(text: str) -> str | list[int]:
     """Read "low", "high" or layers separated by commas."""
-    return text if text in ("low", "high") else [whole(layer) for layer in text.split(",")]
+    if text in ("low", "high"):
+        return text
+    try:
+        return [whole(layer) for layer in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither low, high nor layers such as 2,4") from None
 
 
 def json_value(text: str) -> Any:

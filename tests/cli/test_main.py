@@ -199,7 +199,7 @@ class TestMistakes:
             (["A", "--seed", "-1"], "at least 0"),
             (["A", "--seed", "one"], "--seed"),
             (["A", "--dtype", "int8"], "--dtype"),
-            (["A", "--dola-layers", "2,x"], "'x' is not a whole number"),
+            (["A", "--dola-layers", "2,x"], "'2,x' is neither low, high nor layers"),
             (["A", "--early-stopping", "maybe"], "--early-stopping: 'maybe' must be one of false, true, never"),
             (["A", "--json-schema", "nowhere.json"], "argument --json-schema: nowhere.json is not a file"),
         ],

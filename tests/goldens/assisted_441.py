@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import numpy as np
-import torch
-from modes_441 import PROCESSORS, draw_eos
+from modes_441 import PROCESSORS, draw_eos, generate
 from options_441 import LONGEST, VALUES, Material
 from oracle import Oracle
 
@@ -23,24 +21,13 @@ ASSISTANTS = {
 
 def run_assisted(oracle: Oracle, ids: list[int], options: dict, assistant: Oracle | None, double: bool) -> list[int]:
     """Generate from one row; return what was generated."""
-    oracle.reset()
-    model = copy.deepcopy(oracle.model).double() if double else oracle.model
-    more: dict = {}
     if assistant is not None:  # a copy, because a run changes num_assistant_tokens
         draft = copy.deepcopy(assistant.model)
         for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
             setattr(draft.generation_config, name, options[name])
-        more = {"assistant_model": draft.double() if double else draft}
-    torch.set_default_dtype(torch.float64 if double else torch.float32)  # of the attention mask
-    prompt = torch.tensor([ids])
-    if "sequence_bias" in options:
-        options = options | {"sequence_bias": {tuple(ids): bias for ids, bias in options["sequence_bias"]}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options, **more)
-    torch.set_default_dtype(torch.float32)
+        options = options | {"assistant_model": draft.double() if double else draft}
     # Prompt lookup may write more than it was asked for.
-    return out[0, len(ids) :].tolist()[: options["max_new_tokens"]]
+    return generate(oracle, ids, options, double).sequences[0, len(ids) :].tolist()[: options["max_new_tokens"]]
 
 
 def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:

@@ -44,7 +44,7 @@ def draw_eos(vocab: int, number: int, rng: np.random.Generator) -> dict:
 
 
 def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
-    """Search from one row."""
+    """Generate from one row."""
     oracle.reset()
     model = copy.deepcopy(oracle.model).double() if double else oracle.model
     torch.set_default_dtype(torch.float64 if double else torch.float32)  # of the attention mask
