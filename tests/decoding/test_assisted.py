@@ -307,6 +307,7 @@ def test_tokens_without_ids_are_refused():
         generate(CFG, assistant=(random_params(other), GenerationConfig(model=other)))
 
 
+@pytest.mark.slow
 def test_settings_that_prompt_lookup_does_not_read_draw_a_warning():
     with pytest.warns(UserWarning, match="does not read num_assistant_tokens=7"):
         generate(CFG.replace(**LOOKUP, num_assistant_tokens=7))

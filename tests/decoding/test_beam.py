@@ -205,6 +205,7 @@ def test_every_beam_keeps_to_the_grammar():
         assert set(text[:-1:2] + text[1:-1:2]) <= {"a", "b"}
 
 
+@pytest.mark.slow
 def test_a_prefix_function_gets_the_number_of_the_prompt():
     allowed = {0: [10, 11, 12], 1: [20, 21, 22], 2: [30, 31, 32]}
     out = run(CFG, prefix_allowed_tokens_fn=lambda prompt, ids: allowed[prompt])
@@ -261,6 +262,7 @@ def test_a_streamer_is_refused():
         run(CFG, streamer=TextStreamer(byte_level()))
 
 
+@pytest.mark.slow
 def test_distinct_draws_follow_the_distribution():
     scores = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     keys = jax.random.split(jax.random.key(0), 20_000)

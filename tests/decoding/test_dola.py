@@ -282,6 +282,7 @@ def test_beams_are_refused():
         run(CFG.replace(num_beams=2))
 
 
+@pytest.mark.slow
 def test_a_small_repetition_penalty_draws_a_warning():
     with pytest.warns(JaxgenWarning, match=r"dola_layers with repetition_penalty=1.0 may repeat"):
         run(CFG.replace(repetition_penalty=1.0, max_new_tokens=1))

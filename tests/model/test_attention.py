@@ -166,6 +166,7 @@ def run(ids, **kwargs):
     return jax.jit(functools.partial(CausalLM(WINDOWED).apply, {"params": PARAMS}))(jnp.asarray(ids), **kwargs)
 
 
+@pytest.mark.slow
 def test_a_model_in_blocks_is_the_model_at_once(small_blocks, monkeypatch):
     ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 14))
     mask = np.ones((2, 14), bool)
