@@ -104,6 +104,12 @@ def test_lookup_copies_a_text_that_repeats():
     assert 0 < int(out.accepted[1]) < 15
 
 
+def test_lookup_goes_on_after_a_prompt_that_ends_with_eos():
+    cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4, eos_token_id=6, pad_token_id=0)
+    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg))
+    assert rows_of(out) == [[1, 2, 3, 4, 5, 6], [7, 0, 1, 2, 3, 4, 5, 6]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
 def test_lookup(sampled):

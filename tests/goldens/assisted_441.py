@@ -46,6 +46,15 @@ def draw_prompt(vocab: int, lookup: bool, rng: np.random.Generator) -> list[int]
     return rng.choice(tokens, size=int(rng.integers(1, LONGEST + 1))).tolist()
 
 
+def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None:
+    """Give prompts that end with an eos token another end: 4.41.1 generates nothing if it finds no draft for them."""
+    eos = options["eos_token_id"]
+    ids = {eos} if isinstance(eos, int) else set(eos or [])
+    for prompt in prompts:
+        if prompt[-1] in ids:
+            prompt[-1] = min(set(range(vocab)) - ids)
+
+
 def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Generator) -> list[dict]:
     """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
     sets = []
@@ -54,6 +63,8 @@ def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Ge
         oracle, assistant = oracles[name], None if lookup else str(rng.choice(ASSISTANTS[name]))
         prompts = [draw_prompt(oracle.vocab, lookup, rng) for _ in range(CASES)]
         options = draw_drafts(lookup, number, rng) | draw_eos(oracle.vocab, number, rng)
+        if lookup:
+            end_without_eos(prompts, options, oracle.vocab)
         material = Material(oracle, prompts, 3, rng)
         options |= {str(n): VALUES[str(n)](material) for n in rng.choice(PROCESSORS, size=number % 4, replace=False)}
         options.setdefault("repetition_penalty", 1.0)
