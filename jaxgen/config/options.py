@@ -514,7 +514,7 @@ class GenerationOptions:
     )
     max_matching_ngram_size: int | None = _assisted(
         StaticInteger(None, least=1),
-        "prompt lookup: the most tokens to look up, 2 by default; if they do not occur, fewer",
+        "prompt lookup: the length of the n-gram to look up, 2 by default; shorter ones are tried if it does not occur",
         hf="PromptLookupCandidateGenerator",
         modes=(PROMPT_LOOKUP,),
     )
@@ -526,7 +526,7 @@ class GenerationOptions:
     )
     num_assistant_tokens_schedule: str = _assisted(
         Choice("heuristic", "heuristic_transient", "constant"),
-        "the change of num_assistant_tokens: 'heuristic', two more if all were accepted, else one fewer; or 'constant'",
+        "how num_assistant_tokens changes: 'heuristic', two more if all were accepted, else one less; 'constant', never",
         hf="AssistedCandidateGenerator",
         differs="each row has its own number, which starts again in each call and at most doubles",
     )
