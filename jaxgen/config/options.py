@@ -526,7 +526,7 @@ class GenerationOptions:
     )
     num_assistant_tokens_schedule: str = _assisted(
         Choice("heuristic", "heuristic_transient", "constant"),
-        "how num_assistant_tokens changes: 'heuristic', two more if all were accepted, else one less; 'constant', never",
+        "how num_assistant_tokens changes: 'heuristic', 2 more if all were accepted, else 1 fewer; 'constant', never",
         hf="AssistedCandidateGenerator",
         differs="each row has its own number, which starts again in each call and at most doubles",
     )
