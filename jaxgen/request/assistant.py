@@ -34,7 +34,7 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
 
     Raises:
         InputError: its parameters do not fit its config, or its vocabulary is another one.
-        ConfigError: the decode mode cannot have an assistant.
+        ConfigError: the decode mode cannot have an assistant, or the assistant's config has no model.
         TypeError: it is not `(params, cfg)`.
     """
     if assistant is None:
@@ -48,8 +48,8 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
     params, own = assistant
     try:
         check_call(params, own)
-    except InputError as error:
-        raise InputError(f"assistant: {error}") from error
+    except (InputError, ConfigError, TypeError) as error:
+        raise type(error)(f"assistant: {error}") from error
     theirs, ours = model_of(own).vocab_size, model_of(cfg).vocab_size
     if abs(theirs - ours) > _PADDING * max(theirs, ours):
         raise InputError(
