@@ -280,6 +280,11 @@ def test_the_bundled_model_finds_the_better_spelling():
             "token_healing and prefix_allowed_tokens_fn",
         ),
         ({"cfg": CFG.replace(forced_bos_token_id=3)}, ConfigError, "forced_bos_token_id counts its tokens"),
+        (
+            {"cfg": CFG.replace(max_new_tokens=3), "batch": SMALL.batch(["he \N{FOX FACE}"])},
+            InputError,
+            "the text that token_healing takes back has 4 tokens, which exceeds the budget of 3",
+        ),
         ({"cfg": CFG.replace(forced_decoder_ids=[[9, 3]])}, ConfigError, "forced_decoder_ids counts its tokens"),
     ],
 )
