@@ -24,6 +24,7 @@ from jaxgen.decoding.run import Request, Run
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import embed
+from jaxgen.model.sharding import REPLICATED, constrain
 from jaxgen.shapes import repeat_rows, resize_axis
 
 
@@ -127,7 +128,24 @@ class Decoded:
 def decode(run: Run, request: Request, mode: Mode) -> Decoded:
     """Run a mode from the prompts to the end."""
     state = mode.begin(run, prefill(run, request))
-    return mode.finish(run, advance(run, state, mode))
+    return finish(run, advance(run, state, mode), mode)
+
+
+def finish(run: Run, state: Any, mode: Mode) -> Decoded:
+    """Return the result for the prompts of the request; what every process needs of it is on all devices."""
+    decoded = mode.finish(run, state)
+    recording, continuation = decoded.recording, decoded.continuation
+    decoded = run.cut(dataclasses.replace(decoded, recording=Recording(), continuation=None))
+    tokens, count = continuation.tokens, continuation.count
+    decoded, tokens, count = constrain((decoded, tokens, count), run.mesh, REPLICATED)
+    continuation = dataclasses.replace(continuation, tokens=tokens, count=count)
+    return dataclasses.replace(decoded, recording=run.cut(recording), continuation=continuation)
+
+
+def progress(run: Run, state: Any, mode: Mode) -> Progress:
+    """Return the tokens so far of the prompts of the request, on all devices."""
+    now = mode.progress(run, state)
+    return constrain(dataclasses.replace(now, tokens=run.cut(now.tokens)), run.mesh, REPLICATED)
 
 
 def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
@@ -151,7 +169,7 @@ def prefill(run: Run, request: Request) -> Prefilled:
     rows = begin_hook(run, rows)
     with jax.named_scope("prefill"):
         read, rows = run_model(run, rows, prompt, cache, following=run.capacity)
-    columns = columns_of(request.mask, prompt.length[: rows.count])
+    columns = columns_of(run.pad(request.mask), prompt.length[: rows.count])
     rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
     return Prefilled(rows, read)
 
@@ -166,12 +184,15 @@ def continuation_of(run: Run, request: Request) -> Continuation:
 def _open(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
     """Return the tokens to read, the cache that receives them, and the rows before anything is generated."""
     prompt = Tokens.align(request.ids, request.mask, request.embeds)
-    cache_ids, total = _all_tokens(run, request.cache, prompt)
+    given = request.cache
+    if given is not None and given.rows > prompt.ids.shape[0]:
+        given = given.reorder(jnp.arange(prompt.ids.shape[0]))
+    cache_ids, total = _all_tokens(run, given, prompt)
     known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
     known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
     rows = Rows.begin(run, request, known, cache_ids, total)
-    read = guidance.with_negative(run, request, _after_pending(run, request.cache, prompt))
-    return read, _cache_for(run, request.cache, rows.count, read.ids.shape), rows
+    read = guidance.with_negative(run, request, run.pad(_after_pending(run, given, prompt)))
+    return read, _cache_for(run, request.cache, run.prompts, read.ids.shape), rows.pad(run)
 
 
 def _all_tokens(run: Run, given: Continuation | None, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
@@ -206,6 +227,8 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
     if given is None:
         return KVCache.create(run.model, rows, width)
     kv = given.kv.flatten(run.sizes.slots)
+    if run.sizes.prompts < prompts and 1 < kv.rows < prompts:
+        kv = run.pad(kv.expand(run.sizes.prompts // kv.rows))
     if guidance.streams(run.cfg) > 1:
         return guidance.with_empty_rows(kv, prompts)
     return kv.fork(prompts // kv.rows, width) if kv.rows < prompts else kv

@@ -105,6 +105,11 @@ class Rows:
         """bool[rows], the rows that are not finished."""
         return ~self.history.done
 
+    def pad(self, run: Run) -> Rows:
+        """Return as many rows as there are prompts in the loop; those that are added are finished."""
+        rows = run.pad(self)
+        return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
+
     def fork(self, copies: int) -> Rows:
         """Return `copies` sequences of each row, each with its own key."""
         forked = fork(dataclasses.replace(self, keys=None, recording=None, cache_ids=None), copies)

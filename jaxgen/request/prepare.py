@@ -22,6 +22,7 @@ from jaxgen.decoding.run import Array, Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
+from jaxgen.model.sharding import mesh_of, rows_on
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_infeasible
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
@@ -90,12 +91,12 @@ def prepare(
     mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
     prompts, width = ids.shape
     key = check_key(inputs.key, cfg, prompts)
-    cache = _continuation(inputs.cache)
+    cache, mesh = _continuation(inputs.cache), mesh_of(params)
     check_options(cfg, prompts)
     if cfg.dola_layers is not None:
         dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
     if cache is not None:
-        check_cache(cache, cfg, prompts, extensions)
+        check_cache(cache, cfg, prompts, rows_on(mesh, prompts), extensions)
     check_grammar(extensions, cfg, prompts)
     check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
     negative_ids, negative_mask = negative_prompts(
@@ -118,7 +119,16 @@ def prepare(
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     return Prepared(
         run=with_draft(
-            Run(params, numbers, extensions, model, Sizes(capacity, slots, candidates_of(cfg))), assistant, eager
+            Run(
+                params,
+                numbers,
+                extensions,
+                model,
+                Sizes(prompts, capacity, slots, candidates_of(cfg)),
+                mesh=mesh,
+            ),
+            assistant,
+            eager,
         ),
         request=Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask),
         ids=shown[0],
@@ -143,7 +153,9 @@ def _continuation(cache) -> Continuation | None:
 
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
     """int32[B], the number of tokens before each prompt."""
-    return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
+    if eager:
+        return np.repeat(np.asarray(cache.count), max(prompts // cache.rows, 1))[:prompts]
+    return repeat_rows(cache.count, prompts)
 
 
 def _records(cfg: GenerationConfig) -> bool:
