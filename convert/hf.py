@@ -21,6 +21,7 @@ from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.sharding import shardings
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
@@ -64,6 +65,9 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     cast one at a time, the largest first: on the CPU the peak of memory is that of the parameters, or three times the
     largest tensor if that is more.
 
+    `mesh`: a `jax.sharding.Mesh` with the axes `data` and `model`, over whose devices the parameters are divided. Each
+    process reads only the bytes of its own devices' parts.
+
     `dtype`: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
     `cfg.model.dtype` is that of the embedding. Without a generation_config.json the generation fields of
     config.json are used, as in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no
@@ -71,26 +75,28 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
     Raises:
         CheckpointError: all problems of the checkpoint.
-        NotBuiltYetError: `quantize` or `mesh`.
+        InputError: a mesh that the model cannot be divided over.
+        NotBuiltYetError: `quantize`.
     """
-    for option, value in (("quantize", quantize), ("mesh", mesh)):
-        if value is not None:
-            raise NotBuiltYetError(f"load_hf: {option}={value!r} is not implemented yet: leave it out")
+    if quantize is not None:
+        raise NotBuiltYetError(f"load_hf: quantize={quantize!r} is not implemented yet: leave it out")
     wanted = float_dtype(dtype)
     checkpoint = open_checkpoint(path)
+    model = model_of(checkpoint.cfg)
+    divided = None if mesh is None else shardings(model, mesh)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
     # The largest first: for a moment a tensor is in memory as it was read, as it was cast and as a jax array.
     for name, tensor in sorted(checkpoint.tensors.items(), key=lambda item: -item[1].nbytes):
         try:
-            arrays[name] = jax.device_put(tensor.read(wanted)).block_until_ready()
+            array = jax.device_put(tensor.read(wanted)) if divided is None else _parts(tensor, wanted, divided[name])
+            arrays[name] = array.block_until_ready()
         except CheckpointError as error:
             problems += error.problems
     if problems:
         raise CheckpointError(problems)
     params = flax.traverse_util.unflatten_dict({name: arrays[name] for name in checkpoint.tensors}, sep=".")
-    model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(wanted).name)
-    return params, checkpoint.cfg.replace(model=model)
+    return params, checkpoint.cfg.replace(model=dataclasses.replace(model, dtype=checkpoint.dtype(wanted).name))
 
 
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
@@ -305,6 +311,19 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         else:
             problems.append(f"params: {name} must be an array, got {type(value).__name__}")
     return arrays, problems
+
+
+def _parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Read a tensor onto several devices, each its own part; a part that several devices have is read once."""
+    read: dict[tuple, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple((axis.start, axis.stop) for axis in index)
+        if key not in read:
+            read[key] = tensor.read(dtype, index)
+        return read[key]
+
+    return jax.make_array_from_callback(tensor.shape, sharding, part)
 
 
 def _to_host(array: Any) -> np.ndarray:
