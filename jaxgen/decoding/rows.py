@@ -27,7 +27,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions, option_values
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import put, repeat_rows
 
 Tree = TypeVar("Tree")
 
@@ -206,8 +206,7 @@ class Rows:
         column = (history.total_length - history.step)[:, None] + step
         column = jnp.where(step < history.step[:, None], column, before.shape[1] + capacity)
         generated = history.generated(capacity, jnp.zeros((), jnp.int32))
-        row = jnp.arange(self.count)[:, None]
-        return jnp.pad(before, ((0, 0), (0, capacity))).at[row, column].set(generated, mode="drop")
+        return put(jnp.pad(before, ((0, 0), (0, capacity))), column, generated)
 
 
 def fork(tree: Tree, copies: int) -> Tree:

@@ -105,6 +105,6 @@ class Run:
         return constrain(tree, self.mesh, ROWS)
 
     def cut(self, tree: Any) -> Any:
-        """Return the rows `[B * n, ...]` that belong to the prompts of the request, of arrays with all of the loop's."""
-        given, all_prompts = self.sizes.prompts, self.prompts
-        return tree if given == all_prompts else jax.tree.map(lambda x: x[: x.shape[0] * given // all_prompts], tree)
+        """Return the rows of the given prompts, `[B * n, ...]`, of arrays with those of all prompts in the loop."""
+        given, padded = self.sizes.prompts, self.prompts
+        return tree if given == padded else jax.tree.map(lambda x: x[: x.shape[0] * given // padded], tree)

@@ -25,7 +25,7 @@ from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
-from jaxgen.shapes import repeat_rows, resize_axis
+from jaxgen.shapes import put, repeat_rows, resize_axis
 
 # The order of an empty slot. Sorts after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
@@ -252,7 +252,7 @@ class KVCache:
             return self, slots
         rows = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
         writer = rows % self.writers
-        owners = self.owners.at[rows, slots].set(writer, mode="drop", unique_indices=True)
+        owners = put(self.owners, slots, jnp.broadcast_to(writer, slots.shape))
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgen.errors import InputError
@@ -60,7 +59,9 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     shape = dict(mesh.shape)
     if not set(shape) <= set(_AXES):
-        raise InputError(f"a mesh has the axes 'data' and 'model', got {list(shape)}: jax.make_mesh((2, 4), ('data', 'model'))")
+        raise InputError(
+            f"a mesh has the axes 'data' and 'model', got {list(shape)}: jax.make_mesh((2, 4), ('data', 'model'))"
+        )
     order = [mesh.axis_names.index(name) for name in _AXES if name in shape]
     devices = mesh.devices.transpose(order)
     parts = shape.get("model", 1) * shape.get("copies", 1)
