@@ -59,9 +59,7 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     shape = dict(mesh.shape)
     if not set(shape) <= set(_AXES):
-        raise InputError(
-            f"a mesh has the axes 'data' and 'model', got {list(shape)}: jax.make_mesh((2, 4), ('data', 'model'))"
-        )
+        raise InputError(f"mesh must have the axes 'data' and 'model', got {list(shape)}")
     order = [mesh.axis_names.index(name) for name in _AXES if name in shape]
     devices = mesh.devices.transpose(order)
     parts = shape.get("model", 1) * shape.get("copies", 1)
