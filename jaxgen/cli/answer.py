@@ -22,6 +22,7 @@ from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.assistant import check_assistant
 from jaxgen.request.memory import check_memory
 from jaxgen.text.tokenizer import Batch, Tokenizer
 
@@ -46,6 +47,11 @@ def answer(options: argparse.Namespace) -> Stats:
             "--token-healing continues the prompt's own text, and the chat template ends in its own: add --raw, or "
             "leave it out"
         )
+    if options.chat and cfg.num_return_sequences > 1:
+        raise InputError(
+            f"--chat gives one answer per message, and the checkpoint sets num_return_sequences="
+            f"{cfg.num_return_sequences}: add --num-return-sequences 1"
+        )
     room = functools.partial(budget, cfg, options)
     lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
     batch = _encode(tokenizer, options, options.prompt) if lines is None and not options.chat else None
@@ -59,6 +65,8 @@ def answer(options: argparse.Namespace) -> Stats:
     more = _further_arguments(cfg, options, tokenizer)
     streams = 2 if cfg.on("guidance_scale") else 1
     assistant = None if options.assistant is None else local_directory(options.assistant)
+    if assistant is not None:
+        check_assistant(open_checkpoint(assistant).cfg, cfg)
     if options.mesh is None:
         check_memory(directory, cfg, rows * streams, width, dtype=options.dtype, assistant=assistant)
     with stats.loading():

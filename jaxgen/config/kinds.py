@@ -198,7 +198,7 @@ class Layers(Static):
     type_name = "'low', 'high' or list"
 
     def parse(self, name: str, value: Any) -> str | tuple[int, ...]:
-        value = frozen(value)
+        value = frozen(value.tolist() if is_array(value) and not is_tracer(value) else value)
         if value in ("low", "high"):
             return value
         if not isinstance(value, tuple) or not all(type(layer) is int for layer in value):
@@ -300,7 +300,9 @@ class _Number(Kind):
     def allowed(self) -> str:
         if (self.least, self.most) == (0, 1):
             return "between 0 and 1"
-        return " and ".join(f"{sign} {bound}" for sign, bound in self._bounds.items()) or "finite"
+        signs = [f"{sign} {bound}" for sign, bound in self._bounds.items()]
+        limited = self.array_dtype is not np.float32 or self.most is not None or self.below is not None
+        return " and ".join(signs if limited else [*signs, "finite"])
 
     @property
     def _bounds(self) -> dict[str, float]:

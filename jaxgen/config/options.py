@@ -269,7 +269,7 @@ class GenerationOptions:
         examples=({(11, 12): 0.5}, {(13,): -0.5, (14, 15): 1.0}),
     )
     diversity_penalty: Number = _score(
-        Real(0.0),
+        Real(0.0, least=0),
         "subtract this from a token's score for each beam of an earlier group that chose it in the same step",
         hf="HammingDiversityLogitsProcessor",
         modes=(GROUP_BEAM,),

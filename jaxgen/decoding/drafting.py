@@ -71,8 +71,8 @@ class PromptLookup:
 
     def propose(self, run: Run, rows: Rows, state: None) -> tuple[Draft, None]:
         """Draft up to `prompt_lookup_num_tokens`, which are tokens of the row."""
-        history, width = rows.history, run.cfg.prompt_lookup_num_tokens
-        assert width is not None
+        assert run.cfg.prompt_lookup_num_tokens is not None
+        history, width = rows.history, _within(run, run.cfg.prompt_lookup_num_tokens)
         start = first_occurrence(history.ids, history.length, run.cfg.max_matching_ngram_size or 2)
         count = jnp.minimum(_limit(rows, width), history.length - start)
         return Draft(history.following(start, width), count), None
@@ -157,14 +157,18 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
         int32[B], the column after the occurrence; `length` if not even the last token occurs earlier.
     """
     column = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
-    found = length
-    same = column < length[:, None]
-    for size in range(1, most + 1):
+
+    def compare(size, carry):
+        found, same, before = carry
         # `same` is True in column c if the tokens before it are the row's last `size` tokens.
         token = jnp.take_along_axis(ids, jnp.maximum(length - size, 0)[:, None], axis=1)
-        same &= (column >= size) & (jnp.roll(ids, size, axis=1) == token) & (length >= size)[:, None]
+        before = jnp.roll(before, 1, axis=1)
+        same &= (column >= size) & (before == token) & (length >= size)[:, None]
         found = jnp.where(jnp.any(same, axis=-1), jnp.argmax(same, axis=-1).astype(jnp.int32), found)
-    return found
+        return found, same, before
+
+    most = min(most, ids.shape[1] - 1)
+    return lax.fori_loop(1, most + 1, compare, (length, column < length[:, None], ids))[0]
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
@@ -179,10 +183,14 @@ def _draft_of(run: Run) -> Run:
 
 
 def _width(run: Run) -> int:
-    """Return the largest number of tokens to draft."""
+    """Return the largest number of tokens that the draft model may draft."""
     cfg = _draft_of(run).cfg
-    most = cfg.num_assistant_tokens * (1 if cfg.num_assistant_tokens_schedule == "constant" else _GROWTH)
-    return max(min(most, run.capacity - 1), 1)
+    return _within(run, cfg.num_assistant_tokens * (1 if cfg.num_assistant_tokens_schedule == "constant" else _GROWTH))
+
+
+def _within(run: Run, count: int) -> int:
+    """Return a number of tokens to draft, at most as many as a row can generate after its first, but at least one."""
+    return max(min(count, run.capacity - 1), 1)
 
 
 def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tokens:

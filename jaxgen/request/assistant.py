@@ -34,31 +34,36 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
 
     Raises:
         InputError: its parameters do not fit its config, or its vocabulary is another one.
-        ConfigError: the decode mode cannot have an assistant.
+        ConfigError: the decode mode cannot have an assistant, or the assistant's config has no model.
         TypeError: it is not `(params, cfg)`.
     """
     if assistant is None:
         return None, cfg
     if not isinstance(assistant, tuple | list) or len(assistant) != 2:
         raise TypeError(f"assistant must be (params, cfg), as convert.load_hf returns, got {type(assistant).__name__}")
+    params, own = assistant
+    try:
+        check_call(params, own)
+    except (InputError, ConfigError, TypeError) as error:
+        raise type(error)(f"assistant: {error}") from error
+    check_assistant(own, cfg)
+    given = {name: getattr(cfg, name) for name in _SETTINGS if OPTIONS[name].is_given(getattr(cfg, name))}
+    without = cfg.replace(**{name: OPTIONS[name].default for name in _SETTINGS})
+    return Assistant(params, own.replace(**given)), without
+
+
+def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
+    """Raise an error unless a model with the config `own` can draft for a call with the config `cfg`."""
     if cfg.mode == ASSISTED:
         raise ConfigError("assistant, prompt_lookup_num_tokens and assistant_early_exit exclude each other: choose one")
     if cfg.mode not in (GREEDY, SAMPLE):
         raise ConfigError(f"assistant works with greedy search and sampling, not with {cfg.mode}: leave it out")
-    params, own = assistant
-    try:
-        check_call(params, own)
-    except InputError as error:
-        raise InputError(f"assistant: {error}") from error
     theirs, ours = model_of(own).vocab_size, model_of(cfg).vocab_size
     if abs(theirs - ours) > _PADDING * max(theirs, ours):
         raise InputError(
             f"the assistant has a vocabulary of {theirs} tokens and the model of {ours}: use an assistant with the "
             "model's tokenizer"
         )
-    given = {name: getattr(cfg, name) for name in _SETTINGS if OPTIONS[name].is_given(getattr(cfg, name))}
-    without = cfg.replace(**{name: OPTIONS[name].default for name in _SETTINGS})
-    return Assistant(params, own.replace(**given)), without
 
 
 def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool) -> None:

@@ -86,13 +86,14 @@ def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -
         raise InputError(f"the automaton is stacked for {starts} prompts and there are {prompts}: stack one for each")
 
 
-def check_room(extensions: Extensions, budget: np.ndarray) -> None:
+def check_room(extensions: Extensions, cfg: GenerationConfig, budget: np.ndarray) -> None:
     """Raise an error if an automaton's shortest text exceeds the budget."""
     if isinstance(extensions.allowed, TokenAutomaton):
         least = np.asarray(extensions.allowed.shortest)[np.asarray(extensions.allowed.start)]
         if np.any(least > budget):
+            text = "the text that token_healing takes back" if cfg.token_healing else "the automaton's shortest text"
             raise InputError(
-                f"the automaton's shortest text has {int(np.max(least))} tokens, which exceeds the budget of "
+                f"{text} has {int(np.max(least))} tokens, which exceeds the budget of "
                 f"{int(budget.min())}: raise max_new_tokens"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,13 +16,15 @@ from jaxgen.text.tokenizer import Tokenizer
 
 # Options that force tokens at places counted from the prompt's first token.
 _PLACED = ("forced_bos_token_id", "forced_decoder_ids")
+_LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple[CallInputs, TokenAutomaton]:
     """Return the prompts without their last tokens, and the automaton of texts that begin with those tokens' bytes.
 
-    A prompt is left as it is if its last token has no text, as special tokens, or if it is the only token. Columns
-    before a removed token move to the right by one, so the width is unchanged.
+    If the last token begins within a character, the tokens in which that character begins are removed too, so that the
+    answer is whole characters. A prompt is left as it is if its last token has no text, as special tokens, or if it is
+    the only token. Columns before the removed ones move to the right, so the width is unchanged.
 
     Args:
         cfg: the config.
@@ -50,11 +53,13 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
     vocab, texts = model_of(cfg).vocab_size, tokenizer.token_bytes()
     filler = tokenizer.padding_id if tokenizer.padding_id < vocab else 0
     column = np.arange(ids.shape[1])[None, :]
-    last = np.max(np.where(mask, column, 0), axis=1, keepdims=True)
-    tokens = np.take_along_axis(ids, last, axis=1)[:, 0].tolist()
-    removed = [texts[token] or b"" if token < len(texts) else b"" for token in tokens]
-    removed = [text if own.sum() > 1 else b"" for text, own in zip(removed, mask, strict=True)]
-    source = column - ((np.array([len(text) for text in removed])[:, None] > 0) & (column <= last))
+    removed, columns, last = [], [], []
+    for row, own in zip(ids, map(np.flatnonzero, mask), strict=True):
+        count, text = _taken_back([texts[token] if token < len(texts) else None for token in row[own].tolist()])
+        removed.append(text)
+        columns.append(own[-1] + 1 - own[-count] if count else 0)
+        last.append(own[-1])
+    source = column - np.where(column <= np.array(last)[:, None], np.array(columns)[:, None], 0)
     kept, source = source >= 0, np.maximum(source, 0)
     moved = dataclasses.replace(
         inputs,
@@ -63,3 +68,21 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
         inputs_embeds=None if embeds is None else np.take_along_axis(embeds, source[:, :, None], axis=1),
     )
     return moved, TokenAutomaton.from_prefixes(removed, tokenizer, vocab_size=vocab)
+
+
+def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
+    """Return how many tokens to take back from a prompt whose tokens have these texts, and their text.
+
+    It is the last token alone if the beginning of its first character is not in the prompt after the first token.
+    """
+    last = texts[-1]
+    if not last or len(texts) == 1:
+        return 0, b""
+    text = b""
+    for count, before in enumerate(texts[:0:-1][:_LONGEST_CHARACTER], start=1):
+        if not before:
+            break
+        text = before + text
+        if text[0] & 0xC0 != 0x80:  # not a byte that continues a character
+            return count, text
+    return 1, last

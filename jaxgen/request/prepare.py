@@ -221,7 +221,7 @@ def _budget(
         budget = budget if eager else jnp.minimum(budget, new_tokens)
     if not is_traced(lengths, budget):
         warn_infeasible(cfg, np.asarray(lengths), np.asarray(budget))
-        check_room(extensions, np.asarray(budget))
+        check_room(extensions, cfg, np.asarray(budget))
     return new_tokens, budget
 
 

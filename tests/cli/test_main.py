@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from convert import load_hf
-from jaxgen import generate
+from jaxgen import demo, generate
 from jaxgen.cli import answer as cli, options, printing
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
@@ -40,8 +40,13 @@ class TestText:
         assert run(*arguments, "--assistant", checkpoint) == (0, "BCDEF\n", "")
         assert run(*arguments, "--assistant", checkpoint, "--num-assistant-tokens", 2) == (0, "BCDEF\n", "")
         assert run(*arguments, "--prompt-lookup-num-tokens", 3) == (0, "BCDEF\n", "")
+
+    def test_an_assistant_is_checked_before_the_weights_are_read(self, checkpoint, refused, monkeypatch):
+        monkeypatch.delattr("jaxgen.cli.answer.load_hf")
+        arguments = ("--model", checkpoint, "A", "--max-new-tokens", 5)
         line = refused(*arguments, "--assistant", checkpoint, "--num-beams", 2)
         assert "assistant works with greedy search and sampling" in line
+        assert "the assistant has a vocabulary of" in refused(*arguments, "--assistant", demo.PATH)
 
     def test_chat_template_and_raw(self, run, copy):
         (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")

@@ -105,6 +105,11 @@ class TestChat:
         assert "leave out --num-return-sequences" in refused("--model", talking, "--chat", "--num-return-sequences", 2)
         assert "needs a chat template" in refused("--model", checkpoint, "--chat")
 
+    def test_a_checkpoint_with_several_answers(self, refused, talking):
+        fields = {"do_sample": True, "num_return_sequences": 2}
+        (talking / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
+        assert "num_return_sequences=2: add --num-return-sequences 1" in refused("--model", talking, "--chat")
+
 
 class TestInput:
     def lines(self, out):

@@ -82,7 +82,10 @@ def reference(row: list[int], most: int) -> int:
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=3, max_size=3), st.integers(1, 4))
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=3, max_size=3),
+    st.sampled_from([1, 2, 4, 2**31 - 1]),
+)
 def test_first_occurrence(rows, most):
     ids = np.full((3, 12), 2, np.int32)
     for row, tokens in zip(ids, rows, strict=True):
@@ -102,6 +105,14 @@ def test_lookup_copies_a_text_that_repeats():
     # The first row counts round: after one token from the prompt, passes accept 4 drafted tokens and add one.
     assert int(out.accepted[0]) == int(out.drafted[0]) == 15
     assert 0 < int(out.accepted[1]) < 15
+
+
+def test_drafts_are_no_longer_than_the_budget():
+    cfg = counting_config(vocab_size=8, max_new_tokens=8)
+    lookup = cfg.replace(prompt_lookup_num_tokens=2**31 - 1, max_matching_ngram_size=2**31 - 1)
+    out = generate(lookup, [[*range(8), 0]], params=counting_params(cfg))
+    assert rows_of(out) == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert int(out.accepted[0]) == int(out.drafted[0]) == 6
 
 
 def test_lookup_goes_on_after_a_prompt_that_ends_with_eos():
@@ -294,7 +305,8 @@ LOOKUP = {"prompt_lookup_num_tokens": 3}
         ({"do_sample": True, "num_return_sequences": 2} | LOOKUP, {}, ConfigError, "one sequence per prompt"),
         ({}, {"assistant": PARAMS}, TypeError, r"assistant must be \(params, cfg\)"),
         ({}, {"assistant": (PARAMS, GenerationConfig(model=SMALL))}, InputError, "assistant: params do not fit"),
-        ({}, {"assistant": (PARAMS, GenerationConfig())}, ConfigError, "cfg.model is None"),
+        ({}, {"assistant": (PARAMS, GenerationConfig())}, ConfigError, "assistant: cfg.model is None"),
+        ({}, {"assistant": (None, CFG)}, TypeError, "assistant: params must be the dict"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(options, more, error, message):

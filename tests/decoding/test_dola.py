@@ -264,12 +264,17 @@ def test_thirty_calls_with_other_values_compile_once():
         (3, TypeError, "dola_layers must be 'low', 'high' or a list"),
         ([1.5], TypeError, "dola_layers must be 'low', 'high' or a list"),
         ([], ConfigError, "at least one layer"),
+        (np.array([]), ConfigError, "at least one layer"),
         ([2, -1], ConfigError, "none below 0"),
     ],
 )
 def test_other_values_are_refused(layers, error, text):
     with pytest.raises(error, match=text):
         CFG.replace(dola_layers=layers)
+
+
+def test_layers_may_be_an_array():
+    assert CFG.replace(dola_layers=np.array([4, 0, 4])).dola_layers == (4, 0)
 
 
 def test_a_layer_that_the_model_lacks_is_refused():

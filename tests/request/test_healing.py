@@ -74,6 +74,15 @@ def check(out, prompts=PROMPTS, copies=1):
         assert text.startswith(prompts[row // copies].encode()), (row, text)
 
 
+def is_within_a_character(text):
+    """True if bytes begin after the first byte of a character."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error.start == 0
+    return False
+
+
 def walk(automaton, start, rng, tokens):
     """Tokens chosen at random from those that may follow."""
     state, chosen = int(start), []
@@ -102,18 +111,45 @@ def test_any_spelling_gives_the_prompt_back(name, data):
     moved, automaton = heal(cfg, CallInputs(ids, attention_mask=mask), None, tokenizer)
     respelled = 0
     for row, prompt in enumerate(prompts):
-        kept = moved.ids[row][moved.attention_mask[row]].tolist()
-        assert kept == ids[row][mask[row] == 1][:-1].tolist()
+        original, kept = ids[row][mask[row] == 1].tolist(), moved.ids[row][moved.attention_mask[row]].tolist()
+        assert kept == original[: len(kept)]
+        taken = [text_bytes(tokenizer, original[place:]) for place in range(len(kept), len(original))]
+        assert taken[0].decode()
+        assert all(is_within_a_character(text) for text in taken[1:])
         for _ in range(5):
             state, chosen = walk(automaton, automaton.start[row], rng, 40)
             assert state == 0
-            original, whole = ids[row][mask[row] == 1].tolist(), [*kept, *chosen]
+            whole = [*kept, *chosen]
             assert text_bytes(tokenizer, whole).startswith(text_bytes(tokenizer, original))
             if name != "llama":  # whose decoder replaces a run of byte tokens as a whole if one is wrong
                 decoded = (tokenizer.decode(x, clean_up_tokenization_spaces=False) for x in (whole, original))
                 assert next(decoded).startswith(next(decoded)), prompt
-            respelled += chosen[0] != ids[row, -1]
+            respelled += chosen[0] != original[len(kept)]
     assert respelled > 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept", "text"),
+    [
+        ("he \N{FOX FACE}", "he ", "\N{FOX FACE}"),
+        ("caf\u00e9", "caf", "\u00e9"),
+        ("\N{FOX FACE}", b"\xf0\x9f\xa6", b"\x8a"),  # the first token stays
+        ("<|im_end|>\u00e9", b"<|im_end|>", "\u00e9"),
+    ],
+)
+def test_the_answer_begins_with_a_whole_character(prompt, kept, text):
+    ids = np.array([[*SMALL.encode(prompt), 0, 0]])
+    mask = (np.arange(ids.shape[1]) < ids.shape[1] - 2)[None, :]
+    mask[:, -3], mask[:, -2], ids[:, -2] = False, True, ids[:, -3]  # padding before the last token
+    moved, automaton = heal(CFG, CallInputs(ids, attention_mask=mask), None, SMALL)
+    rest = moved.ids[moved.attention_mask].tolist()
+    whole = SMALL.encode(prompt)
+    assert rest == whole[: len(rest)]
+    kept, text = (x.encode() if isinstance(x, str) else x for x in (kept, text))
+    special = b"<|im_end|>" if prompt.startswith("<") else b""
+    assert special + text_bytes(SMALL, rest) == kept
+    _, chosen = walk(automaton, automaton.start[0], np.random.default_rng(0), 12)
+    assert text_bytes(SMALL, chosen).startswith(text)
 
 
 def test_a_batch_generates_the_text_of_its_prompts():
@@ -244,6 +280,11 @@ def test_the_bundled_model_finds_the_better_spelling():
             "token_healing and prefix_allowed_tokens_fn",
         ),
         ({"cfg": CFG.replace(forced_bos_token_id=3)}, ConfigError, "forced_bos_token_id counts its tokens"),
+        (
+            {"cfg": CFG.replace(max_new_tokens=3), "batch": SMALL.batch(["he \N{FOX FACE}"])},
+            InputError,
+            "the text that token_healing takes back has 4 tokens, which exceeds the budget of 3",
+        ),
         ({"cfg": CFG.replace(forced_decoder_ids=[[9, 3]])}, ConfigError, "forced_decoder_ids counts its tokens"),
     ],
 )
