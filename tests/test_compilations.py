@@ -8,6 +8,7 @@ from jaxgen import GenerationConfig, generate
 from jaxgen.config.options import SAMPLE, TRACED
 from tests.support.compilations import compilations
 from tests.support.models import left_pad, model_config, random_params, slow
+from tests.support.streamers import Collector
 
 MODEL = model_config(num_hidden_layers=1, max_position_embeddings=1024)
 PARAMS = random_params(MODEL)
@@ -77,18 +78,11 @@ def test_options_of_other_modes_compile_nothing():
 
 
 def test_streaming_compiles_a_fixed_number_of_programs():
-    class Sink:
-        def put(self, value):
-            pass
-
-        def end(self):
-            pass
-
     cfg = GenerationConfig(model=MODEL, max_new_tokens=30)
-    generate(PARAMS, [[1, 2]], None, cfg, streamer=Sink())
+    generate(PARAMS, [[1, 2]], None, cfg, streamer=Collector())
     with compilations() as count:
         for new_tokens in (1, 7, 100):
-            generate(PARAMS, [[1, 2, 3, 4]], None, cfg.replace(max_new_tokens=new_tokens), streamer=Sink())
+            generate(PARAMS, [[1, 2, 3, 4]], None, cfg.replace(max_new_tokens=new_tokens), streamer=Collector())
     assert count[0] == 0
 
 

@@ -1,8 +1,9 @@
 """Beam search and beam sampling: `GenerationMixin._beam_search` and `BeamSearchScorer` of transformers.
 
 A search has k running beams, in consecutive rows, and a list of its k best hypotheses: beams that have ended. In each
-step the best continuations of the running beams are its candidates, best first. Those among the first k that end become
-hypotheses; of the others the first k are the next running beams. A prompt has one search, or several (`group_beam`).
+step the best continuations of the running beams are the candidates, best first. A candidate that ends becomes a
+hypothesis if it is among the first k. The first k of those that do not end are the next running beams. A prompt has one
+search, or several (`group_beam`).
 
 The rows of a prompt share the slots that they write to, so reordering beams moves no keys or values.
 """
@@ -24,13 +25,13 @@ from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import draw_distinct, process
-from jaxgen.decoding.stopping import StopReason, first_reason
+from jaxgen.decoding.stopping import StopReason, failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.shapes import repeat_rows
 
-# The score of all beams of a search but the first before the first step, when all are the same.
+# Before the first step all beams of a search are the same. All but the first begin with this score.
 _REPEATED = -1e9
 
 
@@ -106,14 +107,13 @@ class BeamSearch:
 
     def begin(self, run: Run, prefilled: Prefilled) -> BeamState:
         """Choose the first token of each beam."""
-        beams = run.cfg.num_beams
-        rows = dataclasses.replace(prefilled.rows, keys=None).fork(beams)
-        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), beams)
+        count = run.cfg.num_beams
+        rows = dataclasses.replace(prefilled.rows, keys=None).fork(count)
+        read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), count)
+        unrecorded = dataclasses.replace(rows, recording=Recording(), cache_ids=None)
         state = BeamState(
-            beams=Beams.begin(
-                dataclasses.replace(rows, recording=Recording(), cache_ids=None), self.beams(run), run.capacity
-            ),
-            cache=prefilled.read.cache.fork(beams, run.capacity, shared=True),
+            beams=Beams.begin(unrecorded, self.beams_per_search(run), run.capacity),
+            cache=prefilled.read.cache.fork(count, run.capacity, shared=True),
             recording=rows.recording,
             cache_ids=rows.cache_ids,
             keys=prefilled.rows.keys,
@@ -135,7 +135,7 @@ class BeamSearch:
         count = beams.scores.shape[1]
         prompts, rows = beams.rows.count // run.cfg.num_beams, beams.rows
         running = beams.scores / _divisors(run, rows, rows.history.step[::count])
-        running = jnp.where(self.counts(run, beams), running, -jnp.inf)
+        running = jnp.where(self.count_as_results(run, beams), running, -jnp.inf)
         first = repeat_rows(jnp.arange(0, rows.count, count, dtype=jnp.int32), rows.count)[:, None]
         # Running beams come first: of equal scores the first wins, and an empty place has the score -inf.
         scores, of_searches = _best(
@@ -160,11 +160,11 @@ class BeamSearch:
         tokens = jnp.zeros((state.beams.rows.count, run.capacity), jnp.int32)
         return Progress(tokens, jnp.zeros((), jnp.int32), state.finished)
 
-    def beams(self, run: Run) -> int:
+    def beams_per_search(self, run: Run) -> int:
         """Return the number of beams of one search, k."""
         return run.cfg.num_beams
 
-    def counts(self, run: Run, beams: Beams) -> jax.Array:
+    def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
         """Return the running beams that count as results in the end, bool[S, k]."""
         return jnp.broadcast_to(~beams.complete[:, None], beams.scores.shape)
 
@@ -184,7 +184,7 @@ class BeamSearch:
             The beams, the row that each continues, int32[rows], and the scores to record, float32[rows, V].
         """
         scores = process(run, beams.rows, log_probs)
-        beams, parents = grow(run, beams, logits, scores, keys)
+        beams, parents = choose_beams(run, beams, logits, scores, keys)
         return beams, parents, scores
 
     def _extend(self, run: Run, state: BeamState, read: Forward) -> BeamState:
@@ -255,8 +255,7 @@ class Step:
         """Begin a step; `logits` and processed `scores` are float32[rows, V]."""
         searches, count = beams.scores.shape
         totals = (scores + beams.scores.reshape(-1, 1)).reshape(searches, count, -1)
-        best = jnp.max(totals, axis=(1, 2))
-        failed = first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
+        failed = failure(jnp.max(totals, axis=(1, 2)))
         live = beams.rows.live[::count] & (failed == StopReason.NONE)
         return cls(run, beams, logits, scores, totals, live, failed)
 
@@ -335,7 +334,7 @@ class Step:
         return rows, put_step(self.beams.origins[parents], step, added, parents % count)
 
 
-def grow(
+def choose_beams(
     run: Run, beams: Beams, logits: jax.Array, scores: jax.Array, keys: jax.Array | None
 ) -> tuple[Beams, jax.Array]:
     """Choose the next beams from processed scores: `BeamSearchScorer.process`; see `BeamSearch.grow`."""

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.beam import Beams, BeamSearch, Continuations, Step, process
+from jaxgen.decoding.beam import Beams, BeamSearch, Continuations, Step
 from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
+from jaxgen.decoding.sample import process
 
 # As in transformers, continuations are sorted by their bank times this, plus their score.
 _BANK_WEIGHT = 100
@@ -23,7 +24,7 @@ _BANK_WEIGHT = 100
 class ConstrainedBeamSearch(BeamSearch):
     """Beam search whose results meet all constraints, as far as the budget allows. Each prompt has one search."""
 
-    def counts(self, run: Run, beams: Beams) -> jax.Array:
+    def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
         """Return the running beams that count as results in the end, bool[S, k].
 
         Those that do not meet all constraints count only if fewer beams than sequences to return do.

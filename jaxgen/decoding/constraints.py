@@ -98,10 +98,10 @@ class ConstraintTable:
         last = jnp.iinfo(jnp.int32).max
         first = jnp.argmin(jnp.where(jnp.any(begins, axis=-1), state.queue, last), axis=-1).astype(jnp.int32)
         begun = jnp.take_along_axis(begins, first[:, None, None], axis=1)[:, 0]
-        advanced = jnp.any(jnp.where(busy[:, None], continues, begun), axis=-1)
+        matches = jnp.where(busy[:, None], continues, begun)  # bool[rows, A]
+        advanced, alternative = jnp.any(matches, axis=-1), jnp.argmax(matches, axis=-1).astype(jnp.int32)
 
         current = jnp.where(busy, state.current, first)
-        alternative = jnp.argmax(jnp.where(busy[:, None], continues, begun), axis=-1).astype(jnp.int32)
         matched = jnp.where(busy, state.matched, 0) + 1
         ends = advanced & (matched == self.lengths[current, alternative])
         place = jnp.where(advanced, -1, jnp.max(state.queue, axis=-1) + 1)

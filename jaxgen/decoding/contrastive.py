@@ -27,7 +27,7 @@ from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process, record_layers
-from jaxgen.decoding.stopping import StopReason, first_reason
+from jaxgen.decoding.stopping import StopReason, failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import ConfigError
 from jaxgen.logits.row_options import RowOptions
@@ -42,7 +42,7 @@ class ContrastiveState:
     Attributes:
         rows: one row per prompt.
         cache: keys and values of all of the rows' tokens, with k rows per prompt, one for each candidate.
-        read: the model's output for each row's last token, without its cache and records.
+        read: the model's output for each row's last token, without its cache, records and hidden states.
         context: float32[rows, W, D], the hidden states of each row's tokens, normed and then scaled to length 1.
     """
 
@@ -68,7 +68,7 @@ class ContrastiveSearch:
         return ContrastiveState(
             rows=prefilled.rows,
             cache=prefilled.read.cache.fork(run.sizes.candidates, run.capacity, shared=True),
-            read=_without_records(prefilled.read),
+            read=_carried(prefilled.read),
             context=pad_axis(_direction(hidden), 1, hidden.shape[1] + run.capacity),
         )
 
@@ -76,8 +76,7 @@ class ContrastiveSearch:
         """Run the candidates of each row through the model and append the best one."""
         logits, scores, rows = observe(run, state.rows, state.read, 0, state.rows.live)
         scores = process(run, rows, scores)
-        best = jnp.max(scores, axis=-1)
-        failed = first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
+        failed = failure(jnp.max(scores, axis=-1))
         live = rows.live & (failed == StopReason.NONE)
         tokens, probs, possible = _candidates(run, rows, scores)
         read, candidates = _read(run, rows, tokens, live, state.cache)
@@ -92,15 +91,15 @@ class ContrastiveSearch:
         number = jnp.arange(rows.count, dtype=jnp.int32)
         token, column = tokens[number, chosen], jnp.where(live, rows.history.total_length, state.context.shape[1])
         context = state.context.at[number, column].set(hidden[number, chosen], mode="drop", unique_indices=True)
-        chosen += number * tokens.shape[1]
-        parents = guidance.rows_of_cache(run.cfg, repeat_rows(chosen, candidates.count), candidates.count)
-        cache, of_streams = read.cache.select(parents), guidance.rows_of_cache(run.cfg, chosen, candidates.count)
+        best = number * tokens.shape[1] + chosen  # int32[rows], of the candidates' rows
+        parents = guidance.rows_of_cache(run.cfg, repeat_rows(best, candidates.count), candidates.count)
+        cache, of_streams = read.cache.select(parents), guidance.rows_of_cache(run.cfg, best, candidates.count)
         read = jax.tree.map(lambda x: x[of_streams], dataclasses.replace(read, cache=None))
 
-        rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: x[chosen], candidates.hook))
+        rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: x[best], candidates.hook))
         rows = rows.push(run, token, rows.live, logits, scores, failed)
         rows = record_layers(rows, read, 0, rows.live)
-        return ContrastiveState(rows, cache, _without_records(read), context)
+        return ContrastiveState(rows, cache, _carried(read), context)
 
     def finish(self, run: Run, state: ContrastiveState) -> Decoded:
         """Return the tokens, and the cache without the last token of each row."""
@@ -130,7 +129,8 @@ def candidates_of(cfg: GenerationConfig) -> int:
     return max(1, min(int(np.max(np.asarray(cfg.top_k))), model_of(cfg).vocab_size))
 
 
-def _without_records(read: Forward) -> Forward:
+def _carried(read: Forward) -> Forward:
+    """Return the part of the model's output that the next step reads."""
     return dataclasses.replace(read, out=None, cache=None, hidden=None)
 
 

@@ -32,7 +32,7 @@ class Draft:
 
     Attributes:
         tokens: int32[B, T].
-        count: int32[B], how many of them; 0 for a finished row.
+        count: int32[B], the number of tokens that are drafted; 0 for a finished row.
     """
 
     tokens: jax.Array
@@ -113,7 +113,7 @@ class DraftModel:
         """Draft each row's wanted number of tokens, fewer if its text ends or the draft model is not confident."""
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
-        threshold = drafting.cfg.assistant_confidence_threshold
+        threshold, length = drafting.cfg.assistant_confidence_threshold, rows.history.length
         if threshold is not None and jnp.ndim(threshold):
             threshold = run.pad(threshold)
 
@@ -130,7 +130,6 @@ class DraftModel:
                 active &= jnp.take_along_axis(probs, choice.token[:, None], axis=1)[:, 0] >= threshold
             return active, rows, read.cache
 
-        length = rows.history.length
         begin = (limit > 0, _without_records(rows), state.cache)
         _, drafted, cache = lax.while_loop(lambda carry: jnp.any(carry[0]), draft_next, begin)
         draft = Draft(drafted.history.following(length, width), drafted.history.length - length)
@@ -202,7 +201,7 @@ def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tok
 
 
 def _known(drafting: Run, ids: jax.Array) -> jax.Array:
-    """Return ids that the draft model knows: its vocabulary may have less padding."""
+    """Clip ids to the draft model's vocabulary, which may have less padding than the model's."""
     return jnp.clip(ids, 0, drafting.model.vocab_size - 1)
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxgen.decoding.beam import Beams, BeamSearch, grow
+from jaxgen.decoding.beam import Beams, BeamSearch, choose_beams
 from jaxgen.decoding.rows import pad_id
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
@@ -21,7 +21,7 @@ from jaxgen.shapes import repeat_rows
 class GroupBeamSearch(BeamSearch):
     """Diverse beam search. Each prompt has a search for each group, in consecutive rows."""
 
-    def beams(self, run: Run) -> int:
+    def beams_per_search(self, run: Run) -> int:
         """Return the number of beams of one group, k."""
         return run.cfg.num_beams // run.cfg.num_beam_groups
 
@@ -35,12 +35,12 @@ class GroupBeamSearch(BeamSearch):
         chosen = jnp.zeros((prompts, 0), jnp.int32)
         grown = []
         for group in range(groups):
-            rows = jnp.arange(prompts * groups * count).reshape(prompts, groups, count)[:, group].reshape(-1)
+            rows = _of_group(jnp.arange(searches * count, dtype=jnp.int32), prompts, groups, group)
             part = jax.tree.map(lambda x, group=group: _of_group(x, prompts, groups, group), beams)
             history = dataclasses.replace(part.rows.history, chosen=repeat_rows(chosen, part.rows.count))
             scores = process(run, dataclasses.replace(part.rows, history=history), log_probs[rows])
             live = part.rows.live
-            part, parents = grow(run, part, logits[rows], scores, None)
+            part, parents = choose_beams(run, part, logits[rows], scores, None)
             # As in transformers, a group that was finished before this step chooses the pad id.
             tokens = jnp.where(live, part.rows.history.last(1)[:, 0], pad_id(run.cfg))
             chosen = jnp.concatenate([chosen, tokens.reshape(prompts, count)], axis=1)

@@ -14,7 +14,7 @@ from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import first_reason
+from jaxgen.decoding.stopping import failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.model.cache import KVCache
@@ -101,8 +101,8 @@ def choose(run: Run, rows: Rows, scores: jax.Array, logits: jax.Array) -> Choice
         processed = dola.unless_banned(processed, lambda: process(run, rows, logits))
     with jax.named_scope("choose"):
         token = greedy(processed) if rows.keys is None else draw(rows.keys, rows.history.step, processed)
-        best = jnp.max(processed, axis=-1)
-    return Choice(token, processed, first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best)))
+        failed = failure(jnp.max(processed, axis=-1))
+    return Choice(token, processed, failed)
 
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:

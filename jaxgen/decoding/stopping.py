@@ -1,7 +1,7 @@
 """The reasons why a row ends.
 
-`Rows.push` in rows.py determines which one applies. `Rows.begin` adds BAD_ID, `choose` in sample.py NO_TOKEN and
-NOT_A_NUMBER, and request/driver.py TIME.
+`Rows.push` in rows.py determines which one applies. `Rows.begin` adds BAD_ID, the modes add NO_TOKEN and NOT_A_NUMBER,
+and request/driver.py adds TIME.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ def first_reason(**conditions: jax.Array) -> jax.Array:
     for name in reversed([reason.name for reason in StopReason if reason.name in conditions]):
         reason = jnp.where(conditions[name], jnp.int32(StopReason[name]), reason)
     return reason
+
+
+def failure(best: jax.Array) -> jax.Array:
+    """int32[rows]: the failure of rows whose highest score is `best float32[rows]`; NONE if a token can be chosen."""
+    return first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
 
 
 def is_eos(tokens: jax.Array, eos: jax.Array | None) -> jax.Array:

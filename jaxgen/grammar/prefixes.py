@@ -69,6 +69,4 @@ def prefix_table(
 def _span(texts: list[bytes], text: bytes, beginning: bool) -> tuple[int, int]:
     """Return the range of the texts equal to `text`, or with `beginning` of all that begin with it."""
     first = bisect.bisect_left(texts, text)
-    if beginning:
-        return first, bisect.bisect_right(texts, text, first, key=lambda other: other[: len(text)])
-    return first, bisect.bisect_right(texts, text, first)
+    return first, bisect.bisect_right(texts, text, first, key=lambda other: other[: len(text)] if beginning else other)

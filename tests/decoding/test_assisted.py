@@ -12,16 +12,17 @@ from hypothesis import given, settings, strategies as st
 from convert import load_hf
 from jaxgen import ConfigError, GenerationConfig, InputError, Tokenizer, generate as generate_, prefill, score
 from jaxgen.decoding.drafting import first_occurrence
-from tests.support.compilations import compilations
+from tests.support.compilations import compiled_by_other_values
 from tests.support.models import (
+    all_generated,
     counting_config,
     counting_params,
-    generated,
     left_pad,
     model_config,
     random_params,
     slow,
 )
+from tests.support.streamers import Collector
 
 MODEL = model_config(vocab_size=61)
 PARAMS = random_params(MODEL, scale=0.25)
@@ -45,19 +46,15 @@ def generate(cfg, prompts=PROMPTS, width=None, params=PARAMS, key=KEY, **more):
     return generate_(params, ids, key if cfg.do_sample else None, cfg, attention_mask=mask, **more)
 
 
-def rows_of(out):
-    return [generated(out, row) for row in range(out.lengths.shape[0])]
-
-
 @functools.cache
 def plain(sampled: bool):
-    return rows_of(generate(SAMPLED if sampled else CFG))
+    return all_generated(generate(SAMPLED if sampled else CFG))
 
 
 @pytest.mark.parametrize(("name", "sampled"), [("itself", True), *slow(("another", True), ("another", False))])
 def test_the_tokens_are_those_without_an_assistant(name, sampled):
     out = generate(SAMPLED if sampled else CFG, assistant=ASSISTANTS[name])
-    assert rows_of(out) == plain(sampled)
+    assert all_generated(out) == plain(sampled)
     if name == "itself":  # all drafts are accepted
         np.testing.assert_array_equal(out.accepted, out.drafted)
         assert int(out.accepted.sum()) > NEW
@@ -68,7 +65,7 @@ def test_the_tokens_are_those_without_an_assistant(name, sampled):
 def test_the_first_layers_draft(sampled):
     cfg = SAMPLED if sampled else CFG
     out = generate(cfg.replace(assistant_early_exit=1), params=FLAT)
-    assert rows_of(out) == rows_of(generate(cfg, params=FLAT))
+    assert all_generated(out) == all_generated(generate(cfg, params=FLAT))
     assert int(out.accepted.sum()) > 0
 
 
@@ -99,26 +96,21 @@ _first_occurrence = jax.jit(first_occurrence, static_argnums=2)
 
 
 def test_lookup_copies_a_text_that_repeats():
-    cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4)
-    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg))
-    assert rows_of(out) == [[n % 8 for n in range(1, 21)], [n % 8 for n in range(7, 27)]]
+    cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4, pad_token_id=0)
+    out = generate(cfg.replace(eos_token_id=[[], [6]]), [[*range(8), 0], [5, 6]], params=counting_params(cfg))
+    assert all_generated(out) == [[n % 8 for n in range(1, 21)], [7, 0, 1, 2, 3, 4, 5, 6]]
     # The first row counts round: after one token from the prompt, passes accept 4 drafted tokens and add one.
     assert int(out.accepted[0]) == int(out.drafted[0]) == 15
-    assert 0 < int(out.accepted[1]) < 15
+    # The prompt of the second row ends with its eos token. Only 6 after 5 occurred before.
+    assert int(out.accepted[1]) == 1
 
 
 def test_drafts_are_no_longer_than_the_budget():
     cfg = counting_config(vocab_size=8, max_new_tokens=8)
     lookup = cfg.replace(prompt_lookup_num_tokens=2**31 - 1, max_matching_ngram_size=2**31 - 1)
     out = generate(lookup, [[*range(8), 0]], params=counting_params(cfg))
-    assert rows_of(out) == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert all_generated(out) == [[1, 2, 3, 4, 5, 6, 7, 0]]
     assert int(out.accepted[0]) == int(out.drafted[0]) == 6
-
-
-def test_lookup_goes_on_after_a_prompt_that_ends_with_eos():
-    cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4, eos_token_id=6, pad_token_id=0)
-    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg))
-    assert rows_of(out) == [[1, 2, 3, 4, 5, 6], [7, 0, 1, 2, 3, 4, 5, 6]]
 
 
 @pytest.mark.slow
@@ -127,7 +119,7 @@ def test_lookup(sampled):
     cfg = (SAMPLED if sampled else CFG).replace(prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
     out = generate(cfg, [[7, 8, 9] * 4, [4, 4, 4]], key=jax.random.key(5))
     expected = generate(SAMPLED if sampled else CFG, [[7, 8, 9] * 4, [4, 4, 4]], key=jax.random.key(5))
-    assert rows_of(out) == rows_of(expected)
+    assert all_generated(out) == all_generated(expected)
     assert int(out.drafted.sum()) > 0
 
 
@@ -157,7 +149,7 @@ def test_schedules(schedule):
     budgets = [40, 30, 17]
     out = generate(cfg.replace(max_new_tokens=budgets), [[1], [15], [30]], params=params, assistant=(wrong, settings))
     both = list(zip([1, 15, 30], budgets, strict=True))
-    assert rows_of(out) == [[(first + n) % 50 for n in range(1, budget + 1)] for first, budget in both]
+    assert all_generated(out) == [[(first + n) % 50 for n in range(1, budget + 1)] for first, budget in both]
     rows = [Schedule(budget, 3, 24 - first, schedule != "constant") for first, budget in both]
     assert out.drafted.tolist() == [row.drafted for row in rows]
     assert out.accepted.tolist() == [row.accepted for row in rows]
@@ -166,13 +158,13 @@ def test_schedules(schedule):
 @pytest.mark.slow
 def test_an_assistant_without_confidence_stops():
     cfg = CFG.replace(eos_token_id=None)
-    expected = rows_of(generate(cfg))
+    expected = all_generated(generate(cfg))
     assistant = (PARAMS, GenerationConfig(model=MODEL, assistant_confidence_threshold=1.0))
     out = generate(cfg, assistant=assistant)
-    assert rows_of(out) == expected
+    assert all_generated(out) == expected
     assert out.drafted.tolist() == [(NEW - 1) // 2] * 3  # one token in each pass, and one more is chosen
     per_row = generate(cfg.replace(assistant_confidence_threshold=[1.0, 0.0, 1.0]), assistant=ASSISTANTS["itself"])
-    assert rows_of(per_row) == expected
+    assert all_generated(per_row) == expected
     assert per_row.drafted.tolist() == [5, int(per_row.accepted[1]), 5]
     assert int(per_row.drafted[1]) > 5
 
@@ -180,7 +172,9 @@ def test_an_assistant_without_confidence_stops():
 @pytest.mark.slow
 def test_a_row_is_alone_in_any_bucket_and_under_jit():
     def result(out):
-        return [(tokens, int(d), int(a)) for tokens, d, a in zip(rows_of(out), out.drafted, out.accepted, strict=True)]
+        return [
+            (tokens, int(d), int(a)) for tokens, d, a in zip(all_generated(out), out.drafted, out.accepted, strict=True)
+        ]
 
     keys = jax.vmap(functools.partial(jax.random.fold_in, KEY))(jnp.arange(3))
     together = result(generate(SAMPLED, width=40, assistant=ASSISTANTS["another"]))
@@ -204,7 +198,7 @@ def test_records_are_those_of_the_tokens(draft):
     fields = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
     cfg = CFG.replace(**fields, output_logprobs="scores", repetition_penalty=1.2)
     expected, out = generate(cfg), generate(cfg.replace(**draft))
-    assert rows_of(out) == rows_of(expected)
+    assert all_generated(out) == all_generated(expected)
     for name in ("scores", "logits", "logprobs", "hidden_states", "attentions"):
         for a, b in zip(jax.tree.leaves(getattr(out, name)), jax.tree.leaves(getattr(expected, name)), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4, err_msg=name)
@@ -215,18 +209,18 @@ def test_continuing_is_like_generating_at_once():
     head, tail = PROMPTS[0][:4], PROMPTS[0][4:]
     cache = prefill(PARAMS, [head], CFG)
     out = generate(CFG, [tail], cache=cache, assistant=ASSISTANTS["another"])
-    assert rows_of(out) == plain(False)[:1]
+    assert all_generated(out) == plain(False)[:1]
     more = generate(CFG, [[9]], cache=out.cache, assistant=ASSISTANTS["another"])
     whole = [*PROMPTS[0], *plain(False)[0], 9]
-    assert rows_of(more) == rows_of(generate(CFG, [whole]))
+    assert all_generated(more) == all_generated(generate(CFG, [whole]))
 
 
 @pytest.mark.slow
 def test_chunks_and_other_dtypes():
-    assert rows_of(generate(CFG.replace(prefill_chunk_size=2), assistant=ASSISTANTS["another"])) == plain(False)
+    assert all_generated(generate(CFG.replace(prefill_chunk_size=2), assistant=ASSISTANTS["another"])) == plain(False)
     half = dataclasses.replace(SMALL, dtype="bfloat16")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ASSISTANTS["another"][0])
-    assert rows_of(generate(CFG, assistant=(params, GenerationConfig(model=half)))) == plain(False)
+    assert all_generated(generate(CFG, assistant=(params, GenerationConfig(model=half)))) == plain(False)
 
 
 @pytest.mark.slow
@@ -237,44 +231,29 @@ def test_the_padding_of_the_vocabulary_may_differ(vocab):
     params, assistant = random_params(model), random_params(small, seed=1)
     cfg = GenerationConfig(model=model, max_new_tokens=NEW, pad_token_id=0, suppress_tokens=[5])
     ids = [[199, 3, 198], [4, 5, 6]]
-    plain = rows_of(generate(cfg, ids, params=params))
-    assert rows_of(generate(cfg, ids, params=params, assistant=(assistant, GenerationConfig(model=small)))) == plain
-
-
-class Stream:
-    def __init__(self):
-        self.values, self.ended = [], 0
-
-    def put(self, value):
-        self.values.append(np.asarray(value).tolist())
-
-    def end(self):
-        self.ended += 1
+    plain = all_generated(generate(cfg, ids, params=params))
+    assert (
+        all_generated(generate(cfg, ids, params=params, assistant=(assistant, GenerationConfig(model=small)))) == plain
+    )
 
 
 @pytest.mark.slow
 def test_a_streamer_gets_tokens_when_every_row_has_them():
     cfg = counting_config(vocab_size=8, max_new_tokens=[20, 13], prompt_lookup_num_tokens=4, pad_token_id=0)
-    stream = Stream()
-    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg), streamer=stream)
-    np.testing.assert_array_equal(np.transpose(stream.values[1:]), np.asarray(out.sequences)[:, out.prompt_width :])
-    assert stream.ended == 1
+    collector = Collector()
+    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg), streamer=collector)
+    np.testing.assert_array_equal(collector.tokens, np.asarray(out.sequences)[:, out.prompt_width :])
+    assert collector.ended == 1
 
 
 @pytest.mark.slow
 def test_other_values_compile_nothing():
-    def run(number):
-        rng = np.random.default_rng(number)
-        own = GenerationConfig(model=SMALL, assistant_confidence_threshold=float(rng.uniform(0.1, 0.9)))
-        cfg = SAMPLED.replace(temperature=float(rng.uniform(0.5, 2)), max_new_tokens=int(rng.integers(9, 17)))
-        prompts = [rng.integers(61, size=int(rng.integers(1, 9))).tolist() for _ in range(2)]
-        generate(cfg, prompts, assistant=(ASSISTANTS["another"][0], own))
-
-    run(0)
-    with compilations() as compiled:
-        for number in range(1, 30):
-            run(number)
-    assert compiled == [0]
+    run = functools.partial(generate, assistant=ASSISTANTS["another"])
+    options = {
+        "temperature": lambda rng: float(rng.uniform(0.5, 2)),
+        "assistant_confidence_threshold": lambda rng: float(rng.uniform(0.1, 0.9)),
+    }
+    assert compiled_by_other_values(run, SAMPLED, **options) == 0
 
 
 def test_scores_are_those_without_drafts():

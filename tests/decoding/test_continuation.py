@@ -7,6 +7,7 @@ import pytest
 
 from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate, prefill
 from tests.support.models import (
+    all_generated,
     counting_config,
     counting_params,
     generated,
@@ -16,6 +17,7 @@ from tests.support.models import (
     slow,
     with_layers,
 )
+from tests.support.streamers import Collector
 
 MODEL = model_config()
 PARAMS = random_params(MODEL)
@@ -36,7 +38,7 @@ def both(cfg, first, key=None):
     whole = [prompt + generated(first, row) + FOLLOWING[row] for row, prompt in enumerate(PROMPTS)]
     ids, mask = left_pad(whole)
     anew = generate(PARAMS, ids, key, cfg, attention_mask=mask)
-    return [[generated(out, row) for row in range(3)] for out in (on, anew)]
+    return [all_generated(out) for out in (on, anew)]
 
 
 @pytest.mark.parametrize(
@@ -122,17 +124,19 @@ def test_tokens_that_are_unknown_count_for_the_length():
     assert 3 <= int(ended.lengths[0]) < 8
 
 
+PENALIZED = CFG.replace(repetition_penalty=[1.4, 1.0, 1.2])
+
+
 def test_under_jit():
-    cfg = CFG.replace(repetition_penalty=[1.4, 1.0, 1.2])
-    first = start(cfg)
+    first = start(PENALIZED)
     ids, mask = left_pad(FOLLOWING)
-    plain = generate(PARAMS, ids, None, cfg, attention_mask=mask, cache=first.cache)
+    plain = generate(PARAMS, ids, None, PENALIZED, attention_mask=mask, cache=first.cache)
 
     @jax.jit
     def go_on(params, cfg, cache, ids, mask):
         return generate(params, ids, None, cfg.replace(max_new_tokens=8), attention_mask=mask, cache=cache).sequences
 
-    assert (go_on(PARAMS, cfg, first.cache, jnp.asarray(ids), jnp.asarray(mask)) == plain.sequences).all()
+    assert (go_on(PARAMS, PENALIZED, first.cache, jnp.asarray(ids), jnp.asarray(mask)) == plain.sequences).all()
 
 
 @pytest.mark.slow
@@ -145,25 +149,15 @@ def test_the_cache_that_was_given_is_not_changed():
 
 @pytest.mark.slow
 def test_streaming():
-    class Collect:
-        def __init__(self):
-            self.values = []
-
-        def put(self, value):
-            self.values.append(np.asarray(value).reshape(-1))
-
-        def end(self):
-            self.values = np.concatenate(self.values)
-
-    first, collect = start(CFG), Collect()
+    first, collector = start(CFG), Collector()
     ids, mask = left_pad(FOLLOWING)
-    generate(PARAMS, ids, None, CFG, attention_mask=mask, cache=first.cache, streamer=collect)
+    generate(PARAMS, ids, None, CFG, attention_mask=mask, cache=first.cache, streamer=collector)
     out = generate(PARAMS, ids, None, CFG, attention_mask=mask, cache=first.cache)
-    assert collect.values[ids.size :].reshape(-1, 3).T.tolist() == np.asarray(out.sequences)[:, 3:].tolist()
+    np.testing.assert_array_equal(collector.tokens, np.asarray(out.sequences)[:, 3:])
 
 
 def test_caches_that_do_not_fit():
-    first = start(CFG)
+    first = start(PENALIZED)
     with pytest.raises(InputError, match="the cache has 3 rows and there are 1 prompts"):
         generate(PARAMS, [[1]], None, CFG, cache=first.cache)
     other = with_layers(MODEL, 1)
@@ -177,7 +171,7 @@ def test_caches_that_do_not_fit():
 def run(ids, cfg=CFG, key=None, **options):
     ids, mask = left_pad(ids)
     out = generate(PARAMS, ids, key, cfg, attention_mask=mask, **options)
-    return out, [generated(out, row) for row in range(out.lengths.shape[0])]
+    return out, all_generated(out)
 
 
 SYSTEM = [40, 41, 42, 43]

@@ -22,13 +22,14 @@ from jaxgen import (
 )
 from jaxgen.config.tables import eos_list
 from jaxgen.model.causal_lm import hidden
-from tests.support.compilations import compilations
-from tests.support.models import generated, left_pad, model_config, random_params
+from tests.support.compilations import compiled_by_other_values
+from tests.support.models import all_generated, generated, left_pad, model_config, padded, random_params
+from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
 
 MODEL = model_config(vocab_size=61)
 PARAMS = random_params(MODEL)
-TABLE = PARAMS["model"]["embed_tokens"]["weight"]
+TABLE = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
 NEW = 9
 CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, penalty_alpha=0.6, top_k=4)
@@ -42,8 +43,7 @@ def states(model, params, embeds):
 
 def last_states(embeds) -> np.ndarray:
     """The last layer's hidden states `[T, D]` of `[T, D]`, of one width for all texts."""
-    padded = jnp.pad(embeds, ((0, 64 - len(embeds)), (0, 0)))
-    return np.asarray(states(MODEL, PARAMS, padded), np.float64)[: len(embeds)]
+    return np.asarray(states(MODEL, PARAMS, padded(embeds)), np.float64)[: len(embeds)]
 
 
 def last_logits(embeds) -> np.ndarray:
@@ -56,7 +56,7 @@ def softmax(scores):
 
 
 def embed(ids):
-    return TABLE[jnp.asarray(ids)]
+    return TABLE[ids]
 
 
 def plain_search(prompt, cfg, process=lambda tokens, scores: scores, embed=embed):
@@ -81,15 +81,11 @@ def run(cfg, prompts=PROMPTS, width=None, **more):
     return generate(PARAMS, ids, None, cfg, attention_mask=mask, **more)
 
 
-def tokens_of(out):
-    return [generated(out, row) for row in range(len(out.lengths))]
-
-
 def test_plain_search_with_knobs_per_prompt():
     knobs = {"penalty_alpha": [0.6, 0.0, 1.2], "top_k": [5, 3, 4], "max_new_tokens": [9, 6, 8]}
     out = run(EOS.replace(**knobs))
     cfgs = [EOS.replace(**{name: values[row] for name, values in knobs.items()}) for row in range(3)]
-    assert tokens_of(out) == [plain_search(prompt, cfg) for prompt, cfg in zip(PROMPTS, cfgs, strict=True)]
+    assert all_generated(out) == [plain_search(prompt, cfg) for prompt, cfg in zip(PROMPTS, cfgs, strict=True)]
 
 
 @pytest.mark.slow
@@ -99,18 +95,18 @@ def test_a_prompt_for_which_it_is_off_is_searched_greedily(name):
     greedy = run(GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0))
     contrastive = run(CFG)
     out = run(CFG.replace(**{name: values}))
-    assert tokens_of(out) == [generated(greedy, 0), generated(contrastive, 1), generated(greedy, 2)]
-    assert tokens_of(contrastive) != tokens_of(greedy)
+    assert all_generated(out) == [generated(greedy, 0), generated(contrastive, 1), generated(greedy, 2)]
+    assert all_generated(contrastive) != all_generated(greedy)
 
 
 @pytest.mark.slow
 def test_a_row_is_alone_in_any_bucket_and_under_jit():
     cfg = EOS.replace(repetition_penalty=1.2)
-    together = tokens_of(run(cfg, width=40))
+    together = all_generated(run(cfg, width=40))
     alone = [generated(run(cfg, [prompt]), 0) for prompt in PROMPTS]
     ids, mask = left_pad(PROMPTS)
     traced = jax.jit(lambda params, cfg: generate(params, ids, None, cfg, attention_mask=mask))(PARAMS, cfg)
-    assert together == alone == tokens_of(traced)
+    assert together == alone == all_generated(traced)
     assert len({len(tokens) for tokens in together}) > 1
 
 
@@ -118,14 +114,14 @@ def test_a_row_is_alone_in_any_bucket_and_under_jit():
 @pytest.mark.parametrize("more", [{"prefill_chunk_size": 2}, {"prefill_chunk_size": 3}, {"top_k": 1000}])
 def test_pieces_of_the_prompt_and_more_candidates_than_tokens(more):
     whole = CFG.replace(top_k=61) if "top_k" in more else CFG
-    assert tokens_of(run(CFG.replace(**more))) == tokens_of(run(whole))
+    assert all_generated(run(CFG.replace(**more))) == all_generated(run(whole))
 
 
 @pytest.mark.slow
 def test_embeddings_in_place_of_ids():
     ids, mask = left_pad(PROMPTS)
-    out = generate(PARAMS, None, None, EOS, inputs_embeds=np.asarray(TABLE)[ids], attention_mask=mask)
-    assert tokens_of(out) == tokens_of(run(EOS))
+    out = generate(PARAMS, None, None, EOS, inputs_embeds=TABLE[ids], attention_mask=mask)
+    assert all_generated(out) == all_generated(run(EOS))
 
 
 class Nudge(StepHook):
@@ -153,7 +149,7 @@ def test_the_hook_of_a_row_sees_its_own_tokens():
 
         def grown(ids, prompt=prompt):
             scale = [1.0 if place < len(prompt) else 1 + 0.1 * (token % 5) for place, token in enumerate(ids)]
-            return embed(ids) * jnp.asarray(scale)[:, None]
+            return embed(ids) * np.asarray(scale, np.float32)[:, None]
 
         def nudged(tokens, scores):
             return scores + 2.5 * np.eye(61)[10 + len(tokens) % 26]
@@ -172,7 +168,7 @@ def test_guidance_chooses_the_candidates():
             return 1.6 * (jax.nn.log_softmax(scores) - other) + other
 
         assert generated(out, number) == plain_search(prompt, cfg, guided)
-    assert tokens_of(out) != tokens_of(run(EOS))
+    assert all_generated(out) != all_generated(run(EOS))
 
 
 @pytest.mark.slow
@@ -236,7 +232,7 @@ def test_a_banned_token_is_never_chosen():
     allowed = [[10], [20, 21], [30, 31, 32]]
     banned = [[token for token in range(61) if token not in some] for some in allowed]
     out = run(CFG.replace(suppress_tokens=banned, penalty_alpha=5.0, top_k=8))
-    assert [set(tokens) <= set(some) for tokens, some in zip(tokens_of(out), allowed, strict=True)] == [True] * 3
+    assert [set(tokens) <= set(some) for tokens, some in zip(all_generated(out), allowed, strict=True)] == [True] * 3
     assert len(set(generated(out, 2))) > 1
 
 
@@ -294,32 +290,20 @@ def test_the_cache_of_a_result_continues_it():
     greedy = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0)
     ids = [[40], [41], [42]]
     on = generate(PARAMS, ids, None, greedy, cache=first.cache)
-    whole = [prompt + tokens + new for prompt, tokens, new in zip(PROMPTS, tokens_of(first), ids, strict=True)]
-    assert tokens_of(on) == tokens_of(run(greedy, whole))
+    whole = [prompt + tokens + new for prompt, tokens, new in zip(PROMPTS, all_generated(first), ids, strict=True)]
+    assert all_generated(on) == all_generated(run(greedy, whole))
     cropped = generate(PARAMS, ids, None, greedy, cache=first.cache.crop(-2))
-    assert tokens_of(cropped) == tokens_of(run(greedy, [[*text[:-3], text[-1]] for text in whole]))
-
-
-class Collector:
-    def __init__(self):
-        self.columns = []
-
-    def put(self, value):
-        self.columns.append(value)
-
-    def end(self):
-        self.columns.append(None)
+    assert all_generated(cropped) == all_generated(run(greedy, [[*text[:-3], text[-1]] for text in whole]))
 
 
 @pytest.mark.slow
 def test_a_streamer_gets_each_token():
     collector = Collector()
     out = run(EOS, streamer=collector)
-    prompts, *columns, end = collector.columns
-    assert prompts.shape == (3, 7)
-    assert end is None
+    assert collector.prompts.shape == (3, 7)
+    assert collector.ended == 1
     steps = int(out.lengths.max())
-    np.testing.assert_array_equal(np.stack(columns, axis=1), np.asarray(out.sequences)[:, 7 : 7 + steps])
+    np.testing.assert_array_equal(collector.tokens, np.asarray(out.sequences)[:, 7 : 7 + steps])
 
 
 @pytest.mark.slow
@@ -329,23 +313,8 @@ def test_no_time():
 
 
 @pytest.mark.slow
-def test_thirty_calls_with_other_values_compile_once():
-    cfg = EOS.replace(repetition_penalty=1.1)
-    run(cfg)
-    rng = np.random.default_rng(0)
-    with compilations() as count:
-        for _ in range(30):
-            prompts = [rng.integers(1, 60, rng.integers(1, 20)).tolist() for _ in range(3)]
-            run(
-                cfg.replace(
-                    penalty_alpha=float(rng.uniform(0.1, 1.5)),
-                    repetition_penalty=float(rng.uniform(1.1, 2)),
-                    eos_token_id=rng.integers(0, 60, rng.integers(1, 4)).tolist(),
-                    max_new_tokens=int(rng.integers(1, 20)),
-                ),
-                prompts,
-            )
-    assert count[0] <= 2
+def test_other_values_compile_nothing():
+    assert compiled_by_other_values(run, CFG, penalty_alpha=lambda rng: float(rng.uniform(0.1, 1.5))) == 0
 
 
 def test_what_is_refused():

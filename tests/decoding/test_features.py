@@ -23,7 +23,8 @@ from jaxgen import (
 )
 from jaxgen.decoding import modes
 from tests.support.goldens import GOLDENS
-from tests.support.models import generated, left_pad, model_config, random_params
+from tests.support.models import all_generated, left_pad, model_config, random_params
+from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -71,17 +72,13 @@ def generate(mode, rows=(0, 1), **given):
     return generate_(PARAMS, ids, key, CFG.replace(**options), attention_mask=mask, **more)
 
 
-def texts(out):
-    return [generated(out, row) for row in range(out.lengths.shape[0])]
-
-
 def said(out):
-    return {token for tokens in texts(out) for token in tokens}
+    return {token for tokens in all_generated(out) for token in tokens}
 
 
 def usual(mode):
     """A token that the mode generates without further options."""
-    return texts(generate(mode))[0][1]
+    return all_generated(generate(mode))[0][1]
 
 
 def processors(mode):
@@ -96,11 +93,11 @@ def processors(mode):
 
 def values_per_prompt(mode):
     penalties, lengths = [1.3, 2.0], [6, 4]
-    together = texts(generate(mode, repetition_penalty=penalties, max_new_tokens=lengths))
+    together = all_generated(generate(mode, repetition_penalty=penalties, max_new_tokens=lengths))
     alone = [
         text
         for row in range(2)
-        for text in texts(generate(mode, [row], repetition_penalty=penalties[row], max_new_tokens=lengths[row]))
+        for text in all_generated(generate(mode, [row], repetition_penalty=penalties[row], max_new_tokens=lengths[row]))
     ]
     assert together == alone
 
@@ -121,7 +118,7 @@ def stopping(mode):
 def automaton(mode):
     pattern = "[a-h]{2,6}"
     allowed = TokenAutomaton.from_regex(pattern, TOKENIZER, vocab_size=MODEL.vocab_size)
-    for tokens in texts(generate(mode, prefix_allowed_tokens_fn=allowed)):
+    for tokens in all_generated(generate(mode, prefix_allowed_tokens_fn=allowed)):
         assert re.fullmatch(pattern, TOKENIZER.decode(tokens))
 
 
@@ -134,7 +131,7 @@ def prefix_function(mode):
     # Forced words have tokens of both kinds: a beam with a banned one has the score -inf.
     allowed = [True] * len(prompts) if out.sequences_scores is None else np.isfinite(out.sequences_scores)
     assert sum(allowed) >= 1
-    for row, tokens in enumerate(texts(out)):
+    for row, tokens in enumerate(all_generated(out)):
         assert {token % 2 for token in tokens} == {prompts[row] % 2} or not allowed[row]
 
 
@@ -155,33 +152,35 @@ def hook(mode):
 
 def guidance(mode):
     guided = generate(mode, guidance_scale=3.0, negative_prompt_ids=[[90, 91]] * 2)
-    assert texts(guided) != texts(generate(mode))
+    assert all_generated(guided) != all_generated(generate(mode))
     if mode != "DoLa":  # which guides away from scores that are not contrasted
         same = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": MASK}
-        assert texts(generate(mode, guidance_scale=3.0, **same)) == texts(generate(mode))
+        assert all_generated(generate(mode, guidance_scale=3.0, **same)) == all_generated(generate(mode))
 
 
 def from_a_cache(mode):
     heads, tails = (left_pad([part(prompt) for prompt in PROMPTS]) for part in (lambda p: p[:1], lambda p: p[1:]))
     cache = prefill(PARAMS, heads[0], CFG)
-    assert texts(generate(mode, ids=tails[0], attention_mask=tails[1], cache=cache)) == texts(generate(mode))
+    assert all_generated(generate(mode, ids=tails[0], attention_mask=tails[1], cache=cache)) == all_generated(
+        generate(mode)
+    )
 
 
 def to_a_cache(mode):
     out = generate(mode)
     copies = out.lengths.shape[0] // 2
     more = generate_(PARAMS, [[5]] * (2 * copies), None, CFG, cache=out.cache)
-    whole, mask = left_pad([PROMPTS[row // copies] + tokens + [5] for row, tokens in enumerate(texts(out))])
-    assert texts(more) == texts(generate_(PARAMS, whole, None, CFG, attention_mask=mask))
+    whole, mask = left_pad([PROMPTS[row // copies] + tokens + [5] for row, tokens in enumerate(all_generated(out))])
+    assert all_generated(more) == all_generated(generate_(PARAMS, whole, None, CFG, attention_mask=mask))
 
 
 def embeddings(mode):
     embeds = PARAMS["model"]["embed_tokens"]["weight"][IDS]
-    assert texts(generate(mode, inputs_embeds=embeds)) == texts(generate(mode))
+    assert all_generated(generate(mode, inputs_embeds=embeds)) == all_generated(generate(mode))
 
 
 def chunks(mode):
-    assert texts(generate(mode, prefill_chunk_size=2)) == texts(generate(mode))
+    assert all_generated(generate(mode, prefill_chunk_size=2)) == all_generated(generate(mode))
 
 
 def records(mode):
@@ -195,22 +194,11 @@ def records(mode):
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-4)
 
 
-class Stream:
-    def __init__(self):
-        self.values = []
-
-    def put(self, value):
-        self.values.append(np.asarray(value))
-
-    def end(self):
-        self.values.append(None)
-
-
 def streamer(mode):
-    stream = Stream()
-    out = generate(mode, streamer=stream)
-    assert stream.values.pop() is None
-    np.testing.assert_array_equal(np.transpose(stream.values[1:]), np.asarray(out.sequences)[:, out.prompt_width :])
+    collector = Collector()
+    out = generate(mode, streamer=collector)
+    assert collector.ended == 1
+    np.testing.assert_array_equal(collector.tokens, np.asarray(out.sequences)[:, out.prompt_width :])
 
 
 def time_limit(mode):
@@ -224,13 +212,13 @@ def under_jit(mode):
     assistant = {"assistant": ASSISTANT} if mode == "assisted generation" else {}
     key = KEYS if "do_sample" in MODES[mode] else None
     traced = jax.jit(lambda params, key: generate_(params, IDS, key, cfg, attention_mask=MASK, **assistant))
-    assert texts(traced(PARAMS, key)) == texts(generate(mode))
+    assert all_generated(traced(PARAMS, key)) == all_generated(generate(mode))
 
 
 def healing(mode):
     out = generate(mode, token_healing=True, tokenizer=TOKENIZER)
     copies = out.lengths.shape[0] // 2
-    for row, tokens in enumerate(texts(out)):
+    for row, tokens in enumerate(all_generated(out)):
         removed = TOKENIZER.decode(PROMPTS[row // copies][-1:])
         assert TOKENIZER.decode(tokens).startswith(removed)
 

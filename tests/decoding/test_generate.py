@@ -17,7 +17,9 @@ from jaxgen import (
     StepHook,
     generate,
 )
+from jaxgen.request.inputs import mask_of
 from tests.support.models import (
+    all_generated,
     counting_config,
     counting_params,
     generated,
@@ -26,6 +28,7 @@ from tests.support.models import (
     random_params,
     slow,
 )
+from tests.support.streamers import Collector
 
 CFG = counting_config(max_new_tokens=6, pad_token_id=0)
 PARAMS = counting_params(CFG)
@@ -66,13 +69,13 @@ def test_without_a_pad_id_the_first_eos_pads():
 
 @pytest.mark.parametrize("eos", [[9], [9, 1], [9, 1, 2, 3, 4, 5, 6]])
 def test_any_number_of_eos_ids(eos):
-    assert generated(count([[7]], CFG.replace(eos_token_id=eos)), 0) == [8, 9]
+    assert all_generated(count([[7], [8]], CFG.replace(eos_token_id=eos))) == [[8, 9], [9]]
 
 
 def test_a_budget_per_prompt():
-    out = count([[3], [30], [10]], CFG.replace(max_new_tokens=[1, 4, 2]))
-    assert np.asarray(out.sequences)[:, 1:].tolist() == [[4, 0, 0, 0], [31, 32, 33, 34], [11, 12, 0, 0]]
-    assert out.lengths.tolist() == [1, 4, 2]
+    out = count([[3], [30]], CFG.replace(max_new_tokens=[1, 4]))
+    assert np.asarray(out.sequences)[:, 1:].tolist() == [[4, 0, 0, 0], [31, 32, 33, 34]]
+    assert out.lengths.tolist() == [1, 4]
 
 
 def test_max_length_counts_the_tokens_of_a_row_and_not_its_padding():
@@ -82,7 +85,8 @@ def test_max_length_counts_the_tokens_of_a_row_and_not_its_padding():
 
 
 def test_max_new_tokens_wins_over_max_length():
-    assert generated(count([[3]], CFG.replace(max_length=3, max_new_tokens=5)), 0) == [4, 5, 6, 7, 8]
+    cfg = CFG.replace(max_length=3, max_new_tokens=5)
+    assert all_generated(count([[3], [10]], cfg)) == [[4, 5, 6, 7, 8], [11, 12, 13, 14, 15]]
 
 
 @pytest.mark.parametrize(
@@ -90,19 +94,19 @@ def test_max_new_tokens_wins_over_max_length():
     [
         ({"min_new_tokens": 3}, [4, 6, 7, 8, 9, 10]),  # 5, the eos, is banned as second token
         ({"min_new_tokens": 1}, [4, 5]),
-        *slow(({"min_new_tokens": [3]}, [4, 6, 7, 8, 9, 10])),
+        *slow(({"min_new_tokens": [3, 3]}, [4, 6, 7, 8, 9, 10])),
         *slow(({"min_length": 3}, [4, 6, 7, 8, 9, 10]), ({"min_length": 2}, [4, 5])),
     ],
 )
 def test_minimal_lengths_ban_eos(fields, expected):
     cfg = CFG.replace(eos_token_id=5, **fields)
-    assert generated(generate(with_second_best(cfg), [[3]], None, cfg), 0) == expected
+    assert all_generated(generate(with_second_best(cfg), [[3], [3]], None, cfg)) == [expected] * 2
 
 
 def test_min_new_tokens_takes_the_place_of_min_length():
     cfg = CFG.replace(eos_token_id=5, min_length=40, min_new_tokens=0)
     with pytest.warns(JaxgenWarning, match="min_length is ignored"):
-        assert generated(count([[3]], cfg), 0) == [4, 5]
+        assert all_generated(count([[3], [9]], cfg)) == [[4, 5], [10, 11, 12, 13, 14, 15]]
 
 
 def test_repetition_penalty_counts_prompt_and_generation_but_no_padding():
@@ -128,7 +132,8 @@ def test_scores_and_logits_of_each_step():
 
 
 def test_early_exit_leaves_later_steps_at_zero():
-    out = count([[4], [5]], CFG.replace(eos_token_id=[7], output_logits=True))
+    cfg = CFG.replace(eos_token_id=[7], output_scores=True, output_logits=True, min_new_tokens=1)
+    out = count([[4], [5]], cfg)
     assert out.lengths.tolist() == [3, 2]
     assert bool(jnp.any(out.logits[2] != 0))
     assert bool(jnp.all(out.logits[3:] == 0))
@@ -141,14 +146,9 @@ def test_the_cache_holds_all_but_the_last_token():
 
 
 def test_padding_can_be_anywhere():
-    ids = [[0, 3, 0, 4, 0], [7, 0, 0, 0, 0], [0, 0, 0, 9, 10]]
-    mask = [[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]]
+    ids, mask = [[0, 3, 0, 4, 0], [7, 0, 0, 0, 0]], [[0, 1, 0, 1, 0], [1, 0, 0, 0, 0]]
     out = generate(PARAMS, ids, None, CFG.replace(max_new_tokens=2), attention_mask=mask)
-    assert np.asarray(out.sequences).tolist() == [
-        [0, 3, 0, 4, 0, 5, 6],
-        [7, 0, 0, 0, 0, 8, 9],
-        [0, 0, 0, 9, 10, 11, 12],
-    ]
+    assert np.asarray(out.sequences).tolist() == [[0, 3, 0, 4, 0, 5, 6], [7, 0, 0, 0, 0, 8, 9]]
 
 
 def test_the_mask_is_inferred_from_the_pad_id():
@@ -174,9 +174,9 @@ def test_the_mask_is_inferred_inside_the_callers_jit():
 
 
 def test_the_mask_is_inferred_by_each_rows_own_eos():
-    cfg = CFG.replace(eos_token_id=[[9], [0]], pad_token_id=0, max_new_tokens=2)
-    out = generate(PARAMS, [[0, 0, 5], [1, 2, 3]], None, cfg)
-    assert out.attention_mask[:, :3].tolist() == [[False, False, True], [True, True, True]]
+    cfg = CFG.replace(eos_token_id=[[9], [0]], pad_token_id=0)
+    mask = mask_of(None, np.asarray([[0, 0, 5], [1, 2, 0]]), cfg)
+    assert mask.tolist() == [[False, False, True], [True, True, True]]
 
 
 @pytest.mark.slow
@@ -211,27 +211,14 @@ def test_inside_the_callers_jit():
     assert wide.sequences[:, 20:].tolist() == [[4, 5, 6, 7, 8, 9]] * 2
     with pytest.raises(ConfigError, match="set max_length"):
         run(PARAMS, ids, mask, CFG.replace(max_new_tokens=[2, 3]))
-    closed_over = jax.jit(lambda params: generate(params, ids, None, CFG, attention_mask=mask).sequences)(PARAMS)
-    assert closed_over.shape == (2, 10)
     with pytest.raises(InputError, match="streamer"):
         jax.jit(lambda p: generate(p, ids, None, CFG, streamer=Collector()).sequences)(PARAMS)
 
 
 def test_max_length_inside_the_callers_jit():
     cfg = counting_config(max_length=8, pad_token_id=0)
-    run = jax.jit(lambda params, ids: generate(params, ids, None, cfg, attention_mask=np.ones((1, 2))))
-    assert run(PARAMS, jnp.asarray([[3, 4]])).sequences.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
-
-
-class Collector:
-    def __init__(self):
-        self.values, self.ended = [], 0
-
-    def put(self, value):
-        self.values.append(np.asarray(value).tolist())
-
-    def end(self):
-        self.ended += 1
+    run = jax.jit(lambda params: generate(params, [[3, 4]], None, cfg, attention_mask=np.ones((1, 2))))
+    assert run(PARAMS).sequences.tolist() == [[3, 4, 5, 6, 7, 8, 9, 10]]
 
 
 @pytest.mark.parametrize("new_tokens", [1, 4, 5, 11])
@@ -242,9 +229,9 @@ def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
     plain = count([[3], [7]], cfg)
     np.testing.assert_array_equal(out.sequences, plain.sequences)
     np.testing.assert_array_equal(out.lengths, plain.lengths)
-    assert streamer.values[0] == [[3], [7]]
+    assert streamer.prompts.tolist() == [[3], [7]]
     steps = int(max(plain.lengths))
-    assert np.transpose(streamer.values[1:]).tolist() == np.asarray(plain.sequences)[:, 1 : 1 + steps].tolist()
+    np.testing.assert_array_equal(streamer.tokens, np.asarray(plain.sequences)[:, 1 : 1 + steps])
     assert streamer.ended == 1
 
 
@@ -339,16 +326,16 @@ def test_misshapen_parameters_are_named():
 
 def test_the_default_length_is_warned_of():
     with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length") as caught:
-        out = generate(PARAMS, [[3]], None, counting_config())
-    assert generated(out, 0) == list(range(4, 23))
+        out = generate(PARAMS, [[3], [5]], None, counting_config())
+    assert all_generated(out) == [list(range(4, 23)), list(range(6, 25))]
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("fields", [{"min_new_tokens": 7}, {"min_length": 8}, {"min_new_tokens": [7]}])
+@pytest.mark.parametrize("fields", [{"min_new_tokens": 7}, *slow({"min_length": 8}, {"min_new_tokens": [7, 7]})])
 def test_a_minimum_beyond_the_budget_is_warned_of(fields):
     with pytest.warns(JaxgenWarning, match=f"{next(iter(fields))}=.* cannot be reached with 6 new tokens") as caught:
-        out = generate(PARAMS, [[3]], None, CFG.replace(eos_token_id=5, **fields))
-    assert int(out.lengths[0]) == 6
+        out = generate(PARAMS, [[3], [4]], None, CFG.replace(eos_token_id=5, **fields))
+    assert out.lengths.tolist() == [6, 6]
     assert caught[0].filename == __file__
 
 
@@ -378,13 +365,13 @@ def test_a_whole_batch_in_place_of_its_ids_is_refused():
 
 
 def test_frozen_parameters_are_as_good():
-    frozen = generate(flax.core.freeze(PARAMS), [[3]], None, CFG)
-    assert (frozen.sequences == generate(PARAMS, [[3]], None, CFG).sequences).all()
+    frozen = generate(flax.core.freeze(PARAMS), [[3], [7]], None, CFG)
+    assert (frozen.sequences == generate(PARAMS, [[3], [7]], None, CFG).sequences).all()
 
 
 def test_options_that_greedy_search_does_not_look_at_are_warned_of():
     with pytest.warns(JaxgenWarning, match="temperature=0.5, top_p=0.9") as caught:
-        generate(PARAMS, [[3]], None, CFG.replace(temperature=0.5, top_p=0.9))
+        generate(PARAMS, [[3], [7]], None, CFG.replace(temperature=0.5, top_p=0.9))
     assert caught[0].filename == __file__
     with pytest.warns(JaxgenWarning, match="length_penalty=2.0"):
-        count([[3]], CFG.replace(length_penalty=2))
+        count([[3], [7]], CFG.replace(length_penalty=2))

@@ -25,7 +25,7 @@ from tests.support.toy_modes import Refill, Shuffle
 TOKENIZER = byte_level()
 MODEL = model_config(vocab_size=280, num_hidden_layers=1)
 PARAMS = random_params(MODEL)
-TABLE = PARAMS["model"]["embed_tokens"]["weight"]
+TABLE = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])
 PROMPTS = [[5, 6, 7], [30], [20, 21, 22, 23, 24], [9, 8], [70, 71, 72, 73]]
 KEY = jax.random.key(4)
 AUTOMATA = [
@@ -70,6 +70,10 @@ def two_of_a_kind(history, scores):
     return (history.step >= 2) & (last[:, 0] == last[:, 1]) & (history.length % 2 == 0)
 
 
+ALLOWED, PUSH, EXHAUSTED = map(jax.jit, (TokenAutomaton.allowed, TokenAutomaton.push, TokenAutomaton.exhausted))
+DRAW = jax.jit(draw)
+
+
 class PlainRow:
     """One row, by itself, without a cache: the reference."""
 
@@ -86,24 +90,24 @@ class PlainRow:
             return
         ids, step = self.prompt + self.tokens, len(self.tokens)
         automaton = AUTOMATA[self.number]
-        scores = np.array(last_logits(MODEL, PARAMS, TABLE[jnp.asarray(ids)] * 1.5))
+        scores = np.array(last_logits(MODEL, PARAMS, TABLE[ids] * np.float32(1.5)))
         scores[65 + step % 26] += np.float32(2.5)
         for token in set(ids):
             penalty = np.float32(self.knob("repetition_penalty"))
             scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
         eos = np.isin(np.arange(len(scores)), self.knob("eos_token_id"))
         budget = self.knob("max_new_tokens")
-        state, remaining = jnp.asarray([self.state]), jnp.asarray([budget - step])
-        scores[~np.asarray(automaton.allowed(state, jnp.asarray(eos), remaining))[0]] = -np.inf
+        state, remaining = np.asarray([[self.state], [budget - step]], np.int32)
+        scores[~np.asarray(ALLOWED(automaton, state, eos, remaining))[0]] = -np.inf
         scores[60 + len(ids) % 20] -= 3.0
         scores = scores / np.float32(self.knob("temperature"))
         self.scores.append(scores)
-        token = int(draw(self.key[None], jnp.int32(step), jnp.asarray(scores)[None])[0])
+        token = int(DRAW(self.key[None], np.int32(step), scores[None])[0])
         self.tokens.append(token)
-        self.state = int(automaton.push(state, jnp.asarray([token]), jnp.asarray(eos))[0])
+        self.state = int(PUSH(automaton, state, np.asarray([token], np.int32), eos)[0])
         ids.append(token)
         text = b"".join(TOKENIZER.token_bytes()[t] or b"" for t in ids if t < len(TOKENIZER.token_bytes()))
-        done = automaton.exhausted(jnp.asarray([self.state]), jnp.asarray([budget - step - 1]))[0]
+        done = EXHAUSTED(automaton, *np.asarray([[self.state], [budget - step - 1]], np.int32))[0]
         if eos[token]:
             self.reason = StopReason.EOS
         elif text.endswith(STOP.encode()):
@@ -173,6 +177,7 @@ def test_the_rows_end_in_different_ways(alone):
     assert len({len(row.tokens) for row in alone}) >= 3
 
 
+@pytest.mark.slow
 def test_sampling(alone):
     check(run(MODES["sample"]), alone)
 

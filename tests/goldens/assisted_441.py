@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import numpy as np
-from modes_441 import PROCESSORS, draw_eos, generate
-from options_441 import LONGEST, VALUES, Material
+from modes_441 import draw_eos, draw_processors, generate
+from options_441 import LONGEST, Material
 from oracle import Oracle
 
 SETS, CASES = 15, 4
@@ -65,11 +65,7 @@ def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Ge
         options = draw_drafts(lookup, number, rng) | draw_eos(oracle.vocab, number, rng)
         if lookup:
             end_without_eos(prompts, options, oracle.vocab)
-        material = Material(oracle, prompts, 3, rng)
-        options |= {str(n): VALUES[str(n)](material) for n in rng.choice(PROCESSORS, size=number % 4, replace=False)}
-        options.setdefault("repetition_penalty", 1.0)
-        if options["eos_token_id"] is None:
-            options.pop("min_new_tokens", None)
+        options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
         cases = []
         for prompt in prompts:
             draft = None if assistant is None else oracles[assistant]

@@ -43,6 +43,27 @@ def draw_eos(vocab: int, number: int, rng: np.random.Generator) -> dict:
     return {"eos_token_id": eos, "pad_token_id": int(rng.integers(vocab))}
 
 
+def draw_prompts(
+    oracles: dict[str, Oracle], sets: int, rng: np.random.Generator
+) -> Iterator[tuple[int, str, list[list[int]]]]:
+    """Yield the number of each set, its checkpoint and drawn prompts."""
+    names = [name for name in oracles if "dynamic" not in name]
+    for number in range(sets):
+        name = names[number % len(names)]
+        vocab = oracles[name].vocab
+        yield number, name, [rng.integers(vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
+
+
+def draw_processors(number: int, eos: int | list[int] | None, material: Material) -> dict:
+    """Draw the options of 0 to 3 processors; `min_new_tokens` only with an eos token."""
+    names = material.rng.choice(PROCESSORS, size=number % 4, replace=False)
+    drawn = {str(name): VALUES[str(name)](material) for name in names}
+    drawn.setdefault("repetition_penalty", 1.0)
+    if eos is None:
+        drawn.pop("min_new_tokens", None)
+    return drawn
+
+
 def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
     """Generate from one row."""
     oracle.reset()
@@ -79,29 +100,27 @@ def is_sound(result: dict) -> bool:
     return all(np.isfinite(score) and score > -1e6 for score in result["scores"])
 
 
+def beam_cases(oracle: Oracle, prompts: list[list[int]], options: dict) -> list[dict]:
+    """Return the cases of a set whose sequences are sound; `near_tie`: a run in float64 gives other tokens."""
+    cases = []
+    for prompt in prompts:
+        result = run_beams(oracle, prompt, options)
+        if is_sound(result):
+            exact = run_beams(oracle, prompt, options, double=True)
+            cases.append({"ids": prompt, "near_tie": exact["sequences"] != result["sequences"]} | result)
+    return cases
+
+
 def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
-    names = [name for name in oracles if "dynamic" not in name]
+    """Return sets of options with cases."""
     sets = []
-    for number in range(GROUP_SETS if groups else BEAM_SETS):
-        name = names[number % len(names)]
+    for number, name, prompts in draw_prompts(oracles, GROUP_SETS if groups else BEAM_SETS, rng):
         oracle = oracles[name]
-        prompts = [rng.integers(oracle.vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
         options = draw_beams(number, groups, rng) | draw_eos(oracle.vocab, number, rng)
-        material = Material(oracle, prompts, 3, rng)
-        options |= {str(n): VALUES[str(n)](material) for n in rng.choice(PROCESSORS, size=number % 4, replace=False)}
-        options.setdefault("repetition_penalty", 1.0)
+        options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
         if isinstance(options.get("forced_eos_token_id"), list):
             options["forced_eos_token_id"] = options["forced_eos_token_id"][0]  # several would be equally good
-        if options["eos_token_id"] is None:
-            options.pop("min_new_tokens", None)
-        cases = []
-        for prompt in prompts:
-            result = run_beams(oracle, prompt, options)
-            if is_sound(result):
-                exact = run_beams(oracle, prompt, options, double=True)
-                cases.append({"ids": prompt, "near_tie": exact["sequences"] != result["sequences"]} | result)
-        sets.append({"checkpoint": name, "options": options, "cases": cases})
+        sets.append({"checkpoint": name, "options": options, "cases": beam_cases(oracle, prompts, options)})
     return sets
 
 
@@ -155,13 +174,10 @@ def all_indices() -> Iterator[None]:
 
 
 def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases, as `beam_goldens` does."""
-    names = [name for name in oracles if "dynamic" not in name]
+    """Return sets of options with cases."""
     sets = []
-    for number in range(CONSTRAINED_SETS):
-        name = names[number % len(names)]
+    for number, name, prompts in draw_prompts(oracles, CONSTRAINED_SETS, rng):
         oracle = oracles[name]
-        prompts = [rng.integers(oracle.vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
         material = Material(oracle, prompts, 3, rng)
         options = draw_beams(number, False, rng) | draw_eos(oracle.vocab, number, rng)
         options["repetition_penalty"] = round(float(rng.uniform(0.8, 1.6)), 3) if number % 3 == 1 else 1.0
@@ -169,13 +185,8 @@ def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
         options["force_words_ids"] = draw_words(number, prompts, material, eos)
         if number % 4 == 3:
             options["suppress_tokens"] = material.tokens(3, 10)
-        cases = []
-        for prompt in prompts:
-            with all_indices():
-                result = run_beams(oracle, prompt, options)
-                exact = run_beams(oracle, prompt, options, double=True)
-            if is_sound(result):
-                cases.append({"ids": prompt, "near_tie": exact["sequences"] != result["sequences"]} | result)
+        with all_indices():
+            cases = beam_cases(oracle, prompts, options)
         sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets
 
@@ -190,12 +201,9 @@ def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool 
 
 def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
     """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
-    names = [name for name in oracles if "dynamic" not in name]
     sets = []
-    for number in range(CONTRASTIVE_SETS):
-        name = names[number % len(names)]
+    for number, name, prompts in draw_prompts(oracles, CONTRASTIVE_SETS, rng):
         oracle = oracles[name]
-        prompts = [rng.integers(oracle.vocab, size=int(rng.integers(1, LONGEST + 1))).tolist() for _ in range(CASES)]
         alpha = float(rng.choice([0.6, rng.uniform(0.05, 1), rng.uniform(1, 2)], p=[0.3, 0.6, 0.1]))
         options = {
             "penalty_alpha": round(alpha, 3),
@@ -203,11 +211,7 @@ def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
             "max_new_tokens": int(rng.integers(3, 21)),
         }
         options |= draw_eos(oracle.vocab, number, rng)
-        material = Material(oracle, prompts, 3, rng)
-        options |= {str(n): VALUES[str(n)](material) for n in rng.choice(PROCESSORS, size=number % 4, replace=False)}
-        options.setdefault("repetition_penalty", 1.0)
-        if options["eos_token_id"] is None:
-            options.pop("min_new_tokens", None)
+        options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
         cases = []
         for prompt in prompts:
             tokens = run_contrastive(oracle, prompt, options)

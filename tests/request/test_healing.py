@@ -23,7 +23,7 @@ from jaxgen import (
 from jaxgen.request.healing import heal
 from jaxgen.request.prepare import CallInputs
 from tests.support.compilations import compilations
-from tests.support.models import generated, model_config, random_params, slow
+from tests.support.models import all_generated, generated, model_config, random_params, slow
 from tests.support.tokenizers import byte_level, llama
 
 TEXTS = [
@@ -183,22 +183,18 @@ def test_with_other_options(name):
         assert (np.asarray(out.stop_reasons) == StopReason.LENGTH).all()
 
 
-def rows_of(out):
-    return [generated(out, row) for row in range(len(out.lengths))]
-
-
 @pytest.mark.slow
 def test_a_row_is_alone():
-    expected = rows_of(run())
+    expected = all_generated(run())
     for row, prompt in enumerate(PROMPTS):
-        assert rows_of(run(batch=SMALL.batch([prompt]))) == [expected[row]]
+        assert all_generated(run(batch=SMALL.batch([prompt]))) == [expected[row]]
     flipped = run(batch=BATCH._replace(ids=BATCH.ids[:, ::-1], attention_mask=BATCH.attention_mask[:, ::-1]))
     right = [SMALL.encode(prompt) for prompt in PROMPTS]
     width = BATCH.ids.shape[1]
     ids = np.array([row + [0] * (width - len(row)) for row in right])
     mask = np.array([[1] * len(row) + [0] * (width - len(row)) for row in right])
-    assert rows_of(run(batch=BATCH._replace(ids=ids, attention_mask=mask))) == expected
-    assert rows_of(flipped) != expected
+    assert all_generated(run(batch=BATCH._replace(ids=ids, attention_mask=mask))) == expected
+    assert all_generated(flipped) != expected
 
 
 def test_a_special_token_and_a_single_token_stay():
@@ -217,17 +213,17 @@ def test_after_a_cache_and_to_be_continued():
     cache = prefill(PARAMS, [head], CFG)
     out = generate(PARAMS, [tail], None, CFG, cache=cache, tokenizer=SMALL)
     whole = generate(PARAMS, [head + tail], None, CFG, tokenizer=SMALL)
-    assert rows_of(out) == rows_of(whole)
+    assert all_generated(out) == all_generated(whole)
     plain = CFG.replace(token_healing=None)
     again = [[*np.asarray(whole.sequences)[0][np.asarray(whole.attention_mask)[0]].tolist(), 5]]
     on = generate(PARAMS, [[5]], None, plain, cache=whole.cache)
-    assert rows_of(on) == rows_of(generate(PARAMS, again, None, plain))
+    assert all_generated(on) == all_generated(generate(PARAMS, again, None, plain))
 
 
 @pytest.mark.slow
 def test_embeddings_move_with_the_ids():
     embeds = CausalLM(CFG.model).apply({"params": PARAMS}, BATCH.ids, method="embed")
-    assert rows_of(run(inputs_embeds=embeds)) == rows_of(run())
+    assert all_generated(run(inputs_embeds=embeds)) == all_generated(run())
 
 
 @pytest.mark.slow

@@ -10,34 +10,23 @@ import pytest
 
 from jaxgen import ConfigError, GenerationConfig, InputError, StepHook, generate, prefill
 from tests.support.models import (
+    all_generated,
     counting_config,
     counting_params,
-    generated,
     last_logits,
     left_pad,
     model_config,
     random_params,
     slow,
 )
+from tests.support.streamers import Collector
 
 MODEL = model_config(num_hidden_layers=2)
 PARAMS = random_params(MODEL)
-TABLE = PARAMS["model"]["embed_tokens"]["weight"]
+TABLE = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])
 CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0)
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
 IDS, MASK = left_pad(PROMPTS)
-
-
-class Sink:
-    def put(self, value):
-        pass
-
-    def end(self):
-        pass
-
-
-def rows(out):
-    return [generated(out, row) for row in range(out.lengths.shape[0])]
 
 
 def run(cfg=CFG, ids=IDS, **options):
@@ -59,19 +48,19 @@ def test_embeddings_in_place_of_ids():
 
 @pytest.mark.slow
 def test_embeddings_without_ids_count_for_the_lengths():
-    embeds = TABLE[jnp.asarray([[20, 21, 22, 23, 24]])]
+    embeds = TABLE[[[20, 21, 22, 23, 24]]]
     limited = run(CFG.replace(max_new_tokens=None, max_length=12), None, inputs_embeds=embeds, attention_mask=None)
     assert limited.lengths.tolist() == [7]
-    said = rows(run(CFG, None, inputs_embeds=embeds, attention_mask=None))[0]
+    said = all_generated(run(CFG, None, inputs_embeds=embeds, attention_mask=None))[0]
     ended = run(CFG.replace(min_length=7, eos_token_id=said), None, inputs_embeds=embeds, attention_mask=None)
     plain = run(CFG.replace(min_length=7, eos_token_id=said), [[20, 21, 22, 23, 24]], attention_mask=None)
-    assert rows(ended) == rows(plain)
+    assert all_generated(ended) == all_generated(plain)
     assert ended.lengths.tolist() == [3]
 
 
 @pytest.mark.slow
 def test_embeddings_without_ids():
-    assert rows(run(inputs_embeds=TABLE[IDS], ids=None)) == rows(run())
+    assert all_generated(run(inputs_embeds=TABLE[IDS], ids=None)) == all_generated(run())
     # The processors know what is generated only, and the output has nothing else.
     cfg = CFG.replace(repetition_penalty=1.3)
     alone = run(cfg, None, inputs_embeds=TABLE[IDS])
@@ -85,7 +74,7 @@ def guided(prompt, negative, scale, steps=6):
     said = []
     for _ in range(steps):
         with_prompt, without = (
-            jax.nn.log_softmax(last_logits(MODEL, PARAMS, TABLE[jnp.asarray(ids + said)])) for ids in (prompt, negative)
+            jax.nn.log_softmax(last_logits(MODEL, PARAMS, TABLE[ids + said])) for ids in (prompt, negative)
         )
         said.append(int(jnp.argmax(without + scale * (with_prompt - without))))
     return said
@@ -95,22 +84,22 @@ def guided(prompt, negative, scale, steps=6):
 @pytest.mark.slow
 def test_guidance(scale):
     cfg = CFG.replace(guidance_scale=scale)
-    assert rows(run(cfg)) == [guided(prompt, prompt[-1:], scale) for prompt in PROMPTS]
+    assert all_generated(run(cfg)) == [guided(prompt, prompt[-1:], scale) for prompt in PROMPTS]
     negatives = [[1, 2, 3, 4, 5, 6], [9], [8, 7]]
     ids, mask = left_pad(negatives)
     out = run(cfg, negative_prompt_ids=ids, negative_prompt_attention_mask=mask)
     expected = [guided(prompt, negative, scale) for prompt, negative in zip(PROMPTS, negatives, strict=True)]
-    assert rows(out) == expected
+    assert all_generated(out) == expected
     same = run(cfg, negative_prompt_ids=[[9]])
-    assert rows(same) == [guided(prompt, [9], scale) for prompt in PROMPTS]
+    assert all_generated(same) == [guided(prompt, [9], scale) for prompt in PROMPTS]
 
 
 def test_a_negative_prompt_is_unused_where_guidance_is_off():
     off = CFG.replace(guidance_scale=1.0)
-    plain = rows(run(CFG))
-    assert rows(run(off, negative_prompt_ids=[[9]])) == plain
+    plain = all_generated(run(CFG))
+    assert all_generated(run(off, negative_prompt_ids=[[9]])) == plain
     traced = jax.jit(lambda cfg: generate(PARAMS, IDS, None, cfg, attention_mask=MASK, negative_prompt_ids=[[9]]))(off)
-    assert rows(traced) == plain
+    assert all_generated(traced) == plain
     with pytest.raises(InputError, match="negative_prompt_ids need guidance_scale"):
         run(CFG, negative_prompt_ids=[[9]])
 
@@ -121,8 +110,8 @@ def test_guidance_goes_on_from_its_cache():
     first = run(cfg)
     assert first.cache.rows == 3
     on = generate(PARAMS, [[30]] * 3, None, cfg, cache=first.cache, negative_prompt_ids=[[4, 5]])
-    whole = [prompt + said + [30] for prompt, said in zip(PROMPTS, rows(first), strict=True)]
-    assert rows(on) == [guided(prompt, [4, 5], 1.5) for prompt in whole]
+    whole = [prompt + said + [30] for prompt, said in zip(PROMPTS, all_generated(first), strict=True)]
+    assert all_generated(on) == [guided(prompt, [4, 5], 1.5) for prompt in whole]
 
 
 @pytest.mark.slow
@@ -130,7 +119,7 @@ def test_a_long_negative_prompt_beside_a_short_cache():
     cfg, negative = CFG.replace(guidance_scale=1.5), [*range(1, 41)]
     first = prefill(PARAMS, [[5, 6, 7]], cfg)
     on = generate(PARAMS, [[9]], None, cfg, cache=first, negative_prompt_ids=[negative])
-    assert rows(on) == [guided([5, 6, 7, 9], negative, 1.5)]
+    assert all_generated(on) == [guided([5, 6, 7, 9], negative, 1.5)]
     jitted = jax.jit(lambda p: generate(p, [[9]], None, cfg, cache=first, negative_prompt_ids=[negative]).sequences)
     np.testing.assert_array_equal(jitted(PARAMS), on.sequences)
 
@@ -138,8 +127,8 @@ def test_a_long_negative_prompt_beside_a_short_cache():
 @pytest.mark.slow
 def test_a_row_without_guidance_among_others():
     cfg = CFG.replace(repetition_penalty=1.5)
-    together = run(cfg.replace(guidance_scale=[1.0, 2.0, 1.0]), streamer=Sink())
-    assert [rows(together)[row] for row in (0, 2)] == [rows(run(cfg))[row] for row in (0, 2)]
+    together = run(cfg.replace(guidance_scale=[1.0, 2.0, 1.0]), streamer=Collector())
+    assert [all_generated(together)[row] for row in (0, 2)] == [all_generated(run(cfg))[row] for row in (0, 2)]
 
 
 @pytest.mark.slow
@@ -148,7 +137,7 @@ def test_guidance_of_several_sequences():
     out = generate(PARAMS, IDS, jax.random.key(0), cfg, attention_mask=MASK)
     key = jax.random.fold_in(jax.random.key(0), 2)[None]
     alone = generate(PARAMS, IDS[2:], key, cfg)
-    assert rows(out)[4:] == rows(alone)
+    assert all_generated(out)[4:] == all_generated(alone)
 
 
 @pytest.mark.parametrize("chunk", [2, *slow(1, 3, 100)])
@@ -156,7 +145,7 @@ def test_a_prompt_in_chunks_is_the_whole(chunk):
     cfg = CFG.replace(prefill_chunk_size=chunk, output_logits=True)
     whole = run(cfg.replace(prefill_chunk_size=None))
     out = run(cfg)
-    assert rows(out) == rows(whole)
+    assert all_generated(out) == all_generated(whole)
     np.testing.assert_allclose(out.logits, whole.logits, atol=1e-5)
     np.testing.assert_allclose(
         out.cache.kv.prefix.keys[1][2, :, :5], whole.cache.kv.prefix.keys[1][2, :, :5], atol=1e-5
@@ -204,7 +193,7 @@ class Feedback(StepHook):
 
 def fed_back(prompt, directions, steps=6):
     """The same without a cache: each token keeps the embedding that it was read with."""
-    embeds = TABLE[jnp.asarray(prompt)]
+    embeds = TABLE[prompt]
     total, said = jnp.zeros(MODEL.hidden_size), []
     for _ in range(steps):
         said.append(int(jnp.argmax(last_logits(MODEL, PARAMS, embeds))))
@@ -217,8 +206,8 @@ def fed_back(prompt, directions, steps=6):
 def test_a_hook_that_adds_an_embedding_at_every_step(chunk):
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     out = run(CFG.replace(prefill_chunk_size=chunk), hook=Feedback(directions))
-    assert rows(out) == [fed_back(prompt, directions) for prompt in PROMPTS]
-    assert rows(out) != rows(run())
+    assert all_generated(out) == [fed_back(prompt, directions) for prompt in PROMPTS]
+    assert all_generated(out) != all_generated(run())
 
 
 class See(StepHook):
@@ -243,7 +232,7 @@ class See(StepHook):
 @pytest.mark.slow
 def test_a_hook_sees_hidden_states_and_changes_logits(fields):
     out = generate(PARAMS, IDS, jax.random.key(0), CFG.replace(**fields), attention_mask=MASK, hook=See())
-    for row in rows(out):
+    for row in all_generated(out):
         assert row[::2] == [50, 52, 54]
 
 
@@ -280,7 +269,7 @@ def test_a_hook_that_changes_positions():
         def before(self, state, history, inputs):
             return dataclasses.replace(inputs, position_ids=jnp.zeros_like(inputs.position_ids)), state
 
-    assert rows(run(hook=Same())) != rows(plain)
+    assert all_generated(run(hook=Same())) != all_generated(plain)
 
 
 @pytest.mark.slow
@@ -288,7 +277,7 @@ def test_a_hook_is_streamed_and_jitted_alike():
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     plain = run(hook=Feedback(directions))
 
-    assert rows(run(hook=Feedback(directions), streamer=Sink())) == rows(plain)
+    assert all_generated(run(hook=Feedback(directions), streamer=Collector())) == all_generated(plain)
     jitted = jax.jit(lambda hook: generate(PARAMS, IDS, None, CFG, attention_mask=MASK, hook=hook).sequences)
     np.testing.assert_array_equal(jitted(Feedback(directions)), plain.sequences)
 

@@ -1,8 +1,10 @@
 """The number of compiled programs, counted by jax's own event for each compilation."""
 
 import contextlib
+from collections.abc import Callable
 
 import jax
+import numpy as np
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 COMPILED = []
@@ -17,3 +19,27 @@ def compilations():
     counted = []
     yield counted
     counted.append(len(COMPILED) - before)
+
+
+def compiled_by_other_values(run: Callable, cfg, **options: Callable) -> int:
+    """The number of programs that 29 calls `run(cfg, prompts)` compile after a first one.
+
+    Each call has other prompts, `repetition_penalty`, eos ids and budget, and other values of `options`, functions that
+    draw a value with a numpy generator.
+    """
+    rng = np.random.default_rng(0)
+    options = {
+        "repetition_penalty": lambda rng: float(rng.uniform(1.2, 2)),
+        "eos_token_id": lambda rng: rng.integers(0, 50, rng.integers(1, 4)).tolist(),
+        "max_new_tokens": lambda rng: int(rng.integers(1, 20)),
+    } | options
+
+    def call():
+        prompts = [rng.integers(1, 60, rng.integers(1, 20)).tolist() for _ in range(3)]
+        run(cfg.replace(**{name: draw(rng) for name, draw in options.items()}), prompts)
+
+    call()
+    with compilations() as count:
+        for _ in range(29):
+            call()
+    return count[0]

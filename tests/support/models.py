@@ -66,11 +66,15 @@ def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
     return dataclasses.replace(cfg, num_hidden_layers=layers, windows=(None,) * layers)
 
 
-def last_logits(model: ModelConfig, params, inputs_embeds: jax.Array) -> jax.Array:
+def last_logits(model: ModelConfig, params, inputs_embeds) -> jax.Array:
     """The logits float32[V] after `[T, D]` without a cache; of one width, so that one program serves all texts."""
-    length = inputs_embeds.shape[0]
-    padded = jnp.pad(inputs_embeds, ((0, 64 - length), (0, 0)))
-    return _last_logits(model, params, padded[None], jnp.int32(length - 1))
+    return _last_logits(model, params, padded(inputs_embeds)[None], np.int32(len(inputs_embeds) - 1))
+
+
+def padded(inputs_embeds) -> np.ndarray:
+    """`[T, D]`, padded to `[64, D]` without a program for each T."""
+    inputs_embeds = np.asarray(inputs_embeds)
+    return np.pad(inputs_embeds, ((0, 64 - len(inputs_embeds)), (0, 0)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -96,6 +100,11 @@ def generated(out, row: int) -> list[int]:
     """The tokens that were generated for a row, without padding."""
     start = out.prompt_width
     return np.asarray(out.sequences)[row, start : start + int(out.lengths[row])].tolist()
+
+
+def all_generated(out) -> list[list[int]]:
+    """The tokens that were generated for each row, without padding."""
+    return [generated(out, row) for row in range(out.lengths.shape[0])]
 
 
 def slow(*values):
