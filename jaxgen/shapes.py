@@ -33,6 +33,20 @@ def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, place, new: row.at[place].add(new, mode="drop"))(x, index, values)
 
 
+def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
+    """Return rows `rows int32[m]` of `x [n, ...]`, both cut into `groups` equal parts: a row comes from its own part.
+
+    Under a mesh, a part whose rows are on one device stays there.
+    """
+    if groups == 1:
+        return x[rows]
+    size = x.shape[0] // groups
+    first = jnp.arange(groups, dtype=jnp.int32)[:, None] * size
+    own = rows.reshape(groups, -1) - first
+    taken = jax.vmap(lambda part, row: part[row])(x.reshape(groups, size, *x.shape[1:]), own)
+    return taken.reshape(rows.shape[0], *x.shape[1:])
+
+
 def resize_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Cut one axis of `x` to `size`, or pad it with zeros at its end."""
     return pad_axis(jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis), axis, size)

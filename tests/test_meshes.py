@@ -176,6 +176,8 @@ STEPS = {
     "greedy": ({}, 1),
     "sampling": ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}, 1),
     "beams": ({"num_beams": 4}, 4),
+    "beam sampling": ({"num_beams": 4, "do_sample": True}, 4),
+    "groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, 4),
     "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, 4),
 }
 

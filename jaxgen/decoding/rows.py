@@ -27,7 +27,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions, option_values
-from jaxgen.shapes import put, repeat_rows
+from jaxgen.shapes import put, repeat_rows, take
 
 Tree = TypeVar("Tree")
 
@@ -116,9 +116,12 @@ class Rows:
         keys = None if self.keys is None else sequence_keys(self.keys, copies)
         return dataclasses.replace(forked, keys=keys, recording=self.recording.fork(copies), cache_ids=self.cache_ids)
 
-    def select(self, rows: jax.Array) -> Rows:
-        """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt."""
-        return jax.tree.map(lambda x: x if x.shape[0] < self.count else x[rows], self)
+    def select(self, rows: jax.Array, groups: int = 1) -> Rows:
+        """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt.
+
+        `groups`: into how many equal parts the rows are cut, each row coming from its own; see `shapes.take`.
+        """
+        return jax.tree.map(lambda x: x if x.shape[0] < self.count else take(x, rows, groups), self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].

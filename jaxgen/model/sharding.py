@@ -15,6 +15,8 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgen.errors import InputError
@@ -124,6 +126,35 @@ def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:
         return tree
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+
+
+def largest(
+    x: jax.Array, count: int, mesh: Mesh | None, values: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Find the `count` largest entries of each row of `x float32[B, n, V]`, in the order of `lax.top_k`.
+
+    On a mesh each device finds those of its own part of V, and only these are exchanged.
+
+    Returns:
+        The values there, of `values` if given, an array of x's shape, else of x, and the places in n * V.
+    """
+    rows, beams, vocab = x.shape
+    if mesh is None:
+        best, place = lax.top_k(x.reshape(rows, -1), count)
+        return best if values is None else jnp.take_along_axis(values.reshape(rows, -1), place, axis=1), place
+
+    def of_part(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, _, width = x.shape
+        best, place = lax.top_k(x, min(count, width))
+        first = lax.axis_index(_ALL) * width + jnp.arange(beams, dtype=jnp.int32)[None, :, None] * vocab
+        parts = (best, jnp.take_along_axis(values, place, axis=2), first + place)
+        best, *rest = (lax.all_gather(part, _ALL, axis=2, tiled=True).reshape(rows, -1) for part in parts)
+        order = lax.top_k(best, count)[1]
+        value, place = (jnp.take_along_axis(part, order, axis=1) for part in rest)
+        return value, place
+
+    values, divided = x if values is None else values, PartitionSpec("data", None, _ALL)
+    return jax.shard_map(of_part, mesh=mesh, in_specs=(divided, divided), out_specs=ROWS, check_vma=False)(x, values)
 
 
 def _check_parts(model: ModelConfig, parts: int) -> None:
