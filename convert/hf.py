@@ -15,6 +15,7 @@ import numpy as np
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
+from convert.parts import read_parts, shared_directory, write_parts
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
 from convert.tensors import DTYPES, Tensor, same_bits
 from jaxgen.config.generation_config import GenerationConfig, model_of
@@ -89,7 +90,9 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     # The largest first: for a moment a tensor is in memory as it was read, as it was cast and as a jax array.
     for name, tensor in sorted(checkpoint.tensors.items(), key=lambda item: -item[1].nbytes):
         try:
-            array = jax.device_put(tensor.read(wanted)) if divided is None else _parts(tensor, wanted, divided[name])
+            array = (
+                jax.device_put(tensor.read(wanted)) if divided is None else read_parts(tensor, wanted, divided[name])
+            )
             arrays[name] = array.block_until_ready()
         except CheckpointError as error:
             problems += error.problems
@@ -105,7 +108,8 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     `cfg.model` describes the model; its `dtype` does not matter, because arrays keep their own. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
     tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
-    at a time: 5 GB at most, or one larger tensor.
+    at a time: 5 GB at most, or one larger tensor. Parameters that are divided over a mesh are not collected: each
+    process writes its own parts, into a directory that all processes can see.
 
     Raises:
         CheckpointError: all problems of the parameters, or `path` exists and may not be replaced.
@@ -116,6 +120,13 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     target = Path(path)
+    if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
+        with shared_directory(target, overwrite=overwrite) as directory:
+            if jax.process_index() == 0:
+                copy_tokenizer(target, directory)
+                write_configs(directory, config, generation)
+            write_parts(directory, {name: arrays[name] for name in in_order(arrays)})
+        return
     with new_directory(target, overwrite=overwrite) as directory:
         copy_tokenizer(target, directory)
         write_arrays(directory, config, generation, arrays)
@@ -194,10 +205,15 @@ def write_checkpoint(
     max_shard: int | None = None,
 ) -> None:
     """Write both configs and the tensors, as `write_tensors` does, into an empty directory."""
+    write_configs(directory, config, generation)
+    write_tensors(directory, sizes, read, max_shard)
+
+
+def write_configs(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> None:
+    """Write config.json, and generation_config.json if there is one."""
     write_json(directory / "config.json", config)
     if generation is not None:
         write_json(directory / "generation_config.json", generation)
-    write_tensors(directory, sizes, read, max_shard)
 
 
 def write_arrays(
@@ -311,19 +327,6 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         else:
             problems.append(f"params: {name} must be an array, got {type(value).__name__}")
     return arrays, problems
-
-
-def _parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Read a tensor onto several devices, each its own part; a part that several devices have is read once."""
-    read: dict[tuple, np.ndarray] = {}
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        key = tuple((axis.start, axis.stop) for axis in index)
-        if key not in read:
-            read[key] = tensor.read(dtype, index)
-        return read[key]
-
-    return jax.make_array_from_callback(tensor.shape, sharding, part)
 
 
 def _to_host(array: Any) -> np.ndarray:

@@ -62,6 +62,13 @@ class Tensor:
                     raise CheckpointError([f"{self.file}: {self.name}: the file was truncated"])
         return result
 
+    def write(self, part: tuple[slice, ...], array: np.ndarray) -> None:
+        """Write the values of a part, in the file's dtype, to a file made by `allocate_file`."""
+        with open(self.file, "r+b", buffering=0) as stream:
+            for offset, run in self.runs(part, np.ascontiguousarray(array)):
+                if os.pwrite(stream.fileno(), run, offset) < len(run):
+                    raise OSError(f"{self.file}: {self.name} could not be written completely")
+
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
         """Yield the contiguous pieces of a part of the tensor: their offsets in the file, and memory of `array`.
 
@@ -141,6 +148,25 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error
     file.chmod(mode)  # the library makes files that only their owner can read
+
+
+def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
+    """Write a new file with the names, dtypes and shapes of `arrays`, but with zeros as values, for `Tensor.write`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:

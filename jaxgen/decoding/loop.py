@@ -139,7 +139,10 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
     tokens, count = continuation.tokens, continuation.count
     decoded, tokens, count = constrain((decoded, tokens, count), run.mesh, REPLICATED)
     continuation = dataclasses.replace(continuation, tokens=tokens, count=count)
-    return dataclasses.replace(decoded, recording=run.cut(recording), continuation=continuation)
+    recording = run.cut(recording)
+    if run.mesh is not None and run.mesh.is_multi_process:
+        recording = constrain(recording, run.mesh, REPLICATED)
+    return dataclasses.replace(decoded, recording=recording, continuation=continuation)
 
 
 def progress(run: Run, state: Any, mode: Mode) -> Progress:

@@ -24,7 +24,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
 from jaxgen.model.sharding import mesh_of, rows_on
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
-from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_infeasible
+from jaxgen.request.checks import check_cache, check_grammar, check_key, check_processes, check_room, warn_infeasible
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.shapes import repeat_rows
 
@@ -97,6 +97,7 @@ def prepare(
         dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
     if cache is not None:
         check_cache(cache, cfg, prompts, rows_on(mesh, prompts), extensions)
+    check_processes(mesh, cfg, extensions)
     check_grammar(extensions, cfg, prompts)
     check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
     negative_ids, negative_mask = negative_prompts(
