@@ -140,7 +140,8 @@ def largest(
     """
     rows, beams, vocab = x.shape
     if mesh is None:
-        best, place = lax.top_k(x.reshape(rows, -1), count)
+        # Without the barrier, XLA takes a slice of the result for a part of a sort, and then sorts everything.
+        best, place = lax.optimization_barrier(lax.top_k(x.reshape(rows, -1), count))
         return best if values is None else jnp.take_along_axis(values.reshape(rows, -1), place, axis=1), place
 
     def of_part(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
