@@ -388,7 +388,7 @@ def draw_distinct(
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
     drawn, places = largest(scores + noise, most, mesh, scores)
-    return jnp.where(jnp.arange(most) < count[:, None], drawn, -jnp.inf), places
+    return jnp.where(jnp.arange(most)[None, :] < count[:, None], drawn, -jnp.inf), places
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:

@@ -136,13 +136,18 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
     decoded = mode.finish(run, state)
     recording, continuation = decoded.recording, decoded.continuation
     decoded = run.cut(dataclasses.replace(decoded, recording=Recording(), continuation=None))
-    tokens, count = continuation.tokens, continuation.count
-    decoded, tokens, count = constrain((decoded, tokens, count), run.mesh, REPLICATED)
-    continuation = dataclasses.replace(continuation, tokens=tokens, count=count)
+    decoded = constrain(decoded, run.mesh, REPLICATED)
     recording = run.cut(recording)
     if run.mesh is not None and run.mesh.is_multi_process:
         recording = constrain(recording, run.mesh, REPLICATED)
-    return dataclasses.replace(decoded, recording=recording, continuation=continuation)
+    return dataclasses.replace(decoded, recording=recording, continuation=_cut(run, continuation))
+
+
+def _cut(run: Run, continuation: Continuation) -> Continuation:
+    """Leave the loop's padding out of the tokens; keys and values stay where they are."""
+    tokens, count = run.cut((continuation.tokens, continuation.count))
+    tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
+    return dataclasses.replace(continuation, tokens=tokens, count=count)
 
 
 def progress(run: Run, state: Any, mode: Mode) -> Progress:
@@ -181,20 +186,17 @@ def continuation_of(run: Run, request: Request) -> Continuation:
     """Run the prompts through the model and return the cache, with nothing generated."""
     prefilled = prefill(run, request)
     history, kv = prefilled.rows.history, guidance.conditional(run.cfg, prefilled.read.cache)
-    return Continuation(kv, prefilled.rows.cache_ids, history.total_length)
+    return _cut(run, Continuation(kv, prefilled.rows.cache_ids, history.total_length))
 
 
 def _open(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
     """Return the tokens to read, the cache that receives them, and the rows before anything is generated."""
     prompt = Tokens.align(request.ids, request.mask, request.embeds)
-    given = request.cache
-    if given is not None and given.rows > prompt.ids.shape[0]:
-        given = given.reorder(jnp.arange(prompt.ids.shape[0]))
-    cache_ids, total = _all_tokens(run, given, prompt)
+    cache_ids, total = _all_tokens(run, request.cache, prompt)
     known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
     known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
     rows = Rows.begin(run, request, known, cache_ids, total)
-    read = guidance.with_negative(run, request, run.pad(_after_pending(run, given, prompt)))
+    read = guidance.with_negative(run, request, run.pad(_after_pending(run, request.cache, prompt)))
     return read, _cache_for(run, request.cache, run.prompts, read.ids.shape), rows.pad(run)
 
 
@@ -229,7 +231,8 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
     rows, width = shape
     if given is None:
         return KVCache.create(run.model, rows, width)
-    kv = given.kv.flatten(run.sizes.slots)
+    is_padded = given.rows == run.sizes.prompts and given.kv.rows == prompts
+    kv = (given if is_padded else given.without_padding()).kv.flatten(run.sizes.slots)
     if run.sizes.prompts < prompts and 1 < kv.rows < prompts:
         kv = run.pad(kv.expand(run.sizes.prompts // kv.rows))
     if guidance.streams(run.cfg) > 1:

@@ -48,9 +48,9 @@ def check_call(params, cfg: GenerationConfig) -> None:
         raise InputError(f"params do not fit cfg.model: {'; '.join(problems[:4])}{more}")
 
 
-def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, padded: int, extensions: Extensions) -> None:
-    """Raise an error for a cache that these prompts, `padded` on a mesh, cannot continue from."""
-    if prompts % cache.rows and cache.rows != padded:
+def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions) -> None:
+    """Raise an error for a cache that these prompts cannot continue from."""
+    if prompts % cache.rows:
         raise InputError(
             f"the cache has {cache.rows} rows and there are {prompts} prompts: the number of prompts must be a "
             "multiple of the cache's rows"

@@ -22,7 +22,7 @@ from jaxgen.decoding.run import Array, Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
-from jaxgen.model.sharding import mesh_of, rows_on
+from jaxgen.model.sharding import mesh_of
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_processes, check_room, warn_infeasible
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
@@ -96,7 +96,7 @@ def prepare(
     if cfg.dola_layers is not None:
         dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
     if cache is not None:
-        check_cache(cache, cfg, prompts, rows_on(mesh, prompts), extensions)
+        check_cache(cache, cfg, prompts, extensions)
     check_processes(mesh, cfg, extensions)
     check_grammar(extensions, cfg, prompts)
     check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
@@ -154,9 +154,7 @@ def _continuation(cache) -> Continuation | None:
 
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
     """int32[B], the number of tokens before each prompt."""
-    if eager:
-        return np.repeat(np.asarray(cache.count), max(prompts // cache.rows, 1))[:prompts]
-    return repeat_rows(cache.count, prompts)
+    return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
 
 
 def _records(cfg: GenerationConfig) -> bool:
