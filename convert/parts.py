@@ -23,7 +23,8 @@ def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sh
     """Read a tensor onto several devices, each its own part; a part that several devices have is read once."""
     read: dict[tuple, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         key = tuple((axis.start, axis.stop) for axis in index)
         if key not in read:
             read[key] = tensor.read(dtype, index)

@@ -87,7 +87,7 @@ class Tensor:
             start = 0
             while start < len(piece):  # a call of the system moves at most 2 GiB
                 run = piece[start : start + _MAX_RUN]
-                yield offset + number * width + start, memoryview(run)
+                yield offset + number * width + start, run.data
                 start += len(run)
 
     def cast(self, array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:

@@ -45,7 +45,7 @@ MODES = {
     "early exit": {"assistant_early_exit": 1},
     "guidance": {"guidance_scale": 1.5},
 }
-IN_DEFAULT_RUN = [((2, 4), "sampling"), ((4, 2), "beams")]
+IN_DEFAULT_RUN = [((4, 2), "sampling")]
 
 
 def mesh_of_shape(shape):

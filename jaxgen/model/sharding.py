@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgen.errors import InputError
@@ -108,9 +109,10 @@ def spec_of(name: str) -> PartitionSpec:
 def mesh_of(params: Any) -> Mesh | None:
     """Return the mesh that parameters are divided over, None if there is none or it is not known under jit."""
     for leaf in jax.tree.leaves(params):
-        sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == _AXES:
-            return sharding.mesh
+        sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and mesh.axis_names == _AXES:
+            return mesh
     return None
 
 
