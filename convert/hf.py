@@ -15,12 +15,14 @@ import numpy as np
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
+from convert.parts import read_parts, shared_directory, write_parts
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
 from convert.tensors import DTYPES, Tensor, same_bits
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.sharding import shardings
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
@@ -64,6 +66,9 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     cast one at a time, the largest first: on the CPU the peak of memory is that of the parameters, or three times the
     largest tensor if that is more.
 
+    `mesh`: a `jax.sharding.Mesh` with the axes `data` and `model`, over whose devices the parameters are divided. Each
+    process reads only the bytes of its own devices' parts.
+
     `dtype`: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
     `cfg.model.dtype` is that of the embedding. Without a generation_config.json the generation fields of
     config.json are used, as in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no
@@ -71,26 +76,30 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
     Raises:
         CheckpointError: all problems of the checkpoint.
-        NotBuiltYetError: `quantize` or `mesh`.
+        InputError: a mesh that the model cannot be divided over.
+        NotBuiltYetError: `quantize`.
     """
-    for option, value in (("quantize", quantize), ("mesh", mesh)):
-        if value is not None:
-            raise NotBuiltYetError(f"load_hf: {option}={value!r} is not implemented yet: leave it out")
+    if quantize is not None:
+        raise NotBuiltYetError(f"load_hf: quantize={quantize!r} is not implemented yet: leave it out")
     wanted = float_dtype(dtype)
     checkpoint = open_checkpoint(path)
+    model = model_of(checkpoint.cfg)
+    divided = None if mesh is None else shardings(model, mesh)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
     # The largest first: for a moment a tensor is in memory as it was read, as it was cast and as a jax array.
     for name, tensor in sorted(checkpoint.tensors.items(), key=lambda item: -item[1].nbytes):
         try:
-            arrays[name] = jax.device_put(tensor.read(wanted)).block_until_ready()
+            array = (
+                jax.device_put(tensor.read(wanted)) if divided is None else read_parts(tensor, wanted, divided[name])
+            )
+            arrays[name] = array.block_until_ready()
         except CheckpointError as error:
             problems += error.problems
     if problems:
         raise CheckpointError(problems)
     params = flax.traverse_util.unflatten_dict({name: arrays[name] for name in checkpoint.tensors}, sep=".")
-    model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(wanted).name)
-    return params, checkpoint.cfg.replace(model=model)
+    return params, checkpoint.cfg.replace(model=dataclasses.replace(model, dtype=checkpoint.dtype(wanted).name))
 
 
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
@@ -99,7 +108,8 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     `cfg.model` describes the model; its `dtype` does not matter, because arrays keep their own. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
     tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
-    at a time: 5 GB at most, or one larger tensor.
+    at a time: 5 GB at most, or one larger tensor. Parameters that are divided over a mesh are not collected: each
+    process writes its own parts, into a directory that all processes can see.
 
     Raises:
         CheckpointError: all problems of the parameters, or `path` exists and may not be replaced.
@@ -110,6 +120,13 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     target = Path(path)
+    if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
+        with shared_directory(target, overwrite=overwrite) as directory:
+            if jax.process_index() == 0:
+                copy_tokenizer(target, directory)
+                write_configs(directory, config, generation)
+            write_parts(directory, {name: arrays[name] for name in in_order(arrays)})
+        return
     with new_directory(target, overwrite=overwrite) as directory:
         copy_tokenizer(target, directory)
         write_arrays(directory, config, generation, arrays)
@@ -188,10 +205,15 @@ def write_checkpoint(
     max_shard: int | None = None,
 ) -> None:
     """Write both configs and the tensors, as `write_tensors` does, into an empty directory."""
+    write_configs(directory, config, generation)
+    write_tensors(directory, sizes, read, max_shard)
+
+
+def write_configs(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> None:
+    """Write config.json, and generation_config.json if there is one."""
     write_json(directory / "config.json", config)
     if generation is not None:
         write_json(directory / "generation_config.json", generation)
-    write_tensors(directory, sizes, read, max_shard)
 
 
 def write_arrays(

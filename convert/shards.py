@@ -58,18 +58,32 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
 def write_tensors(
     directory: Path, sizes: Mapping[str, int], read: Callable[[str], np.ndarray], max_shard: int | None = None
 ) -> None:
-    """Write the tensors that `read` returns by name to one file, or to shards with an index.
+    """Write the tensors that `read` returns by name to the files that `plan` returns, and the index.
 
-    `sizes` are the tensors' bytes, in the order in which they are written. A shard has at most `max_shard` bytes
-    (None: `MAX_SHARD`) or one larger tensor. The arrays of one shard are in memory at a time.
+    The arrays of one file are in memory at a time.
+    """
+    files = plan(sizes, max_shard)
+    for name, shard in files.items():
+        write_file(directory / name, {tensor: read(tensor) for tensor in shard})
+    write_index(directory, files, sizes)
+
+
+def plan(sizes: Mapping[str, int], max_shard: int | None = None) -> dict[str, list[str]]:
+    """Return the names of the files of a checkpoint, each with the names of its tensors.
+
+    `sizes` are the tensors' bytes, in the order in which they are written. A file has at most `max_shard` bytes
+    (None: `MAX_SHARD`) or one larger tensor.
     """
     shards = _shards(sizes, max_shard or MAX_SHARD)
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(directory / name, {tensor: read(tensor) for tensor in shard})
-        weight_map |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def write_index(directory: Path, files: Mapping[str, Iterable[str]], sizes: Mapping[str, int]) -> None:
+    """Write the index of a checkpoint that has more than one file."""
+    if len(files) > 1:
+        weight_map = {tensor: name for name, shard in files.items() for tensor in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(directory / INDEX, index)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from convert.errors import CheckpointError
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
 
 _MAX_HEADER = 100_000_000  # bytes, as in the library
+_MAX_RUN = 1 << 30  # bytes read or written at once
 _CHUNK = 1 << 20  # elements cast at once: they stay in the processor's cache
 
 
@@ -34,18 +36,59 @@ class Tensor:
     offset: int
     nbytes: int
 
-    def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `DTYPES`.
+
+        `part`: a slice of each axis, without steps. Only its bytes are read.
 
         Raises:
             CheckpointError: the file was truncated, or a finite value is out of range of `dtype`.
         """
+        if part is not None:
+            return self.cast(self._read_part(part), dtype)
         try:
             with _open(self.file) as opened:
                 stored = opened.get_tensor(self.name)
         except SafetensorError as error:
             raise CheckpointError([f"{self.file}: {self.name}: {error}"]) from error
         return self.cast(stored, dtype)
+
+    def _read_part(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Read a part row by row, or at once if it is contiguous: the library would read the whole tensor."""
+        result = np.empty(_shape(part, self.shape), DTYPES[self.dtype])
+        with open(self.file, "rb", buffering=0) as stream:
+            for offset, run in self.runs(part, result):
+                if os.preadv(stream.fileno(), [run], offset) < len(run):
+                    raise CheckpointError([f"{self.file}: {self.name}: the file was truncated"])
+        return result
+
+    def write(self, part: tuple[slice, ...], array: np.ndarray) -> None:
+        """Write the values of a part, in the file's dtype, to a file made by `allocate_file`."""
+        with open(self.file, "r+b", buffering=0) as stream:
+            for offset, run in self.runs(part, np.ascontiguousarray(array)):
+                if os.pwrite(stream.fileno(), run, offset) < len(run):
+                    raise OSError(f"{self.file}: {self.name} could not be written completely")
+
+    def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
+        """Yield the contiguous pieces of a part of the tensor: their offsets in the file, and memory of `array`.
+
+        Args:
+            part: a slice of each axis, at most two.
+            array: the part's values, C-contiguous.
+        """
+        first = [axis.indices(size)[0] for axis, size in zip(part, self.shape, strict=True)]
+        width = math.prod(self.shape[1:]) * array.itemsize
+        offset = self.offset + first[0] * width
+        if array.shape[1:] == self.shape[1:]:
+            pieces = array.reshape(1, -1)
+        else:
+            pieces, offset = array, offset + first[1] * array.itemsize
+        for number, piece in enumerate(pieces.view(np.uint8)):
+            start = 0
+            while start < len(piece):  # a call of the system moves at most 2 GiB
+                run = piece[start : start + _MAX_RUN]
+                yield offset + number * width + start, run.data
+                start += len(run)
 
     def cast(self, array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
         """Return values of this tensor as in `read`, cast without temporary arrays of their size."""
@@ -107,12 +150,35 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     file.chmod(mode)  # the library makes files that only their owner can read
 
 
+def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
+    """Write a new file with the names, dtypes and shapes of `arrays`, but with zeros as values, for `Tensor.write`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+
+
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     """Return True if two arrays have the same dtype, shape and bits, so that NaNs and zeros compare too."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     bits = f"u{left.itemsize}"
     return np.array_equal(left.view(bits), right.view(bits))
+
+
+def _shape(part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(len(range(*axis.indices(size))) for axis, size in zip(part, shape, strict=True))
 
 
 def _open(file: Path) -> safe_open:

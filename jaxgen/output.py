@@ -93,7 +93,7 @@ class GenerateOutput:
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
         assert self.cache is not None
-        cache = self.cache.kv.flatten(self.cache.slots)
+        cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
         # All but the last chosen token are in the cache; anything more came before the prompt.

@@ -11,6 +11,42 @@ def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
     return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)
 
 
+def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+    """Write `values [B, n, ...]` to the places `index int32[B, n]` of each row of `x [B, N, ...]`.
+
+    A place past the end is dropped; values for the same place must be equal. `index` may also be int32[B], for one
+    place per row and `values [B, ...]`. Each row is a scatter of its own, which under a mesh stays on the row's device.
+    """
+    unique = index.ndim == 1
+
+    def put_row(row: jax.Array, place: jax.Array, new: jax.Array) -> jax.Array:
+        return row.at[place].set(new, mode="drop", unique_indices=unique)
+
+    return jax.vmap(put_row)(x, index, values)
+
+
+def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+    """Add `values float32[B, n]` to the places `index int32[B, n]` of each row of `x [B, N]`.
+
+    A place past the end is dropped; what is added to one place more than once adds up. See `put`.
+    """
+    return jax.vmap(lambda row, place, new: row.at[place].add(new, mode="drop"))(x, index, values)
+
+
+def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
+    """Return rows `rows int32[m]` of `x [n, ...]`, both cut into `groups` equal parts: a row comes from its own part.
+
+    Under a mesh, a part whose rows are on one device stays there.
+    """
+    if groups == 1:
+        return x[rows]
+    size = x.shape[0] // groups
+    first = jnp.arange(groups, dtype=jnp.int32)[:, None] * size
+    own = rows.reshape(groups, -1) - first
+    taken = jax.vmap(lambda part, row: part[row])(x.reshape(groups, size, *x.shape[1:]), own)
+    return taken.reshape(rows.shape[0], *x.shape[1:])
+
+
 def resize_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Cut one axis of `x` to `size`, or pad it with zeros at its end."""
     return pad_axis(jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis), axis, size)

@@ -11,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 # Strict, so that a shape or a dtype that changes by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes
 
 
 def _find_data() -> Path | None:

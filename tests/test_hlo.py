@@ -43,7 +43,7 @@ def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1, candi
     params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
-    run = Run(params, normal_form(cfg), Extensions(), model, Sizes(NEW, candidates=candidates))
+    run = Run(params, normal_form(cfg), Extensions(), model, Sizes(ROWS, NEW, candidates=candidates))
     lowered = run_whole.lower(run, Request(ids, ids == 0, budget, key), mode=mode_of(cfg))
     return lowered.compile(), params
 

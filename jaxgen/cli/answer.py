@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 from typing import Any
 
 import jax
@@ -66,11 +67,13 @@ def answer(options: argparse.Namespace) -> Stats:
     assistant = None if options.assistant is None else local_directory(options.assistant)
     if assistant is not None:
         check_assistant(open_checkpoint(assistant).cfg, cfg)
-    check_memory(directory, cfg, rows * streams, width, dtype=options.dtype, assistant=assistant)
+    if options.mesh is None:
+        check_memory(directory, cfg, rows * streams, width, dtype=options.dtype, assistant=assistant)
     with stats.loading():
-        params, loaded = load_hf(directory, dtype=options.dtype)
+        mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
+        params, loaded = load_hf(directory, dtype=options.dtype, mesh=mesh)
         if assistant is not None:
-            more["assistant"] = load_hf(assistant, dtype=options.dtype)
+            more["assistant"] = load_hf(assistant, dtype=options.dtype, mesh=mesh)
     cfg = cfg.replace(model=loaded.model)
 
     key = jax.random.key(options.seed) if cfg.do_sample else None
@@ -82,6 +85,15 @@ def answer(options: argparse.Namespace) -> Stats:
         mask = batch.attention_mask
         generate_and_print(params, batch.ids, key, cfg, stats, attention_mask=mask, **more)
     return stats
+
+
+def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
+    """Return a mesh of all devices, those of other processes too, with `sizes` of the axes data and model."""
+    if math.prod(sizes) != jax.device_count():
+        raise InputError(
+            f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, and there are {jax.device_count()}"
+        )
+    return jax.make_mesh(sizes, ("data", "model"))
 
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -54,6 +54,14 @@ def whole(text: str, least: int = 1 - 2**31) -> int:
 count, natural = functools.partial(whole, least=1), functools.partial(whole, least=0)
 
 
+def mesh(text: str) -> tuple[int, int]:
+    """Read the sizes of a mesh, such as 1x8."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} must be DATAxMODEL, such as 1x8")
+    return int(sizes[0]), int(sizes[1])
+
+
 def file(text: str) -> Path:
     """Read the path of a file that exists."""
     if not Path(text).is_file():

@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 
+from jaxgen.cli import distributed
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.options import parse
 from jaxgen.cli.train_options import parse as parse_train
@@ -31,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if argv[:1] == ["train"]:
                 _train(argv[1:])
-            else:
-                _answer(argv)
+            elif (status := _answer(argv)) != 0:
+                return status
             print(end="", flush=True)
             return 0
         except JaxgenError as error:
@@ -54,14 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return INTERRUPTED
 
 
-def _answer(argv: Sequence[str]) -> None:
+def _answer(argv: Sequence[str]) -> int:
     options = parse(argv)
+    if distributed.wanted(options):
+        if not distributed.is_child():
+            return distributed.supervise(argv)
+        distributed.join(options)
     from jaxgen.cli.answer import answer  # jax takes a second to import, and --help does not need it
 
     stats = answer(options)
     if options.stats:
         for line in stats.lines():
             _say("stats", line)
+    return 0
 
 
 def _train(argv: Sequence[str]) -> None:

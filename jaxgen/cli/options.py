@@ -40,6 +40,11 @@ def parser() -> arguments.Parser:
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--seed", type=arguments.natural, default=0, help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
+    add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide rows and weights over devices, such as 1x8")
+    add("--distributed", action="store_true", help="join the other processes that Slurm or Cloud TPU started")
+    add("--coordinator", metavar="HOST:PORT", help="join other processes: the address of process 0")
+    add("--processes", type=arguments.count, metavar="N", help="how many processes there are")
+    add("--process", type=arguments.natural, metavar="I", help="which of them this is, from 0")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--negative-prompt", metavar="TEXT", help="what --guidance-scale moves away from (default: the last token)")
     add("--regex", metavar="PATTERN", help="answer with text that matches this regular expression")
@@ -96,6 +101,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command.error("--chat gives one answer per message: leave out --num-return-sequences")
     if options.chat and (options.max_length is not None or options.min_length is not None):
         command.error("--max-length and --min-length count the prompt, which grows in a --chat: use --max-new-tokens")
+    if options.mesh is None and (options.distributed or options.coordinator is not None):
+        command.error("several processes divide the weights over their devices: add --mesh DATAxMODEL")
+    if options.coordinator is None and (options.processes is not None or options.process is not None):
+        command.error("--processes and --process need --coordinator HOST:PORT, the address of process 0")
     if options.raw and (options.chat or options.system is not None):
         command.error("--raw disables the chat template, which --chat and --system need: choose one")
     return options

@@ -17,6 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
@@ -24,12 +25,13 @@ from jaxgen.decoding.loop import Decoded, Prefilled, Progress
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.sample import draw_distinct, process
+from jaxgen.decoding.sample import process
 from jaxgen.decoding.stopping import StopReason, failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
-from jaxgen.shapes import repeat_rows
+from jaxgen.model.sharding import largest
+from jaxgen.shapes import repeat_rows, take
 
 # Before the first step all beams of a search are the same. All but the first begin with this score.
 _REPEATED = -1e9
@@ -280,8 +282,12 @@ class Step:
     def extend(self, continuations: Continuations) -> Rows:
         """Return the S * n rows of continuations, without log-probabilities."""
         parents = continuations.parents.reshape(-1)
-        rows, added = self.beams.rows.select(parents), repeat_rows(self.live, parents.size)
-        return rows.append(self.run, continuations.tokens.reshape(-1), added, self.scores[parents])
+        rows, added = self.beams.rows.select(parents, self.live.size), repeat_rows(self.live, parents.size)
+        return rows.append(self.run, continuations.tokens.reshape(-1), added, self._take(self.scores, parents))
+
+    def _take(self, x: jax.Array, parents: jax.Array) -> jax.Array:
+        """Return the rows `parents int32[S * n]` of `x [rows, ...]`, each of its own search."""
+        return take(x, parents, self.live.size)
 
     def ended(self, rows: Rows) -> jax.Array:
         """bool[S, n]: the continuations that are not running beams any more, where `rows` are the S * n rows."""
@@ -329,9 +335,10 @@ class Step:
         parents, count = continuations.parents.reshape(-1), self.totals.shape[1]
         added = repeat_rows(self.live, parents.size)
         rows = self.extend(continuations)
-        rows = rows.with_logprobs(self.run, added, self.logits[parents], self.scores[parents])
-        step = self.beams.rows.history.step[parents]
-        return rows, put_step(self.beams.origins[parents], step, added, parents % count)
+        logits, scores = (self._take(x, parents) for x in (self.logits, self.scores))
+        rows = rows.with_logprobs(self.run, added, logits, scores)
+        step, origins = (self._take(x, parents) for x in (self.beams.rows.history.step, self.beams.origins))
+        return rows, put_step(origins, step, added, parents % count)
 
 
 def choose_beams(
@@ -349,18 +356,39 @@ def choose_beams(
 
 def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return the candidates of each search, best first: totals float32[S, C] and places int32[S, C] in k * V."""
-    run, rows, (searches, count, vocab) = step.run, step.beams.rows, step.totals.shape
-    totals, size = step.totals.reshape(searches, -1), count * vocab
+    run, rows, (_, count, vocab) = step.run, step.beams.rows, step.totals.shape
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
-    most = min((1 + (1 if eos is None else eos.shape[1])) * count, size)
+    most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
     if keys is None:
-        return lax.top_k(totals, most)
+        return largest(step.totals, most, run.mesh)
     drawn = RowOptions(run.cfg, rows.options).at_least(rows.count)[::count, 0] * count
     keys = jax.vmap(jax.random.fold_in)(keys, rows.history.step[::count])
-    index = jax.vmap(draw_distinct, in_axes=(0, 0, None, 0))(keys, totals, most, drawn)
-    chosen = jnp.take_along_axis(totals, jnp.minimum(index, size - 1), axis=1)
-    total, order = lax.top_k(jnp.where(index < size, chosen, -jnp.inf), most)
-    return total, jnp.take_along_axis(jnp.minimum(index, size - 1), order, axis=1)
+    totals, places = draw_distinct(keys, step.totals, most, drawn, run.mesh)
+    totals, order = lax.top_k(totals, most)
+    return totals, jnp.take_along_axis(places, order, axis=1)
+
+
+def draw_distinct(
+    keys: jax.Array, scores: jax.Array, most: int, count: jax.Array, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """Draw different entries of each search from softmax(scores), one after the other: `torch.multinomial`.
+
+    These are the largest entries after Gumbel noise has been added (arXiv 1903.06059).
+
+    Args:
+        keys: key[S].
+        scores: float32[S, k, V].
+        most: the largest count.
+        count: int32[S], how many to draw.
+        mesh: the mesh that V is divided over, or None.
+
+    Returns:
+        The scores float32[S, most] of the entries in the order of the draws, -inf after the last and if nothing more
+        can be drawn, and their places int32[S, most] in k * V.
+    """
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
+    drawn, places = largest(scores + noise, most, mesh, scores)
+    return jnp.where(jnp.arange(most)[None, :] < count[:, None], drawn, -jnp.inf), places
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
@@ -413,8 +441,8 @@ def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
     groups = pools[0][0].shape[0]
     scores, index = lax.top_k(jnp.concatenate([scores for scores, _ in pools], axis=1), count)
 
-    def take(*parts: jax.Array) -> jax.Array:
+    def chosen(*parts: jax.Array) -> jax.Array:
         joined = jnp.concatenate([x.reshape(groups, -1, *x.shape[1:]) for x in parts], axis=1)
-        return joined[jnp.arange(groups)[:, None], index].reshape(groups * count, *joined.shape[2:])
+        return jax.vmap(lambda group, place: group[place])(joined, index).reshape(groups * count, *joined.shape[2:])
 
-    return scores, jax.tree.map(take, *(tree for _, tree in pools))
+    return scores, jax.tree.map(chosen, *(tree for _, tree in pools))

@@ -69,7 +69,8 @@ def _proposals(step: Step, table: ConstraintTable) -> Continuations:
     # The same token may begin several constraints.
     rows, number = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     given = jnp.where(tokens < 0, vocab, tokens)
-    first = jnp.full((tokens.shape[0], vocab), tokens.shape[1], jnp.int32).at[rows, given].min(number, mode="drop")
+    none = jnp.full(vocab, tokens.shape[1], jnp.int32)
+    first = jax.vmap(lambda row: none.at[row].min(number[0], mode="drop"))(given)
     repeated = jnp.take_along_axis(first, jnp.maximum(tokens, 0), axis=1) < number
     tokens = jnp.where(repeated, -1, tokens)
     totals = jnp.take_along_axis(step.totals.reshape(-1, vocab), jnp.maximum(tokens, 0), axis=1)

@@ -18,7 +18,7 @@ class Continuation:
     """A cache that `generate(..., cache=)` continues from.
 
     Attributes:
-        kv: keys and values.
+        kv: keys and values; with more rows than B on a mesh that divides the rows, and those at the end do not count.
         tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for one given as an embedding; None if
             the ids are not known, as in a cache that `CausalLM` filled.
         count: int32[B], the number of tokens of each row: those in `kv`, and one more if the last generated token has
@@ -37,7 +37,7 @@ class Continuation:
     @property
     def rows(self) -> int:
         """The number of rows, B."""
-        return self.kv.rows
+        return self.count.shape[0]
 
     @property
     def slots(self) -> int:
@@ -49,7 +49,11 @@ class Continuation:
         if self.tokens is None:
             return jnp.zeros(self.rows, jnp.int32), jnp.zeros(self.rows, bool)
         last = jnp.take_along_axis(self.tokens, jnp.maximum(self.count - 1, 0)[:, None], axis=1)[:, 0]
-        return last, self.count > self.kv.total_length
+        return last, self.count > self.kv.total_length[: self.rows]
+
+    def without_padding(self) -> Continuation:
+        """Return the cache without the rows that a mesh adds."""
+        return self if self.kv.rows == self.rows else self.reorder(jnp.arange(self.rows))
 
     def crop(self, length: jax.Array | int) -> Continuation:
         """Keep at most the first `length` tokens of each row, int32[] or int32[B], as a copy.
@@ -60,9 +64,10 @@ class Continuation:
         Raises:
             InputError: `length` is neither an integer nor one per row.
         """
-        kept = self.kv.check_length(length)
+        kv = self.without_padding().kv
+        kept = kv.check_length(length)
         kept = jnp.clip(jnp.where(kept < 0, self.count + kept, kept), 0, self.count)
-        return dataclasses.replace(self, kv=self.kv.crop(kept), count=kept)
+        return dataclasses.replace(self, kv=kv.crop(kept), count=kept)
 
     def reorder(self, rows: jax.Array) -> Continuation:
         """Return a copy in which row i is row `rows[i]`, int32[n]; a row may occur several times or not at all.
@@ -82,7 +87,7 @@ class Continuation:
         Raises:
             InputError: `copies` is not a positive integer.
         """
-        kv = self.kv.expand(copies)
+        kv = self.without_padding().kv.expand(copies)
         tokens, count = _take((self.tokens, self.count), jnp.arange(kv.rows) // copies)
         return Continuation(kv, tokens, count)
 

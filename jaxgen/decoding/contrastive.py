@@ -32,7 +32,8 @@ from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import ConfigError
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
-from jaxgen.shapes import pad_axis, repeat_rows
+from jaxgen.model.sharding import largest
+from jaxgen.shapes import pad_axis, put, repeat_rows, take
 
 
 @flax.struct.dataclass
@@ -88,15 +89,17 @@ class ContrastiveSearch:
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
             chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # of equal candidates the most likely one
 
-        number = jnp.arange(rows.count, dtype=jnp.int32)
-        token, column = tokens[number, chosen], jnp.where(live, rows.history.total_length, state.context.shape[1])
-        context = state.context.at[number, column].set(hidden[number, chosen], mode="drop", unique_indices=True)
-        best = number * tokens.shape[1] + chosen  # int32[rows], of the candidates' rows
+        # int32[rows], of the candidates' rows
+        best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen
+        column = jnp.where(live, rows.history.total_length, state.context.shape[1])
+        token, direction = (take(x.reshape(-1, *x.shape[2:]), best, rows.count) for x in (tokens, hidden))
+        context = put(state.context, column, direction)
         parents = guidance.rows_of_cache(run.cfg, repeat_rows(best, candidates.count), candidates.count)
         cache, of_streams = read.cache.select(parents), guidance.rows_of_cache(run.cfg, best, candidates.count)
-        read = jax.tree.map(lambda x: x[of_streams], dataclasses.replace(read, cache=None))
+        groups = rows.count * guidance.streams(run.cfg)
+        read = jax.tree.map(lambda x: take(x, of_streams, groups), dataclasses.replace(read, cache=None))
 
-        rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: x[best], candidates.hook))
+        rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: take(x, best, rows.count), candidates.hook))
         rows = rows.push(run, token, rows.live, logits, scores, failed)
         rows = record_layers(rows, read, 0, rows.live)
         return ContrastiveState(rows, cache, _carried(read), context)
@@ -141,7 +144,7 @@ def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax
     """
     count = run.sizes.candidates
     with jax.named_scope("candidates"):
-        best, tokens = lax.top_k(scores, count)
+        best, tokens = largest(scores[:, None], count, run.mesh)
         probs = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), tokens, axis=1)
         wanted = jnp.maximum(RowOptions(run.cfg, rows.options).number("top_k"), 1)
         possible = (best > -jnp.inf) & (jnp.arange(count, dtype=jnp.int32)[None, :] < wanted)

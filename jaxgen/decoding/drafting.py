@@ -114,6 +114,8 @@ class DraftModel:
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
         threshold, length = drafting.cfg.assistant_confidence_threshold, rows.history.length
+        if threshold is not None and jnp.ndim(threshold):
+            threshold = run.pad(threshold)
 
         def draft_next(carry: tuple[jax.Array, Rows, KVCache]) -> tuple[jax.Array, Rows, KVCache]:
             active, rows, cache = carry

@@ -15,7 +15,7 @@ from jaxgen.decoding.beam import Beams, BeamSearch, choose_beams
 from jaxgen.decoding.rows import pad_id
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import repeat_rows, take
 
 
 class GroupBeamSearch(BeamSearch):
@@ -35,16 +35,18 @@ class GroupBeamSearch(BeamSearch):
         chosen = jnp.zeros((prompts, 0), jnp.int32)
         grown = []
         for group in range(groups):
-            rows = _of_group(jnp.arange(searches * count, dtype=jnp.int32), prompts, groups, group)
-            part = jax.tree.map(lambda x, group=group: _of_group(x, prompts, groups, group), beams)
+            row = jnp.arange(searches * count, dtype=jnp.int32)
+            part, row, logits_of_part, log_probs_of_part = jax.tree.map(
+                lambda x, group=group: _of_group(x, prompts, groups, group), (beams, row, logits, log_probs)
+            )
             history = dataclasses.replace(part.rows.history, chosen=repeat_rows(chosen, part.rows.count))
-            scores = process(run, dataclasses.replace(part.rows, history=history), log_probs[rows])
+            scores = process(run, dataclasses.replace(part.rows, history=history), log_probs_of_part)
             live = part.rows.live
-            part, parents = choose_beams(run, part, logits[rows], scores, None)
+            part, parents = choose_beams(run, part, logits_of_part, scores, None)
             # As in transformers, a group that was finished before this step chooses the pad id.
             tokens = jnp.where(live, part.rows.history.last(1)[:, 0], pad_id(run.cfg))
             chosen = jnp.concatenate([chosen, tokens.reshape(prompts, count)], axis=1)
-            grown.append((part, rows[parents], scores))
+            grown.append((part, take(row, parents, prompts), scores))
         return jax.tree.map(lambda *parts: _join_groups(prompts, *parts), *grown)
 
 

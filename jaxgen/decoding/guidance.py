@@ -49,7 +49,7 @@ def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
         return prompt
     negative = Tokens(prompt.last(), jnp.ones((prompt.ids.shape[0], 1), bool))
     if request.negative_ids is not None and request.negative_mask is not None:
-        negative = Tokens.align(request.negative_ids, request.negative_mask)
+        negative = run.pad(Tokens.align(request.negative_ids, request.negative_mask))
     width = max(prompt.ids.shape[1], negative.ids.shape[1])
 
     def over(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from jaxgen.decoding.run import Request, Run
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import embed
+from jaxgen.model.sharding import REPLICATED, constrain
 from jaxgen.shapes import repeat_rows, resize_axis
 
 
@@ -127,7 +128,32 @@ class Decoded:
 def decode(run: Run, request: Request, mode: Mode) -> Decoded:
     """Run a mode from the prompts to the end."""
     state = mode.begin(run, prefill(run, request))
-    return mode.finish(run, advance(run, state, mode))
+    return finish(run, advance(run, state, mode), mode)
+
+
+def finish(run: Run, state: Any, mode: Mode) -> Decoded:
+    """Return the result for the prompts of the request; what every process needs of it is on all devices."""
+    decoded = mode.finish(run, state)
+    recording, continuation = decoded.recording, decoded.continuation
+    decoded = run.cut(dataclasses.replace(decoded, recording=Recording(), continuation=None))
+    decoded = constrain(decoded, run.mesh, REPLICATED)
+    recording = run.cut(recording)
+    if run.mesh is not None and run.mesh.is_multi_process:
+        recording = constrain(recording, run.mesh, REPLICATED)
+    return dataclasses.replace(decoded, recording=recording, continuation=_cut(run, continuation))
+
+
+def _cut(run: Run, continuation: Continuation) -> Continuation:
+    """Leave the loop's padding out of the tokens; keys and values stay where they are."""
+    tokens, count = run.cut((continuation.tokens, continuation.count))
+    tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
+    return dataclasses.replace(continuation, tokens=tokens, count=count)
+
+
+def progress(run: Run, state: Any, mode: Mode) -> Progress:
+    """Return the tokens so far of the prompts of the request, on all devices."""
+    now = mode.progress(run, state)
+    return constrain(dataclasses.replace(now, tokens=run.cut(now.tokens)), run.mesh, REPLICATED)
 
 
 def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
@@ -151,7 +177,7 @@ def prefill(run: Run, request: Request) -> Prefilled:
     rows = begin_hook(run, rows)
     with jax.named_scope("prefill"):
         read, rows = run_model(run, rows, prompt, cache, following=run.capacity)
-    columns = columns_of(request.mask, prompt.length[: rows.count])
+    columns = columns_of(run.pad(request.mask), prompt.length[: rows.count])
     rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
     return Prefilled(rows, read)
 
@@ -160,7 +186,7 @@ def continuation_of(run: Run, request: Request) -> Continuation:
     """Run the prompts through the model and return the cache, with nothing generated."""
     prefilled = prefill(run, request)
     history, kv = prefilled.rows.history, guidance.conditional(run.cfg, prefilled.read.cache)
-    return Continuation(kv, prefilled.rows.cache_ids, history.total_length)
+    return _cut(run, Continuation(kv, prefilled.rows.cache_ids, history.total_length))
 
 
 def _open(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
@@ -170,8 +196,8 @@ def _open(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
     known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
     known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
     rows = Rows.begin(run, request, known, cache_ids, total)
-    read = guidance.with_negative(run, request, _after_pending(run, request.cache, prompt))
-    return read, _cache_for(run, request.cache, rows.count, read.ids.shape), rows
+    read = guidance.with_negative(run, request, run.pad(_after_pending(run, request.cache, prompt)))
+    return read, _cache_for(run, request.cache, run.prompts, read.ids.shape), rows.pad(run)
 
 
 def _all_tokens(run: Run, given: Continuation | None, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
@@ -205,7 +231,10 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
     rows, width = shape
     if given is None:
         return KVCache.create(run.model, rows, width)
-    kv = given.kv.flatten(run.sizes.slots)
+    is_padded = given.rows == run.sizes.prompts and given.kv.rows == prompts
+    kv = (given if is_padded else given.without_padding()).kv.flatten(run.sizes.slots)
+    if run.sizes.prompts < prompts and 1 < kv.rows < prompts:
+        kv = run.pad(kv.expand(run.sizes.prompts // kv.rows))
     if guidance.streams(run.cfg) > 1:
         return guidance.with_empty_rows(kv, prompts)
     return kv.fork(prompts // kv.rows, width) if kv.rows < prompts else kv

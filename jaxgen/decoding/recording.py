@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.model.causal_lm import ModelOutput
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import put, repeat_rows
 
 
 @flax.struct.dataclass
@@ -153,4 +153,4 @@ class Recording:
 def put_step(buffer: jax.Array, step: jax.Array, live: jax.Array, values: jax.Array) -> jax.Array:
     """Write `values [rows, ...]` into column `step int32[rows]` of `buffer [rows, N, ...]`, where `live`."""
     column = jnp.where(live & (step >= 0), step, buffer.shape[1])
-    return buffer.at[jnp.arange(buffer.shape[0]), column].set(values, mode="drop", unique_indices=True)
+    return put(buffer, column, values)

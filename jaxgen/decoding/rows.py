@@ -27,7 +27,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions, option_values
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import put, repeat_rows, take
 
 Tree = TypeVar("Tree")
 
@@ -105,15 +105,23 @@ class Rows:
         """bool[rows], the rows that are not finished."""
         return ~self.history.done
 
+    def pad(self, run: Run) -> Rows:
+        """Return as many rows as there are prompts in the loop; those that are added are finished."""
+        rows = run.pad(self)
+        return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
+
     def fork(self, copies: int) -> Rows:
         """Return `copies` sequences of each row, each with its own key."""
         forked = fork(dataclasses.replace(self, keys=None, recording=None, cache_ids=None), copies)
         keys = None if self.keys is None else sequence_keys(self.keys, copies)
         return dataclasses.replace(forked, keys=keys, recording=self.recording.fork(copies), cache_ids=self.cache_ids)
 
-    def select(self, rows: jax.Array) -> Rows:
-        """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt."""
-        return jax.tree.map(lambda x: x if x.shape[0] < self.count else x[rows], self)
+    def select(self, rows: jax.Array, groups: int = 1) -> Rows:
+        """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt.
+
+        `groups`: into how many equal parts the rows are cut, each row coming from its own; see `shapes.take`.
+        """
+        return jax.tree.map(lambda x: x if x.shape[0] < self.count else take(x, rows, groups), self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
@@ -201,8 +209,7 @@ class Rows:
         column = (history.total_length - history.step)[:, None] + step
         column = jnp.where(step < history.step[:, None], column, before.shape[1] + capacity)
         generated = history.generated(capacity, jnp.zeros((), jnp.int32))
-        row = jnp.arange(self.count)[:, None]
-        return jnp.pad(before, ((0, 0), (0, capacity))).at[row, column].set(generated, mode="drop")
+        return put(jnp.pad(before, ((0, 0), (0, capacity))), column, generated)
 
 
 def fork(tree: Tree, copies: int) -> Tree:

@@ -7,11 +7,14 @@ from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.sharding import ROWS, constrain, rows_on
 
 Array = Any  # jax's inside a program, numpy's before it
 
@@ -46,11 +49,13 @@ class Sizes:
     """The static sizes of a run.
 
     Attributes:
+        prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
         slots: slots for the tokens of `Request.cache` and, unless its rows are shared, the prompts; 0 without a cache.
         candidates: the number of tokens per row and step between which contrastive search chooses; 0 in other modes.
     """
 
+    prompts: int
     capacity: int
     slots: int = 0
     candidates: int = 0
@@ -67,6 +72,7 @@ class Run:
         model: the model's config.
         sizes: the static sizes.
         draft: in assisted generation, the run of the model that drafts tokens; else None.
+        mesh: the mesh that the parameters are divided over, or None.
     """
 
     params: Any
@@ -75,8 +81,30 @@ class Run:
     model: ModelConfig = flax.struct.field(pytree_node=False)
     sizes: Sizes = flax.struct.field(pytree_node=False)
     draft: Run | None = None
+    mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def capacity(self) -> int:
         """The maximum number of tokens that a row can generate, N."""
         return self.sizes.capacity
+
+    @property
+    def prompts(self) -> int:
+        """The number of prompts in the loop: rounded up to a multiple of the mesh's axis `data`."""
+        return rows_on(self.mesh, self.sizes.prompts)
+
+    def pad(self, tree: Any) -> Any:
+        """Return arrays `[B, ...]` with as many rows as there are prompts in the loop, and divided over the mesh.
+
+        The rows that are added are copies of the first.
+        """
+        given, wanted = self.sizes.prompts, self.prompts
+        if given < wanted:
+            row = jnp.arange(wanted)
+            tree = jax.tree.map(lambda x: x[jnp.where(row < given, row, 0)], tree)
+        return constrain(tree, self.mesh, ROWS)
+
+    def cut(self, tree: Any) -> Any:
+        """Return the rows of the given prompts, `[B * n, ...]`, of arrays with those of all prompts in the loop."""
+        given, padded = self.sizes.prompts, self.prompts
+        return tree if given == padded else jax.tree.map(lambda x: x[: x.shape[0] * given // padded], tree)

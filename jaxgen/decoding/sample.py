@@ -7,7 +7,6 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxgen.decoding import dola, guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
@@ -132,47 +131,9 @@ def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     return jax.vmap(_draw_row)(keys, jnp.broadcast_to(step, keys.shape), scores)
 
 
-def draw_distinct(key: jax.Array, scores: jax.Array, most: int, count: jax.Array) -> jax.Array:
-    """Draw `count int32[]` different entries from softmax(scores), one after the other: `torch.multinomial`.
-
-    Args:
-        key: one key.
-        scores: float32[M].
-        most: the largest count.
-        count: how many to draw.
-
-    Returns:
-        int32[most], the entries in the order of the draws; M if all that can be drawn have been, or after the last.
-    """
-    blocks = _in_blocks(scores)
-
-    def draw_next(number: jax.Array, state):
-        blocks, totals, drawn = state
-        block, place = _draw_place(jax.random.fold_in(key, number), blocks, totals)
-        entry = jnp.where(jnp.max(totals) > -jnp.inf, block * _BLOCK + place, scores.shape[0])
-        blocks = blocks.at[block, place].set(-jnp.inf)
-        totals = totals.at[block].set(jax.nn.logsumexp(blocks[block]))
-        return blocks, totals, drawn.at[number].set(entry)
-
-    drawn = jnp.full(most, scores.shape[0], jnp.int32)
-    state = (blocks, jax.nn.logsumexp(blocks, axis=-1), drawn)
-    return lax.fori_loop(0, jnp.minimum(count, most), draw_next, state)[2]
-
-
 def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
-    blocks = _in_blocks(scores)
-    block, place = _draw_place(jax.random.fold_in(key, step), blocks, jax.nn.logsumexp(blocks, axis=-1))
-    return block * _BLOCK + place
-
-
-def _in_blocks(scores: jax.Array) -> jax.Array:
-    """Cut `scores float32[M]` into blocks, float32[ceil(M / _BLOCK), _BLOCK], the last one padded with -inf."""
     padding = -scores.shape[0] % _BLOCK
-    return jnp.pad(scores, (0, padding), constant_values=-jnp.inf).reshape(-1, _BLOCK)
-
-
-def _draw_place(key: jax.Array, blocks: jax.Array, totals: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draw a block by its total, and one of its entries, two int32[]."""
-    block_key, place_key = jax.random.split(key)
-    block = jax.random.categorical(block_key, totals)
-    return block.astype(jnp.int32), jax.random.categorical(place_key, blocks[block]).astype(jnp.int32)
+    blocks = jnp.pad(scores, (0, padding), constant_values=-jnp.inf).reshape(-1, _BLOCK)
+    block_key, place_key = jax.random.split(jax.random.fold_in(key, step))
+    block = jax.random.categorical(block_key, jax.nn.logsumexp(blocks, axis=-1)).astype(jnp.int32)
+    return block * _BLOCK + jax.random.categorical(place_key, blocks[block]).astype(jnp.int32)

@@ -6,6 +6,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxgen.shapes import put
+
 
 @flax.struct.dataclass
 class Tokens:
@@ -25,12 +27,11 @@ class Tokens:
     def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Tokens:
         """Remove the padding of `ids int32[B, T]`, wherever it is: tokens move to the left."""
         order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
-        rows = jnp.arange(ids.shape[0])[:, None]
         length = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         return cls(
-            ids=jnp.zeros_like(ids).at[rows, order].set(ids, mode="drop"),
+            ids=put(jnp.zeros_like(ids), order, ids),
             mask=jnp.arange(ids.shape[1])[None, :] < length[:, None],
-            embeds=None if embeds is None else jnp.zeros_like(embeds).at[rows, order].set(embeds, mode="drop"),
+            embeds=None if embeds is None else put(jnp.zeros_like(embeds), order, embeds),
         )
 
     @classmethod

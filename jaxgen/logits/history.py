@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.processors import token_set
+from jaxgen.shapes import put
 
 
 @flax.struct.dataclass
@@ -85,16 +86,16 @@ class History:
 
         `allowed`: the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end its text.
         """
-        rows, width = jnp.arange(tokens.shape[0]), self.ids.shape[1]
+        width = self.ids.shape[1]
         seen, grammar = self.seen, self.grammar
         if isinstance(allowed, TokenAutomaton) and grammar is not None:
             grammar = jnp.where(live, allowed.push(grammar, tokens, eos), grammar)
         if seen is not None:
-            seen = seen.at[rows, jnp.where(live, tokens, seen.shape[1])].set(True, mode="drop", unique_indices=True)
+            seen = put(seen, jnp.where(live, tokens, seen.shape[1]), live)
         column = jnp.where(live, self.length, width)
         return dataclasses.replace(
             self,
-            ids=self.ids.at[rows, column].set(tokens, mode="drop", unique_indices=True),
+            ids=put(self.ids, column, tokens),
             length=self.length + live.astype(jnp.int32),
             seen=seen,
             grammar=grammar,

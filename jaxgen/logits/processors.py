@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.logits.watermark import watermark
+from jaxgen.shapes import add, put
 
 if TYPE_CHECKING:
     from jaxgen.logits.history import History
@@ -38,8 +39,7 @@ def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) 
     `HammingDiversityLogitsProcessor` (arXiv 1610.02424).
     """
     assert history.chosen is not None
-    rows = jnp.arange(scores.shape[0])[:, None]
-    counts = jnp.zeros_like(scores).at[rows, history.chosen].add(1.0, mode="drop")
+    counts = add(jnp.zeros_like(scores), history.chosen, jnp.ones(history.chosen.shape, scores.dtype))
     return scores - options.number("diversity_penalty") * counts
 
 
@@ -201,7 +201,7 @@ def generated_counts(history: History, vocab_size: int) -> jax.Array:
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     generated = (column >= history.prompt_length[:, None]) & (column < history.length[:, None])
     tokens = jnp.where(generated, history.ids, vocab_size)
-    return jnp.zeros((rows, vocab_size), jnp.float32).at[jnp.arange(rows)[:, None], tokens].add(1.0, mode="drop")
+    return add(jnp.zeros((rows, vocab_size), jnp.float32), tokens, jnp.ones(tokens.shape, jnp.float32))
 
 
 def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: jax.Array) -> jax.Array:
@@ -215,7 +215,7 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
         sequences: int32[rows, S, n], the S sequences of each row, padded at their ends.
         bias: float32[rows, S].
     """
-    rows, vocab = scores.shape
+    vocab = scores.shape[1]
     size = jnp.sum(sequences >= 0, axis=-1, dtype=jnp.int32)
     last = jnp.take_along_axis(sequences, jnp.maximum(size - 1, 0)[..., None], axis=-1)[..., 0]
 
@@ -226,7 +226,7 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
     applies = jnp.all(agrees, axis=-1) & (size > 0)
 
     target = jnp.where(applies, last, vocab)
-    added = jnp.zeros_like(scores).at[jnp.arange(rows)[:, None], target].add(bias, mode="drop")
+    added = add(jnp.zeros_like(scores), target, bias)
     biased = scores + added
     # −inf and inf add up to NaN: the ban wins.
     return jnp.where(jnp.isnan(biased) & ~jnp.isnan(scores), BANNED, biased)
@@ -234,7 +234,6 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
 
 def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: int) -> jax.Array:
     """Ban each token that follows the row's last n - 1 tokens among its first `end int32[rows]` tokens."""
-    rows, vocab = scores.shape
     ids, last = history.ids, history.last(n - 1)
     starts = ids.shape[1] - n + 1
     if starts <= 0:
@@ -242,8 +241,8 @@ def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: in
     follows = jnp.arange(n - 1, ids.shape[1], dtype=jnp.int32)[None, :] < end[:, None]
     for offset in range(n - 1):
         follows &= ids[:, offset : offset + starts] == last[:, offset : offset + 1]
-    banned = jnp.where(follows, ids[:, n - 1 :], vocab)
-    return scores.at[jnp.arange(rows)[:, None], banned].set(BANNED, mode="drop")
+    banned = jnp.where(follows, ids[:, n - 1 :], scores.shape[1])
+    return put(scores, banned, jnp.full(banned.shape, BANNED))
 
 
 def ban(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxgen.logits.order_statistics import kth_largest, largest, last_of, ordered_bits
 from jaxgen.logits.processors import BANNED
+from jaxgen.shapes import put
 
 
 def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
@@ -110,8 +111,7 @@ def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     log_probs = jax.nn.log_softmax(best, axis=-1)
     entropy = jnp.cumsum(_entropy_terms(log_probs), axis=-1)
     kept = (entropy <= value * entropy[:, -1:]).at[:, 0].set(True)
-    rows = jnp.arange(scores.shape[0])[:, None]
-    return jnp.full_like(scores, BANNED).at[rows, tokens].set(jnp.where(kept, best, BANNED), unique_indices=True)
+    return put(jnp.full_like(scores, BANNED), tokens, jnp.where(kept, best, BANNED))
 
 
 def _entropy_terms(log_probs: jax.Array) -> jax.Array:
@@ -133,8 +133,8 @@ def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> ja
         return kept | _reaches_kth(order, count)
     if count == 1:
         return kept
-    rows = jnp.arange(kept.shape[0])[:, None]
-    return kept.at[rows, lax.top_k(order, min(count, order.shape[-1]))[1]].set(True)
+    best = lax.top_k(order, min(count, order.shape[-1]))[1]
+    return put(kept, best, jnp.ones(best.shape, bool))
 
 
 def _reaches_kth(scores: jax.Array, k: int | jax.Array) -> jax.Array:

@@ -239,19 +239,20 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     """Multiply `x [B, A, T, ...]`, or `[B, K, G, T, ...]`, with a part of n rows and K heads; float32[B, K, G, T, ...].
 
-    The queries of all heads and rows that read one kv head of one prefix row are the rows of one product.
+    The queries of all heads and rows that read one kv head of one prefix row are the rows of one product, those of one
+    head together: so they stay where they are if a mesh divides the heads.
     """
     owners, kv_heads = part.shape[:2]
     batch, steps, last = x.shape[0], *x.shape[-2:]
-    x = x.astype(part.dtype).reshape(owners, batch // owners, kv_heads, -1, last).swapaxes(1, 2)
-    x = x.reshape(owners, kv_heads, -1, last)
+    x = x.astype(part.dtype).reshape(owners, batch // owners, kv_heads, -1, steps, last)
+    x = jnp.moveaxis(x, 1, 3).reshape(owners, kv_heads, -1, last)
     single = x.shape[2] == 1 and part.dtype != jnp.float32  # one 16-bit row: see linear.py
     if single:
         x = jnp.concatenate([x, jnp.zeros_like(x)], axis=2)
     out = jnp.einsum(equation, x, part, precision=precision(part.dtype), preferred_element_type=jnp.float32)
     out = out[:, :, :1] if single else out
-    out = out.reshape(owners, kv_heads, batch // owners, -1, out.shape[-1]).swapaxes(1, 2)
-    return out.reshape(batch, kv_heads, -1, steps, out.shape[-1])
+    out = out.reshape(owners, kv_heads, -1, batch // owners, steps, out.shape[-1])
+    return jnp.moveaxis(out, 3, 1).reshape(batch, kv_heads, -1, steps, out.shape[-1])
 
 
 def _cut_queries(q: jax.Array, size: int) -> jax.Array:

@@ -25,7 +25,7 @@ from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
-from jaxgen.shapes import repeat_rows, resize_axis
+from jaxgen.shapes import put, repeat_rows, resize_axis, take
 
 # The order of an empty slot. Sorts after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
@@ -176,9 +176,10 @@ class KVCache:
         share slots, no key or value is copied, and there may be fewer rows than before, as many for each prompt.
         """
         if self.owners is not None:
-            return dataclasses.replace(self, length=self.length[rows], owners=self.owners[rows])
-        own = dataclasses.replace(self, prefix=None)
-        own = jax.tree.map(lambda x: x.at[rows].get(mode="promise_in_bounds"), own)
+            length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
+            return dataclasses.replace(self, length=length, owners=owners)
+        groups = 1 if self.prefix is None else self.prefix.rows
+        own = jax.tree.map(lambda x: take(x, rows, groups), dataclasses.replace(self, prefix=None))
         return dataclasses.replace(own, prefix=self.prefix)
 
     def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
@@ -252,7 +253,7 @@ class KVCache:
             return self, slots
         rows = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
         writer = rows % self.writers
-        owners = self.owners.at[rows, slots].set(writer, mode="drop", unique_indices=True)
+        owners = put(self.owners, slots, jnp.broadcast_to(writer, slots.shape))
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxgen.model.linear import look_up, product
 
@@ -32,6 +33,11 @@ class LowRank:
     def dtype(self):
         """The dtype of `weight`."""
         return self.weight.dtype
+
+    def specs(self, spec: PartitionSpec) -> LowRank:
+        """Return how each array is divided over a mesh if the matrix is divided by `spec`."""
+        outputs, inputs = spec or (None, None)
+        return LowRank(spec, PartitionSpec(None, inputs), PartitionSpec(outputs, None))  # pyright: ignore
 
     def product(self, rows: jax.Array, tiles: bool) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""

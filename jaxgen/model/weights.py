@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxgen.errors import InputError
 
@@ -28,6 +29,10 @@ class Weight(Protocol):
     @property
     def dtype(self) -> Any:
         """The floating-point dtype of the matrix that is represented, and of its rows."""
+        ...
+
+    def specs(self, spec: PartitionSpec) -> Any:
+        """Return the `PartitionSpec` of each of its arrays, in a tree like this one, if the matrix's is `spec`."""
         ...
 
     def product(self, rows: jax.Array, tiles: bool) -> jax.Array:

@@ -106,4 +106,4 @@ def with_draft(run: Run, assistant: Assistant | None, eager: bool) -> Run:
     # The options that choose a token are the run's own, so that the draft model chooses as the model does.
     cfg = run.cfg.replace(**settings, **{name: OPTIONS[name].default for name in _UNUSED})
     extensions = dataclasses.replace(run.extensions, hook=None)
-    return dataclasses.replace(run, draft=Run(params, cfg, extensions, model, run.sizes))
+    return dataclasses.replace(run, draft=Run(params, cfg, extensions, model, run.sizes, mesh=run.mesh))

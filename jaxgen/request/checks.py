@@ -9,6 +9,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn
 from jaxgen.config.options import CONTRASTIVE, OPTIONS
@@ -69,6 +70,19 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
         raise InputError(
             f"{readers[0]} depends on all tokens of a row, and the ids of those in this cache are not known: continue "
             "from the cache of a generate() output, or leave the option out"
+        )
+
+
+def check_processes(mesh: Mesh | None, cfg: GenerationConfig, extensions: Extensions) -> None:
+    """Raise an error for what only a single process can do."""
+    if mesh is None or not mesh.is_multi_process:
+        return
+    if cfg.max_time is not None:
+        raise ConfigError("max_time cannot stop several processes at the same step: leave it out")
+    if isinstance(extensions.allowed, HostFunction):
+        raise ConfigError(
+            "prefix_allowed_tokens_fn is called on the host of one process, and the mesh has several: use a "
+            "TokenAutomaton, or one process"
         )
 
 

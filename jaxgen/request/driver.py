@@ -37,18 +37,18 @@ prefill_only = jax.jit(loop.continuation_of)
 @functools.partial(jax.jit, static_argnames="mode")
 def _start(run: Run, request: Request, mode: Mode):
     state = mode.begin(run, loop.prefill(run, request))
-    return state, mode.progress(run, state)
+    return state, loop.progress(run, state, mode)
 
 
 @functools.partial(jax.jit, static_argnames="mode", donate_argnames="state")
 def _advance(run: Run, state, mode: Mode):
     state = loop.advance(run, state, mode, _CHUNK)
-    return state, mode.progress(run, state)
+    return state, loop.progress(run, state, mode)
 
 
 @functools.partial(jax.jit, static_argnames="mode")
 def _finish(run: Run, state, mode: Mode, out_of_time: jax.Array) -> Decoded:
-    decoded = mode.finish(run, state)
+    decoded = loop.finish(run, state, mode)
     late = out_of_time & (decoded.reasons == StopReason.NONE)
     return dataclasses.replace(decoded, reasons=jnp.where(late, jnp.int32(StopReason.TIME), decoded.reasons))
 

@@ -22,8 +22,9 @@ from jaxgen.decoding.run import Array, Request, Run, Sizes
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
+from jaxgen.model.sharding import mesh_of
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
-from jaxgen.request.checks import check_cache, check_grammar, check_key, check_room, warn_infeasible
+from jaxgen.request.checks import check_cache, check_grammar, check_key, check_processes, check_room, warn_infeasible
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.shapes import repeat_rows
 
@@ -90,12 +91,13 @@ def prepare(
     mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
     prompts, width = ids.shape
     key = check_key(inputs.key, cfg, prompts)
-    cache = _continuation(inputs.cache)
+    cache, mesh = _continuation(inputs.cache), mesh_of(params)
     check_options(cfg, prompts)
     if cfg.dola_layers is not None:
         dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
     if cache is not None:
         check_cache(cache, cfg, prompts, extensions)
+    check_processes(mesh, cfg, extensions)
     check_grammar(extensions, cfg, prompts)
     check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
     negative_ids, negative_mask = negative_prompts(
@@ -118,7 +120,16 @@ def prepare(
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     return Prepared(
         run=with_draft(
-            Run(params, numbers, extensions, model, Sizes(capacity, slots, candidates_of(cfg))), assistant, eager
+            Run(
+                params,
+                numbers,
+                extensions,
+                model,
+                Sizes(prompts, capacity, slots, candidates_of(cfg)),
+                mesh=mesh,
+            ),
+            assistant,
+            eager,
         ),
         request=Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask),
         ids=shown[0],

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
-from jaxgen.errors import ConfigError, NotBuiltYetError
+from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
 from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def test_saved_rotary_constants_are_ignored(tmp_path):
 def test_options_that_cannot_be_honoured(qwen2):
     with pytest.raises(NotBuiltYetError, match="quantize='int8' is not implemented yet"):
         load_hf(qwen2, quantize="int8")
-    with pytest.raises(NotBuiltYetError, match=r"mesh=.* is not implemented yet"):
+    with pytest.raises(InputError, match=r"mesh must have the axes 'data' and 'model', got \['x'\]"):
         load_hf(qwen2, mesh=jax.sharding.Mesh(jax.devices(), "x"))
     for dtype in ("int8", "nothing", np.float64):
         with pytest.raises(ConfigError, match="is not one of float32, bfloat16, float16"):

@@ -16,7 +16,7 @@ from jaxgen import (
     compute_transition_scores,
     generate,
 )
-from jaxgen.decoding.sample import draw_distinct
+from jaxgen.decoding.beam import draw_distinct
 from tests.support.compilations import compiled_by_other_values
 from tests.support.models import generated, last_logits, left_pad, model_config, random_params, slow
 from tests.support.tokenizers import byte_level
@@ -97,7 +97,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["eos", *slow("plain", "early", "never", "short")])
+@pytest.mark.parametrize("name", slow("eos", "plain", "early", "never", "short"))
 def test_plain_search(name):
     cfg = CFG.replace(**SETTINGS[name])
     out = generate(PARAMS, IDS, None, cfg, attention_mask=MASK)
@@ -266,8 +266,9 @@ def test_a_streamer_is_refused():
 def test_distinct_draws_follow_the_distribution():
     scores = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
     keys = jax.random.split(jax.random.key(0), 20_000)
-    draws = np.asarray(jax.vmap(lambda key: draw_distinct(key, scores, 3, jnp.int32(2)))(keys))
-    assert (draws[:, 2] == 4).all()  # none after the second
+    rows = jnp.broadcast_to(scores, (len(keys), 1, 4))
+    values, draws = map(np.asarray, draw_distinct(keys, rows, 3, jnp.full(len(keys), 2), None))
+    assert np.isneginf(values[:, 2]).all()  # none after the second
     probs = np.exp(np.asarray(scores))
     for first in range(4):
         for second in range(4):
@@ -277,9 +278,10 @@ def test_distinct_draws_follow_the_distribution():
 
 
 def test_what_cannot_be_drawn_is_not_drawn():
-    scores = jnp.asarray([-jnp.inf, 0.0, -jnp.inf, 1.0])
-    drawn = draw_distinct(jax.random.key(1), scores, 4, jnp.int32(4))
-    assert sorted(drawn.tolist()) == [1, 3, 4, 4]
+    scores = jnp.asarray([[[-jnp.inf, 0.0], [-jnp.inf, 1.0]]])
+    values, places = draw_distinct(jax.random.split(jax.random.key(1), 1), scores, 4, jnp.asarray([4]), None)
+    assert sorted(places[0, :2].tolist()) == [1, 3]
+    assert sorted(values[0].tolist()) == [-jnp.inf, -jnp.inf, 0.0, 1.0]
 
 
 @pytest.mark.slow

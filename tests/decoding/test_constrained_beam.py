@@ -92,6 +92,7 @@ def contains(tokens, phrase):
     return any(tokens[i : i + len(phrase)] == phrase for i in range(len(tokens)))
 
 
+@pytest.mark.slow
 def test_every_best_result_has_all_words():
     out = run(CFG.replace(num_return_sequences=1, early_stopping=True))
     for row, prompt in enumerate(PROMPTS):

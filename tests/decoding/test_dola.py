@@ -232,6 +232,7 @@ def test_grammar_and_stop_strings():
     assert tokenizer.decode_batch(out)[0] == text[: text.index(stop) + 2]
 
 
+@pytest.mark.slow
 def test_if_all_likely_tokens_are_banned_the_last_layer_chooses():
     logits, premature = read(PROMPTS[0])
     scores, _ = contrast(logits, premature, [0])

@@ -191,7 +191,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["the model", *slow("another", "lookup")])
+@pytest.mark.parametrize("name", slow("the model", "another", "lookup"))
 def test_assisted_generation(alone, name):
     out = run(ASSISTED, **DRAFTS[name])
     check(out, alone)

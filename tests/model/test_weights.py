@@ -40,6 +40,9 @@ class Halves:
     def dtype(self):
         return self.upper.dtype
 
+    def specs(self, spec):
+        return Halves(spec, spec)
+
     def product(self, rows, tiles):
         return jnp.concatenate([product(rows, part, tiles) for part in (self.upper, self.lower)], axis=1)
 

@@ -1,0 +1,235 @@
+"""Plan a sharded run without its machine: compile it with the TPU's own compiler, and read off what it needs.
+
+    python -m benchmarks scale --config DIR --target v5e:8x8 --mesh 4x16 --rows 64 --context 4096
+
+No TPU is needed, only its compiler: pip install "jax[tpu]". Memory and communication are those of the compiled program.
+The rates are modelled: a step takes as long as the slowest of reading the memory and computing, both at the chip's
+published peak, and then communicates at the published bandwidth. They are upper bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import hlo
+from jaxgen import GenerationConfig, InputError, ModelConfig
+from jaxgen.config.availability import normal_form
+from jaxgen.decoding import loop
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.modes import mode_of
+from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.sharding import divide, shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Published figures of a chip: FLOP/s in bf16, bytes of memory, bytes/s of memory and of its links together.
+
+    `link` counts one direction. `slices` are the topologies that can be had, smallest first.
+    """
+
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    slices: tuple[str, ...]
+    source: str
+
+
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
+CHIPS = {
+    "v5e": Chip(197e12, 16e9, 819e9, 200e9, _FLAT, "docs.cloud.google.com/tpu/docs/v5e"),
+    "v5p": Chip(459e12, 95e9, 2765e9, 600e9, _CUBES, "docs.cloud.google.com/tpu/docs/v5p"),
+    "v6e": Chip(918e12, 32e9, 1638e9, 400e9, _FLAT, "docs.cloud.google.com/tpu/docs/v6e"),
+}
+
+
+def main() -> None:
+    """Compile, and print what was found."""
+    args = _arguments()
+    model = dataclasses.replace(
+        ModelConfig.from_hf(json.loads((args.config / "config.json").read_text())), dtype=args.dtype
+    )
+    name, _, topology = args.target.partition(":")
+    data, parts = args.mesh
+    if data * parts != math.prod(map(int, topology.split("x"))):
+        sys.exit(f"--mesh {data}x{parts} needs {data * parts} chips, and {args.target} has another number")
+    chip = CHIPS[name]
+    wanted = lower_bound(model, args, data, parts)
+    if wanted > chip.memory:
+        sys.exit(
+            f"{args.target} as {data}x{parts} does not fit: weights and cache need {wanted / 1e9:.1f} GB per chip of "
+            f"{chip.memory / 1e9:.0f}; {_smallest(model, args, name)}"
+        )
+    start = time.perf_counter()
+    compiled = _compile(model, args, data, parts)
+    print(report(model, args, chip, compiled, time.perf_counter() - start))
+
+
+def lower_bound(model: ModelConfig, args: argparse.Namespace, data: int, parts: int) -> float:
+    """Return the bytes that weights and cache take on each chip."""
+    rows = -(-args.rows // data)
+    heads = max(1, model.num_key_value_heads // parts)
+    cache = 2 * model.num_hidden_layers * rows * args.context * heads * model.head_dim
+    return (_weights(model, parts) + cache) * jnp.dtype(model.dtype).itemsize
+
+
+def _weights(model: ModelConfig, parts: int) -> float:
+    """Return the number of weights on each chip."""
+    heads = math.gcd(model.num_key_value_heads, parts)
+    total = 0.0
+    for name, shape in param_shapes(model).items():
+        owners = heads if "k_proj" in name or "v_proj" in name else parts
+        total += math.prod(shape) / (1 if "norm" in name else owners)
+    return total
+
+
+def _smallest(model: ModelConfig, args: argparse.Namespace, name: str) -> str:
+    """Return the smallest slice of the same chips, and its mesh, in which weights and cache fit."""
+    for topology in CHIPS[name].slices:
+        count = math.prod(map(int, topology.split("x")))
+        for parts in (size for size in range(1, count + 1) if count % size == 0):
+            try:
+                divide(model, Mesh(np.array([jax.devices()[0]] * parts).reshape(1, parts), ("data", "model")))
+            except InputError:
+                continue
+            if lower_bound(model, args, count // parts, parts) < CHIPS[name].memory:
+                return f"the smallest that would is {name}:{topology} as {count // parts}x{parts}"
+    return f"no slice of {name} that this program knows would"
+
+
+def _compile(model: ModelConfig, args: argparse.Namespace, data: int, parts: int):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.target).devices
+    mesh = divide(model, Mesh(np.array(devices).reshape(data, parts), ("data", "model")))
+    divided = shardings(model, mesh)
+    shapes = {
+        name: jax.ShapeDtypeStruct(shape, model.dtype, sharding=divided[name])
+        for name, shape in param_shapes(model).items()
+    }
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def on_all(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    cfg = GenerationConfig(
+        model=model, max_new_tokens=args.new_tokens, eos_token_id=1, pad_token_id=0, prefill_chunk_size=args.chunk
+    )
+    numbers = jax.tree.map(lambda x: on_all(np.shape(x), np.asarray(x).dtype), normal_form(cfg))
+    params = flax.traverse_util.unflatten_dict(shapes, sep=".")
+    run = Run(params, numbers, Extensions(), model, Sizes(args.rows, args.new_tokens), mesh=mesh)
+    width = args.context - args.new_tokens
+    ids, mask = on_all((args.rows, width), jnp.int32), on_all((args.rows, width), jnp.bool_)
+    request = Request(ids, mask, on_all((args.rows,), jnp.int32))
+    traced = jax.jit(loop.decode, static_argnames="mode").trace(run, request, mode=mode_of(cfg))
+    return traced.lower(lowering_platforms=("tpu",)).compile()
+
+
+def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, seconds: float) -> str:
+    """Return the plan as Markdown."""
+    data, parts = args.mesh
+    chips, itemsize = data * parts, jnp.dtype(model.dtype).itemsize
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    step = hlo.decode_step(program)
+    moved = sum(_moved(c, parts) * c.times for c in step)
+    passes = -(-(args.context - args.new_tokens) // args.chunk) if args.chunk else 1
+    prefill_moved = sum(_moved(c, parts) * c.times for c in hlo.outside_of_decode(program, passes))
+
+    weights = _weights(model, parts)
+    read = lower_bound(model, args, data, parts)
+    rows, tokens = -(-args.rows // data), args.context - args.new_tokens
+    attention = 4 * model.num_hidden_layers * model.num_attention_heads // parts * model.head_dim
+    times = {
+        "reading weights and cache": read / chip.bandwidth,
+        "computing": (2 * weights + attention * args.context) * rows / chip.flops,
+    }
+    decode = max(times.values()) + moved / chip.link
+    binds = "communication" if moved / chip.link > max(times.values()) else max(times, key=lambda name: times[name])
+    computing = rows * tokens * (2 * weights + attention * tokens / 2) / chip.flops
+    prefill = max(computing, weights * itemsize / chip.bandwidth) + prefill_moved / chip.link
+    counts = {}
+    for c in step:
+        counts[c.kind] = counts.get(c.kind, 0) + c.times
+    lines = [
+        f"## {args.config.resolve().name} on {args.target}, data x model = {data}x{parts}, {args.rows} rows of "
+        f"{args.context} tokens, {model.dtype}",
+        "",
+        "| figure | value |",
+        "|---|---|",
+        f"| memory per chip: arguments + results + temporaries | {memory.argument_size_in_bytes / 1e9:.2f} + "
+        f"{memory.output_size_in_bytes / 1e9:.2f} + {memory.temp_size_in_bytes / 1e9:.2f} = {used / 1e9:.2f} GB of "
+        f"{chip.memory / 1e9:.0f} |",
+        f"| collectives of a decode step | {', '.join(f'{n} {kind}' for kind, n in counts.items())} |",
+        f"| of these with a row's hidden state or more | "
+        f"{sum(c.times for c in step if _elements(c) >= rows * model.hidden_size)} |",
+        f"| bytes sent by a chip in a decode step | {moved / 1e6:.3f} MB |",
+        f"| modelled decode step | {1e3 * decode:.2f} ms: {args.rows / decode:,.0f} tokens/s; {binds} binds |",
+        f"| modelled prefill | {1e3 * prefill:,.0f} ms: {args.rows * tokens / prefill:,.0f} tokens/s; "
+        f"{'computing' if computing > prefill_moved / chip.link else 'communication'} binds |",
+        f"| compiled in | {seconds:.0f} s |",
+        "",
+        f"Chip: {chip.flops / 1e12:.0f} TFLOP/s, {chip.bandwidth / 1e9:.0f} GB/s, links {chip.link / 1e9:.0f} GB/s "
+        f"({chip.source}). jax {jax.__version__}, {chips} chips.",
+    ]
+    return "\n".join(lines)
+
+
+def _elements(collective: hlo.Collective) -> int:
+    return max((math.prod(dims) for dims in collective.dims), default=0)
+
+
+def _moved(collective: hlo.Collective, parts: int) -> float:
+    """Return the bytes that a chip sends for a collective over the axis `model`, in a ring."""
+    factor = 2 if collective.kind == "all-reduce" else 1
+    return factor * collective.nbytes * (parts - 1) / parts
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    data, separator, parts = text.partition("x")
+    if not (separator and data.isdecimal() and parts.isdecimal() and int(data) and int(parts)):
+        raise argparse.ArgumentTypeError(f"must be DATAxMODEL, such as 4x16, got {text!r}")
+    return int(data), int(parts)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    targets = [
+        f"{name}:{topology}"
+        for name, topology in itertools.chain(*([(n, t) for t in c.slices] for n, c in CHIPS.items()))
+    ]
+    parser.add_argument("--config", type=Path, required=True, help="a directory with a config.json")
+    parser.add_argument("--target", choices=targets, metavar="CHIP:TOPOLOGY", required=True, help="such as v5e:8x8")
+    parser.add_argument("--mesh", type=_mesh, required=True, help="DATAxMODEL, such as 4x16")
+    parser.add_argument("--rows", type=int, default=8, help="prompts in the batch")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of prompt and answer")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of the answer")
+    parser.add_argument("--chunk", type=int, help="prefill_chunk_size")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    args = parser.parse_args()
+    if not 0 < args.new_tokens < args.context:
+        parser.error("--new-tokens must be at least 1 and less than --context")
+    return args
+
+
+if __name__ == "__main__":
+    main()

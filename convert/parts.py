@@ -1,0 +1,96 @@
+"""Parameters that are divided over the devices of a mesh: each process reads and writes the parts that it has."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from convert.atomic_directory import new_directory
+from convert.errors import CheckpointError
+from convert.shards import plan, write_index
+from convert.tensors import Tensor, allocate_file, read_header
+
+_LONGEST_PATH = 4096  # bytes
+
+
+def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Read a tensor onto several devices, each its own part; a part that several devices have is read once."""
+    read: dict[tuple, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        key = tuple((axis.start, axis.stop) for axis in index)
+        if key not in read:
+            read[key] = tensor.read(dtype, index)
+        return read[key]
+
+    return jax.make_array_from_callback(tensor.shape, sharding, part)
+
+
+def write_parts(directory: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays to the files of a checkpoint: all processes call this, and each writes the parts that it has."""
+    sizes = {name: array.nbytes for name, array in arrays.items()}
+    files = plan(sizes)
+    if jax.process_index() == 0:
+        for name, tensors in files.items():
+            allocate_file(directory / name, {tensor: arrays[tensor] for tensor in tensors})
+        write_index(directory, files, sizes)
+    _wait("allocated")
+    for name in files:
+        for tensor in read_header(directory / name).values():
+            for index, part in _own_parts(arrays[tensor.name]):
+                tensor.write(index, part)
+    _wait("written")
+
+
+@contextlib.contextmanager
+def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield one `new_directory` in all processes, which process 0 makes and moves to its name.
+
+    Raises:
+        CheckpointError: in process 0 as `new_directory`; in another one if process 0 failed or the directory is not
+            there.
+    """
+    with contextlib.ExitStack() as stack:
+        path, error = "", None
+        if jax.process_index() == 0:
+            try:
+                path = str(stack.enter_context(new_directory(target, overwrite=overwrite)))
+            except CheckpointError as failure:
+                error = failure
+        path = _told_by_first(path)
+        if not path:
+            raise error or CheckpointError([f"{target}: process 0 could not prepare it: see its message"])
+        if not Path(path).is_dir():
+            raise CheckpointError([f"{path} is not there in process {jax.process_index()}: save where all can write"])
+        yield Path(path)
+    _wait("moved")
+
+
+def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Yield the parts of an array that this process writes, so that each is written once."""
+    if isinstance(array, np.ndarray) or array.is_fully_replicated:
+        if jax.process_index() == 0:
+            yield (slice(None),) * array.ndim, np.asarray(array)
+        return
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            yield shard.index, np.asarray(shard.data)
+
+
+def _told_by_first(path: str) -> str:
+    if jax.process_count() == 1:
+        return path
+    sent = np.frombuffer(path.encode().ljust(_LONGEST_PATH, b"\0"), np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().rstrip(b"\0").decode()
+
+
+def _wait(for_what: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(for_what)

@@ -1,0 +1,178 @@
+"""Which part of each array a device of a mesh has.
+
+A mesh has two axes: `data`, over which the rows of a batch are divided, and `model`, over which every matrix is. XLA's
+partitioner derives all communication from that: per layer the sums after `o_proj` and `down_proj`, as in Megatron-LM
+(arXiv 1909.08053), and one after the embedding.
+
+If `model` is larger than the number of key-value heads, several devices have the same head. So arrays live on a mesh of
+the same devices in which `model` is divided into two axes: `model`, over which key-value heads are divided, and
+`copies`, the devices that have the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxgen.errors import InputError
+from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.config import ModelConfig
+from jaxgen.model.weights import Weight
+
+_AXES = ("data", "model", "copies")
+_ALL = ("model", "copies")
+_OUTPUTS, _INPUTS = PartitionSpec(_ALL, None), PartitionSpec(None, _ALL)
+
+# By the name of a layer, how its matrix [out, in] is divided. A bias is divided as the outputs are; all other
+# parameters are on every device.
+_MATRICES = {
+    "embed_tokens": _OUTPUTS,
+    "lm_head": _OUTPUTS,
+    "q_proj": _OUTPUTS,
+    "k_proj": PartitionSpec("model", None),
+    "v_proj": PartitionSpec("model", None),
+    "gate_proj": _OUTPUTS,
+    "up_proj": _OUTPUTS,
+    "o_proj": _INPUTS,
+    "down_proj": _INPUTS,
+}
+CACHE = PartitionSpec("data", "model")  # of keys and values, [B, K, S, H]
+ROWS = PartitionSpec("data")
+REPLICATED = PartitionSpec()
+
+
+def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
+    """Return the mesh of the same devices that a model's arrays live on, with the axes `data`, `model` and `copies`.
+
+    Args:
+        model: the model's config.
+        mesh: one with the axes `data` and `model`, of which one may be missing, or a result of this function.
+
+    Raises:
+        InputError: other axes, or an axis `model` that does not divide the model's sizes.
+        TypeError: not a `jax.sharding.Mesh`.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    shape = dict(mesh.shape)
+    if not set(shape) <= set(_AXES):
+        raise InputError(f"mesh must have the axes 'data' and 'model', got {list(shape)}")
+    order = [mesh.axis_names.index(name) for name in _AXES if name in shape]
+    devices = mesh.devices.transpose(order)
+    parts = shape.get("model", 1) * shape.get("copies", 1)
+    _check_parts(model, parts)
+    heads = math.gcd(model.num_key_value_heads, parts)
+    devices = devices.reshape(shape.get("data", 1), heads, parts // heads)
+    return Mesh(devices, _AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
+    """Return parameters divided over the devices of a mesh.
+
+    >>> mesh = jax.make_mesh((1, 8), ("data", "model"))             # doctest: +SKIP
+    >>> params = shard_params(params, cfg.model, mesh)              # doctest: +SKIP
+
+    Raises:
+        InputError, TypeError: as `divide`.
+    """
+    mesh = divide(model, mesh)
+
+    def put(path, leaf):
+        spec = spec_of(".".join(key.key for key in path))
+        specs = leaf.specs(spec) if isinstance(leaf, Weight) else spec
+        return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), leaf, specs)
+
+    return jax.tree_util.tree_map_with_path(put, params, is_leaf=lambda x: isinstance(x, Weight))
+
+
+def shardings(model: ModelConfig, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Return the sharding of each parameter by its dotted name; `mesh` as in `divide`."""
+    mesh = divide(model, mesh)
+    return {name: NamedSharding(mesh, spec_of(name)) for name in param_shapes(model)}
+
+
+def spec_of(name: str) -> PartitionSpec:
+    """Return how a parameter is divided, by its dotted name."""
+    layer, _, kind = name.rpartition(".")
+    matrix = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
+    if matrix == REPLICATED or kind == "weight":
+        return matrix
+    return PartitionSpec(matrix[0])
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """Return the mesh that parameters are divided over, None if there is none or it is not known under jit."""
+    for leaf in jax.tree.leaves(params):
+        sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(mesh, Mesh) and mesh.axis_names == _AXES:
+            return mesh
+    return None
+
+
+def rows_on(mesh: Mesh | None, rows: int) -> int:
+    """Return `rows` rounded up to a multiple of the mesh's axis `data`."""
+    parts = 1 if mesh is None else mesh.shape["data"]
+    return -(-rows // parts) * parts
+
+
+def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:
+    """Require that all arrays of a tree are divided by `spec`; without a mesh, return the tree."""
+    if mesh is None:
+        return tree
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+
+
+def largest(
+    x: jax.Array, count: int, mesh: Mesh | None, values: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Find the `count` largest entries of each row of `x float32[B, n, V]`, in the order of `lax.top_k`.
+
+    On a mesh each device finds those of its own part of V, and only these are exchanged.
+
+    Returns:
+        The values there, of `values` if given, an array of x's shape, else of x, and the places in n * V.
+    """
+    rows, beams, vocab = x.shape
+    if mesh is None:
+        # Without the barrier, XLA takes a slice of the result for a part of a sort, and then sorts everything.
+        best, place = lax.optimization_barrier(lax.top_k(x.reshape(rows, -1), count))
+        return best if values is None else jnp.take_along_axis(values.reshape(rows, -1), place, axis=1), place
+
+    def of_part(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, _, width = x.shape
+        best, place = lax.top_k(x, min(count, width))
+        first = lax.axis_index(_ALL) * width + jnp.arange(beams, dtype=jnp.int32)[None, :, None] * vocab
+        parts = (best, jnp.take_along_axis(values, place, axis=2), first + place)
+        best, *rest = (lax.all_gather(part, _ALL, axis=2, tiled=True).reshape(rows, -1) for part in parts)
+        order = lax.top_k(best, count)[1]
+        value, place = (jnp.take_along_axis(part, order, axis=1) for part in rest)
+        return value, place
+
+    values, divided = x if values is None else values, PartitionSpec("data", None, _ALL)
+    return jax.shard_map(of_part, mesh=mesh, in_specs=(divided, divided), out_specs=ROWS, check_vma=False)(x, values)
+
+
+def _check_parts(model: ModelConfig, parts: int) -> None:
+    """Raise an error if a model cannot be divided into so many parts."""
+    if _fits(model, parts):
+        return
+    allowed = [size for size in range(1, model.num_attention_heads + 1) if _fits(model, size)]
+    raise InputError(
+        f"the mesh's axis 'model' has size {parts}, which does not divide the model's sizes (num_attention_heads="
+        f"{model.num_attention_heads}, num_key_value_heads={model.num_key_value_heads}, intermediate_size="
+        f"{model.intermediate_size}, vocab_size={model.vocab_size}): it must be one of {allowed}"
+    )
+
+
+def _fits(model: ModelConfig, parts: int) -> bool:
+    whole = (model.num_attention_heads, model.intermediate_size, model.vocab_size)
+    heads = model.num_key_value_heads
+    return not any(size % parts for size in whole) and (heads % parts == 0 or parts % heads == 0)

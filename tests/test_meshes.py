@@ -1,0 +1,280 @@
+"""Meshes of devices: the same tokens as on one device, and no communication but what the model needs."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from benchmarks import hlo
+from convert import load_hf, save_hf
+from convert.hf import open_checkpoint
+from convert.tensors import Tensor
+from jaxgen import CausalLM, GenerationConfig, InputError, generate, prefill, score, shard_params
+from jaxgen.config.availability import normal_form
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.modes import mode_of
+from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.model.sharding import divide, mesh_of, shardings
+from jaxgen.request.driver import run_whole
+from jaxgen.training import lora
+from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train_step
+from tests.support.models import model_config, random_params, slow
+
+MODEL = model_config(vocab_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
+PARAMS = random_params(MODEL, scale=0.2)
+CFG = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0, eos_token_id=[1, 2])
+IDS = np.random.default_rng(0).integers(3, 96, (6, 9), np.int32)
+MASK = np.arange(9)[None, :] >= np.array([0, 3, 5, 0, 1, 2])[:, None]
+MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
+MODES = {
+    "greedy": {},
+    "sampling": {
+        **{"do_sample": True, "num_return_sequences": 2, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.1},
+        "temperature": [0.7, 0.8, 0.9, 1.0, 1.1, 1.2],
+    },
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constraints": {"num_beams": 3, "force_words_ids": [[5, 7]]},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola": {"dola_layers": [0], "repetition_penalty": 1.2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "early exit": {"assistant_early_exit": 1},
+    "guidance": {"guidance_scale": 1.5},
+}
+
+
+def mesh_of_shape(shape):
+    return jax.make_mesh(shape, ("data", "model"))
+
+
+def on_mesh(shape, params=PARAMS, model=MODEL):
+    return shard_params(params, model, mesh_of_shape(shape))
+
+
+def on_meshes():
+    """Every mode on one mesh, sampling on all."""
+    for number, name in enumerate(MODES):
+        for place, shape in enumerate(MESHES):
+            if name == "sampling" or place == number % len(MESHES):
+                marks = [pytest.mark.slow] * ((shape, name) != ((4, 2), "sampling"))
+                yield pytest.param(shape, name, marks=marks, id=f"{name}-{shape[0]}x{shape[1]}")
+
+
+@pytest.mark.parametrize(("shape", "name"), list(on_meshes()))
+def test_same_tokens(shape, name):
+    cfg = CFG.replace(**MODES[name])
+    key = jax.random.key(5) if cfg.do_sample else None
+    alone, divided = (generate(params, IDS, key, cfg, attention_mask=MASK) for params in (PARAMS, on_mesh(shape)))
+    assert divided.sequences.tolist() == alone.sequences.tolist()
+    assert divided.lengths.tolist() == alone.lengths.tolist()
+    assert divided.stop_reasons.tolist() == alone.stop_reasons.tolist()
+
+
+@pytest.mark.parametrize("rows", slow(1, 3, 6))
+def test_a_cache_continues_on_the_mesh(rows):
+    """`rows` cached prompts continue with 6 prompts, which the mesh pads to 8."""
+    cfg, new = CFG.replace(eos_token_id=None), IDS[:, :3]
+    params = on_mesh((4, 2))
+    expected, found = (
+        generate(p, new, None, cfg, cache=generate(p, IDS[:rows], None, cfg).cache) for p in (PARAMS, params)
+    )
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    system = prefill(params, IDS[:rows], cfg)
+    assert generate(params, new, None, cfg, cache=system).lengths.tolist() == [8] * 6
+
+
+@pytest.mark.slow
+def test_an_assistant_on_the_mesh():
+    small = model_config(vocab_size=96, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    draft = random_params(small, seed=1)
+    cfg = GenerationConfig(model=small, assistant_confidence_threshold=[0.1] * 6)
+    mesh = mesh_of_shape((4, 2))
+    expected = generate(PARAMS, IDS, None, CFG, assistant=(draft, cfg))
+    found = generate(on_mesh((4, 2)), IDS, None, CFG, assistant=(shard_params(draft, small, mesh), cfg))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert found.accepted.tolist() == expected.accepted.tolist()
+
+
+@pytest.mark.slow
+def test_outputs_of_every_step_on_the_mesh():
+    cfg = CFG.replace(output_scores=True, output_hidden_states=True, output_logprobs="scores", top_logprobs=2)
+    expected, found = (generate(params, IDS, None, cfg) for params in (PARAMS, on_mesh((4, 2))))
+    for one, other in zip(jax.tree.leaves(expected.scores), jax.tree.leaves(found.scores), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    for layers in ("prefill", "decode"):
+        pairs = zip(getattr(expected.hidden_states, layers), getattr(found.hidden_states, layers), strict=True)
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(expected.top_logprobs, found.top_logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", slow(4, 6))
+def test_score_on_the_mesh(rows):
+    expected, found = (score(params, IDS[:rows], CFG, top_logprobs=2) for params in (PARAMS, on_mesh((4, 2))))
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+    assert found.top_tokens.tolist() == expected.top_tokens.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_training_on_the_mesh(low_rank):
+    settings = TrainConfig(steps=2, learning_rate=0.01, eps=1e-3)  # tiny gradients are mostly rounding
+    ids = IDS[:4]
+    batch = TrainBatch(ids, ids, np.ones_like(ids))
+
+    def trained(params):
+        start = lora.init(params, 2, jax.random.key(0)) if low_rank else params
+        state = TrainState.create(start, settings)
+        step = jax.jit(lambda state, frozen: train_step(state, batch, frozen, model=MODEL, cfg=settings))
+        for _ in range(2):
+            state, metrics = step(state, params if low_rank else None)
+        return state.params, metrics
+
+    (expected, loss), (found, divided_loss) = trained(PARAMS), trained(on_mesh((2, 4)))
+    np.testing.assert_allclose(divided_loss.loss, loss.loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), expected, found)
+    assert mesh_of(found) is not None
+
+
+@pytest.mark.slow
+def test_low_rank_weights_on_the_mesh():
+    update = jax.tree.map(lambda x: x + 0.05, lora.init(PARAMS, 2, jax.random.key(0)))
+    params = lora.attach(PARAMS, update, 1.0)
+    expected, found = (generate(p, IDS, None, CFG) for p in (params, on_mesh((2, 4), params)))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+def compiled(shape, **options):
+    """A program for 8 rows, in which nothing but hidden states and scores is as large as these."""
+    model = model_config(
+        **{"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 128, "num_attention_heads": 8},
+        **{"num_key_value_heads": 4, "num_hidden_layers": 3},
+    )
+    cfg = GenerationConfig(model=model, max_new_tokens=8, pad_token_id=0, eos_token_id=1, **options)
+    mesh = divide(model, mesh_of_shape(shape))
+    everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())
+    divided = shardings(model, mesh)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=divided[".".join(k.key for k in path)]),
+        jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"],
+    )
+    key = None
+    if cfg.do_sample:
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
+    ids = np.zeros((8, 32), np.int32)
+    candidates = cfg.top_k if cfg.on("penalty_alpha") else 0
+    run = Run(params, normal_form(cfg), Extensions(), model, Sizes(8, 128, candidates=candidates), mesh=mesh)
+    request = Request(ids, ids == 0, np.full(8, 8, np.int32), key)
+    return model, run_whole.lower(run, request, mode=mode_of(cfg)).compile().as_text()
+
+
+STEPS = {
+    "greedy": ({}, 1),
+    "sampling": ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}, 1),
+    "beams": ({"num_beams": 4}, 4),
+    "beam sampling": ({"num_beams": 4, "do_sample": True}, 4),
+    "groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, 4),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, 4),
+}
+
+
+def communicating():
+    """Greedy search and sampling on all meshes, the other modes on those that divide the vocabulary most."""
+    for name in STEPS:
+        for shape in MESHES if name in ("greedy", "sampling") else MESHES[2:]:
+            marks = [pytest.mark.slow] * ((shape, name) != ((2, 4), "sampling"))
+            yield pytest.param(shape, name, marks=marks, id=f"{name}-{shape[0]}x{shape[1]}")
+
+
+@pytest.mark.parametrize(("shape", "name"), list(communicating()))
+def test_communication_of_a_step(shape, name):
+    """Two sums per layer and one for the embedding, over the axis `model`; nothing else of that size."""
+    options, copies = STEPS[name]
+    model, program = compiled(shape, **options)
+    rows = 8 // shape[0] * copies
+    large = [c for c in hlo.decode_step(program) if max(map(math.prod, c.dims)) >= rows * model.hidden_size]
+    sums = [c for c in large if c.kind == "all-reduce" and max(c.dims, key=math.prod)[-1] == model.hidden_size]
+    assert large == sums
+    assert sum(c.times for c in sums) == (0 if shape[1] == 1 else 2 * model.num_hidden_layers + 1)
+
+
+def test_each_device_has_its_part():
+    params = on_mesh((2, 4))
+    layer = params["model"]["layers"]["0"]
+    parts = {
+        "q_proj": layer["self_attn"]["q_proj"]["weight"],
+        "k_proj": layer["self_attn"]["k_proj"]["weight"],
+        "k_bias": layer["self_attn"]["k_proj"]["bias"],
+        "o_proj": layer["self_attn"]["o_proj"]["weight"],
+        "down_proj": layer["mlp"]["down_proj"]["weight"],
+        "norm": layer["input_layernorm"]["weight"],
+        "embedding": params["model"]["embed_tokens"]["weight"],
+    }
+    found = {name: x.addressable_shards[0].data.shape for name, x in parts.items()}
+    assert found == {
+        **{"q_proj": (16, 64), "k_proj": (8, 64), "k_bias": (8,), "o_proj": (64, 16)},
+        **{"down_proj": (64, 32), "norm": (64,), "embedding": (24, 64)},
+    }
+
+
+def test_more_devices_than_heads_have_the_same_ones():
+    weight = on_mesh((1, 8))["model"]["layers"]["0"]["self_attn"]["k_proj"]["weight"]
+    shards = [np.asarray(shard.data) for shard in weight.addressable_shards]
+    assert shards[0].shape == (8, 64)
+    assert np.array_equal(shards[0], shards[1])
+    assert not np.array_equal(shards[1], shards[2])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "message"),
+    [
+        ((1, 8), ("data", "rows"), r"mesh must have the axes 'data' and 'model', got \['data', 'rows'\]"),
+        ((1, 3), ("data", "model"), r"axis 'model' has size 3, .*vocab_size=96\): it must be one of \[1, 2, 4, 8\]"),
+    ],
+)
+def test_refused(shape, axes, message):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
+    with pytest.raises(InputError, match=message):
+        shard_params(PARAMS, MODEL, mesh)
+
+
+def test_not_a_mesh():
+    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got tuple"):
+        shard_params(PARAMS, MODEL, (2, 4))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
+def test_load_reads_each_part_once(tmp_path, monkeypatch, shape):
+    save_hf(PARAMS, CFG, tmp_path / "checkpoint")
+    read = []
+    runs = Tensor.runs
+
+    def counted(self, part, array):
+        for offset, run in runs(self, part, array):
+            read.append((self.file, offset, len(run)))
+            yield offset, run
+
+    monkeypatch.setattr(Tensor, "runs", counted)
+    params, cfg = load_hf(tmp_path / "checkpoint", mesh=mesh_of_shape(shape))
+    assert cfg.model == MODEL
+    expected = on_mesh(shape)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, expected)
+    # One process has all devices here, so it reads the whole file, each byte once.
+    assert sum(size for *_, size in read) == sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    assert len(set(read)) == len(read)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part", [(slice(2, 5), slice(None)), (slice(None), slice(3, 4)), (slice(0, 1), slice(1, 3))])
+def test_part_of_a_tensor(tmp_path, dtype, part):
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    save_hf(params, CFG, tmp_path / "checkpoint")
+    array = params["model"]["layers"]["1"]["mlp"]["up_proj"]["weight"]
+    tensor = open_checkpoint(tmp_path / "checkpoint").tensors["model.layers.1.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(tensor.read(None, part), np.asarray(array)[part])
