@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxgen.buckets import prompt_bucket
 from jaxgen.config.availability import check_options, normal_form, refuse_unavailable
@@ -20,6 +21,7 @@ from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.linear import for_this_machine
+from jaxgen.model.sharding import REPLICATED, mesh_of, place_rows
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
 from jaxgen.request.prepare import under_jit
@@ -100,7 +102,11 @@ def score(
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
     size = _chunk_size(chunk, width - start + right, rows * vocab)
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
+    mesh = None if traced else mesh_of(params)
+    ids, mask = place_rows((ids, mask), mesh)
     scores = logprobs(params, ids, mask, replay, model=model if traced else for_this_machine(model), **sizes)
+    if mesh is not None:
+        scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:
         return scores
     # Cut on the host: a slice of a jax array would compile for each width.

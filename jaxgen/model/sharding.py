@@ -122,6 +122,14 @@ def rows_on(mesh: Mesh | None, rows: int) -> int:
     return -(-rows // parts) * parts
 
 
+def place_rows(tree: Any, mesh: Mesh | None) -> Any:
+    """Divide arrays of the host, `[rows, ...]`, over a mesh if that divides their rows; else return them unchanged."""
+    if mesh is None or any(x.shape[0] % mesh.shape["data"] for x in jax.tree.leaves(tree)):
+        return tree
+    sharding = NamedSharding(mesh, ROWS)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda part: x[part]), tree)
+
+
 def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:
     """Require that all arrays of a tree are divided by `spec`; without a mesh, return the tree."""
     if mesh is None:

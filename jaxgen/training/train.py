@@ -26,6 +26,7 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.causal_lm import forward
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.loss import next_token_loss
+from jaxgen.model.sharding import mesh_of, place_rows
 from jaxgen.training.lora import attach
 from jaxgen.training.state import read_state, write_state
 
@@ -249,20 +250,25 @@ def train(
         report: called with a line of progress.
 
     Raises:
-        InputError: `directory` has the state of a run with other settings.
+        InputError: `directory` has the state of a run with other settings, or there are several processes.
         ConfigError: the settings made the loss infinite or NaN.
     """
     begin = functools.partial(TrainState.create, params, cfg)
     settings = _settings(model, cfg, run)
     state = None if directory is None else read_state(directory, jax.eval_shape(begin), settings)
+    mesh = mesh_of((params, frozen))
+    if mesh is not None and mesh.is_multi_process and directory is not None:
+        raise InputError("the state of a run on several processes cannot be saved: leave directory out")
     if state is None:
         state = begin()
+    elif mesh is not None:
+        state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, begin())
     del params, begin  # the state has copies; without the caller's references, the memory is freed
     step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
         batch = batches(step)
-        state, metrics = step_of(state, jax.device_put(batch), frozen)
+        state, metrics = step_of(state, jax.device_put(batch) if mesh is None else place_rows(batch, mesh), frozen)
         meter.count(metrics, int(np.sum(np.asarray(batch.segments) > 0)))
         done = step + 1
         if done % report_every == 0 or done == cfg.steps:

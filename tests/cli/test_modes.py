@@ -192,3 +192,23 @@ def test_system(run, refused, talking, checkpoint, monkeypatch):
 def test_a_request_that_memory_cannot_hold(refused, checkpoint, monkeypatch):
     monkeypatch.setattr("jaxgen.request.memory.free_bytes", lambda device: 1000)
     assert "is free" in refused("--model", checkpoint, "A")
+
+
+class TestMeshes:
+    def test_rows_are_divided(self, run, checkpoint):
+        status, out, _ = run("--model", checkpoint, "--max-new-tokens", 3, "--mesh", "8x1", "A")
+        assert (status, out) == (0, "BCD\n")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--mesh", "2x2"], "--mesh 2x2 needs 4 devices, and there are 8"),
+            (["--mesh", "8"], "'8' must be DATAxMODEL, such as 1x8"),
+            (["--mesh", "0x8"], "'0x8' must be DATAxMODEL, such as 1x8"),
+            (["--mesh", "1x8"], "axis 'model' has size 8, which does not divide the model's sizes"),
+            (["--distributed"], "add --mesh DATAxMODEL"),
+            (["--mesh", "8x1", "--process", "1"], "--processes and --process need --coordinator HOST:PORT"),
+        ],
+    )
+    def test_refused(self, refused, checkpoint, options, message):
+        assert message in refused("--model", checkpoint, *options, "A")
