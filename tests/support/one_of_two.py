@@ -53,6 +53,8 @@ def main(process: int, port: int, shape: tuple[int, int], checkpoint: str, targe
 OPTIONS = {
     "sampling": {"do_sample": True, "top_k": 30, "num_return_sequences": 2},
     "beams": {"num_beams": 3, "do_sample": False},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 3, "do_sample": False},
+    "assisted": {"prompt_lookup_num_tokens": 2, "do_sample": False},
     "greedy": {"do_sample": False, "output_scores": True},
 }
 
