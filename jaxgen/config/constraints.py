@@ -109,7 +109,7 @@ class ConstraintTable(Kind):
         if value is None or is_tracer(value):
             return []
         # jax unflattens a config to arrays.
-        constraints = map(_constraint, _untable(value)) if is_array(value) else self.constraints(value)
+        constraints = map(_constraint, _untable("constraints", value)) if is_array(value) else self.constraints(value)
         return [phrase for constraint in constraints for phrase in constraint.alternatives]
 
 
@@ -122,11 +122,11 @@ class ForcedWords(ConstraintTable):
         """Return a tuple of phrases and of tuples of phrases; in an array `[C, A, W]`, -1 is an unused entry."""
         if is_tracer(value):
             return traced_table(name, value, 3)
-        words = _untable(value) if is_array(value) else as_lists(value)
+        words = _untable(name, value) if is_array(value) else as_lists(value)
         if not isinstance(words, list) or not words or not all(isinstance(word, list) and word for word in words):
             raise ConfigError(
                 f"{name} must be a non-empty list of phrases [id, ...], or of lists of alternative phrases "
-                f"[[id, ...], ...], got {value!r}"
+                f"[[id, ...], ...], got {value!r}; text is encoded with the tokenizer first"
             )
         try:
             return tuple(_frozen(word, _constraint(word)) for word in words)
@@ -147,7 +147,7 @@ class Constraints(ConstraintTable):
         if is_tracer(value):
             return traced_table(name, value, 3)
         if is_array(value):
-            return tuple(map(_constraint, _untable(value)))
+            return tuple(map(_constraint, _untable(name, value)))
         kinds = "jaxgen.PhrasalConstraint and jaxgen.DisjunctiveConstraint"
         if not isinstance(value, list | tuple):
             raise TypeError(f"{name} must be a list of {kinds}, got {type(value).__name__}")
@@ -195,11 +195,13 @@ def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
     return np.asarray([[filled(phrase, width) for phrase in phrases] for phrases in rows], np.int32)
 
 
-def _untable(table: Any) -> list:
+def _untable(name: str, table: Any) -> list:
     """Return the phrase of each constraint of a table, or its alternatives if there are several."""
     words = as_lists(table)
     if np.ndim(table) != 3:
-        raise ConfigError(f"an array of constraints must have 3 axes, got shape {list(np.shape(table))}")
+        raise ConfigError(
+            f"{name} as an array must have 3 axes, [constraints, alternatives, ids], got shape {list(np.shape(table))}"
+        )
     words = [[[token for token in phrase if token != -1] for phrase in phrases] for phrases in words]
     words = [[phrase for phrase in phrases if phrase] for phrases in words]
     return [phrases[0] if len(phrases) == 1 else phrases for phrases in words if phrases]
