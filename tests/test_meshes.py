@@ -1,5 +1,6 @@
 """Meshes of devices: the same tokens as on one device, and no communication but what the model needs."""
 
+import dataclasses
 import math
 
 import jax
@@ -12,7 +13,7 @@ from benchmarks import hlo
 from convert import load_hf, save_hf
 from convert.hf import open_checkpoint
 from convert.tensors import Tensor
-from jaxgen import CausalLM, GenerationConfig, InputError, generate, prefill, score, shard_params
+from jaxgen import CausalLM, GenerationConfig, InputError, StepHook, generate, prefill, score, shard_params
 from jaxgen.config.availability import normal_form
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
@@ -22,6 +23,7 @@ from jaxgen.request.driver import run_whole
 from jaxgen.training import lora
 from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train_step
 from tests.support.models import model_config, random_params, slow
+from tests.support.streamers import Collector
 
 MODEL = model_config(vocab_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
 PARAMS = random_params(MODEL, scale=0.2)
@@ -138,6 +140,54 @@ def test_training_on_the_mesh(low_rank):
     np.testing.assert_allclose(divided_loss.loss, loss.loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), expected, found)
     assert mesh_of(found) is not None
+
+
+class Shift(StepHook):
+    """Adds the row's step to the logits of one token."""
+
+    def init(self, history):
+        return jnp.zeros(history.length.shape[0])
+
+    def after(self, state, history, output):
+        logits = output.logits.at[:, 5].add(state)
+        return dataclasses.replace(output, logits=logits), state + 1
+
+
+def stop_at_seven(history, scores):
+    return history.last(1)[:, 0] == 7
+
+
+CALLS = {
+    "hook": {"hook": Shift()},
+    "criterion": {"stopping_criteria": [stop_at_seven]},
+    "processor": {"logits_processor": [lambda history, scores: scores * 0.5]},
+    "function on the host": {"prefix_allowed_tokens_fn": lambda row, ids: [4 + row, int(ids[-1])]},
+    "embeddings": {"inputs_embeds": np.random.default_rng(1).normal(size=(6, 9, 64)).astype(np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", slow(*CALLS))
+def test_arguments_of_a_call_on_the_mesh(name):
+    expected, found = (generate(params, IDS, None, CFG, **CALLS[name]) for params in (PARAMS, on_mesh((4, 2))))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.slow
+def test_a_streamer_and_a_deadline_on_the_mesh():
+    expected, found = Collector(), Collector()
+    cfg = CFG.replace(max_time=600.0)
+    for params, streamer in ((PARAMS, expected), (on_mesh((4, 2)), found)):
+        generate(params, IDS, None, cfg, streamer=streamer)
+    for one, other in zip(expected.values, found.values, strict=True):
+        assert one.tolist() == other.tolist()
+
+
+@pytest.mark.slow
+def test_under_the_callers_jit_on_the_mesh():
+    cfg = CFG.replace(do_sample=True)
+    traced = jax.jit(lambda params: generate(params, IDS, jax.random.key(2), cfg))
+    expected, found = (traced(params) for params in (PARAMS, on_mesh((4, 2))))
+    assert found.sequences.tolist() == expected.sequences.tolist()
 
 
 @pytest.mark.slow
