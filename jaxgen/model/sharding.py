@@ -1,12 +1,12 @@
-"""Which part of each array a device of a mesh has.
+"""The division of parameters, caches and rows over the devices of a mesh.
 
 A mesh has two axes: `data`, over which the rows of a batch are divided, and `model`, over which every matrix is. XLA's
 partitioner derives all communication from that: per layer the sums after `o_proj` and `down_proj`, as in Megatron-LM
 (arXiv 1909.08053), and one after the embedding.
 
-If `model` is larger than the number of key-value heads, several devices have the same head. So arrays live on a mesh of
-the same devices in which `model` is divided into two axes: `model`, over which key-value heads are divided, and
-`copies`, the devices that have the same ones.
+If `model` is larger than the number of key-value heads, several devices store the same head. So arrays live on a mesh
+of the same devices that has two axes in place of `model`: `model`, over which key-value heads are divided, and
+`copies`, along which all devices store the same heads.
 """
 
 from __future__ import annotations
