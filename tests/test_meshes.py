@@ -381,6 +381,12 @@ def test_other_meshes(shape, axes):
     assert found.sequences.tolist() == expected.sequences.tolist()
 
 
+def test_a_mesh_that_the_caller_has_set():
+    params = on_mesh((4, 2))
+    with jax.set_mesh(mesh_of_shape((4, 2))), pytest.raises(InputError, match=r"leave jax\.set_mesh out"):
+        generate(params, IDS, None, CFG)
+
+
 def test_not_a_mesh():
     with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got tuple"):
         shard_params(PARAMS, MODEL, (2, 4))

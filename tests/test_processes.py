@@ -83,7 +83,7 @@ def start(tmp_path, port, environment):
     started = []
 
     def start(number: int, *options) -> subprocess.Popen:
-        command = [sys.executable, "-m", "jaxgen", "--mesh", "2x1", "--coordinator", f"127.0.0.1:{port}"]
+        command = [sys.executable, "-P", "-m", "jaxgen", "--mesh", "2x1", "--coordinator", f"127.0.0.1:{port}"]
         command += ["--processes", "2", "--process", str(number), *map(str, options)]
         with open(tmp_path / str(number), "w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path)

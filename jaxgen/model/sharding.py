@@ -107,11 +107,20 @@ def spec_of(name: str) -> PartitionSpec:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh that parameters are divided over, None if there is none or it is not known under jit."""
+    """Return the mesh that parameters are divided over, None if there is none or it is not known under jit.
+
+    Raises:
+        InputError: the caller has set a mesh with Explicit axes, which jax mixes with no other.
+    """
     for leaf in jax.tree.leaves(params):
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         if isinstance(mesh, Mesh) and mesh.axis_names == _AXES:
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+                raise InputError(
+                    "jax.set_mesh has set a mesh with Explicit axes, and the parameters are on a mesh of their own: "
+                    "leave jax.set_mesh out; the parameters are enough"
+                )
             return mesh
     return None
 
