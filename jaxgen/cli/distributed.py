@@ -24,6 +24,8 @@ HEARTBEAT = 10  # seconds without a sign of life after which a process counts as
 _CHILD = "JAXGEN_CHILD"  # in the child's environment: the descriptor of a pipe whose other end its parent has
 # What the runtime writes, and how it names the process that was lost. Process 0 coordinates: without it all others end.
 _RUNTIME = re.compile(r"[EWIF]\d{4} |\[Gloo\]|\*\*\* ")
+# An error of the command that the loss of a process may have caused; it is printed only if none was lost.
+_CAUSED = re.compile(r"jaxgen: error: .*(Gloo|NCCL|coordination)")
 _LOST = re.compile(r"[Tt]ask (\d+) heartbeat timeout|stopped sending heartbeats\):\s*(\d+)")
 _COORDINATOR_LOST = re.compile(r"Socket closed|failed to connect|Connection refused|Connection reset")
 
@@ -51,7 +53,8 @@ def supervise(argv: Sequence[str]) -> int:
     assert child.stderr is not None
     runtime: list[str] = []  # from its first line on, but for lines of the command itself
     for line in child.stderr:
-        if line.startswith("jaxgen: ") or not (runtime or _RUNTIME.match(line)):
+        held = runtime and not line.startswith("jaxgen: ")
+        if not (held or _RUNTIME.match(line) or _CAUSED.match(line)):
             print(line, end="", file=sys.stderr, flush=True)
         elif not line.startswith("[Gloo]"):
             runtime.append(line)
@@ -70,9 +73,12 @@ def supervise(argv: Sequence[str]) -> int:
 
 
 def leave(status: int) -> None:
-    """End a child that has failed alone soon: jax would wait for the others, and they for it, for five minutes."""
+    """End a child that has failed, even if the others continue: jax would let them wait for each other for five minutes.
+
+    If it failed because another process was lost, there is time for the runtime to notice that, and to say so.
+    """
     if is_child():
-        timer = threading.Timer(HEARTBEAT, os._exit, [status])
+        timer = threading.Timer(1.5 * HEARTBEAT, os._exit, [status])
         timer.daemon = True
         timer.start()
 
