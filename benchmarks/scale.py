@@ -30,7 +30,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import hlo
-from jaxgen import GenerationConfig, InputError, ModelConfig
+from jaxgen import GenerationConfig, InputError, JaxgenError, ModelConfig
+from jaxgen.cli import arguments
 from jaxgen.config.availability import normal_form
 from jaxgen.decoding import loop
 from jaxgen.decoding.extensions import Extensions
@@ -66,24 +67,42 @@ CHIPS = {
 
 def main() -> None:
     """Compile, and print what was found."""
-    args = _arguments()
+    try:
+        print(plan(_arguments()))
+    except (JaxgenError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def plan(args: argparse.Namespace) -> str:
+    """Compile, and return the plan as Markdown.
+
+    Raises:
+        JaxgenError: the model is not supported, cannot be divided so, or does not fit.
+        OSError: there is no config.json.
+    """
     model = dataclasses.replace(
         ModelConfig.from_hf(json.loads((args.config / "config.json").read_text())), dtype=args.dtype
     )
     name, _, topology = args.target.partition(":")
     data, parts = args.mesh
     if data * parts != math.prod(map(int, topology.split("x"))):
-        sys.exit(f"--mesh {data}x{parts} needs {data * parts} chips, and {args.target} has another number")
+        raise InputError(f"--mesh {data}x{parts} needs {data * parts} chips, and {args.target} has another number")
+    _divide(model, parts)
     chip = CHIPS[name]
     wanted = lower_bound(model, args, data, parts)
     if wanted > chip.memory:
-        sys.exit(
+        raise InputError(
             f"{args.target} as {data}x{parts} does not fit: weights and cache need {wanted / 1e9:.1f} GB per chip of "
             f"{chip.memory / 1e9:.0f}; {_smallest(model, args, name)}"
         )
     start = time.perf_counter()
     compiled = _compile(model, args, data, parts)
-    print(report(model, args, chip, compiled, time.perf_counter() - start))
+    return report(model, args, chip, compiled, time.perf_counter() - start)
+
+
+def _divide(model: ModelConfig, parts: int) -> None:
+    """Raise an error if the model cannot be divided into so many parts."""
+    divide(model, Mesh(np.array([jax.devices()[0]] * parts).reshape(1, parts), ("data", "model")))
 
 
 def lower_bound(model: ModelConfig, args: argparse.Namespace, data: int, parts: int) -> float:
@@ -110,7 +129,7 @@ def _smallest(model: ModelConfig, args: argparse.Namespace, name: str) -> str:
         count = math.prod(map(int, topology.split("x")))
         for parts in (size for size in range(1, count + 1) if count % size == 0):
             try:
-                divide(model, Mesh(np.array([jax.devices()[0]] * parts).reshape(1, parts), ("data", "model")))
+                _divide(model, parts)
             except InputError:
                 continue
             if lower_bound(model, args, count // parts, parts) < CHIPS[name].memory:
@@ -204,13 +223,6 @@ def _moved(collective: hlo.Collective, parts: int) -> float:
     return factor * collective.nbytes * (parts - 1) / parts
 
 
-def _mesh(text: str) -> tuple[int, int]:
-    data, separator, parts = text.partition("x")
-    if not (separator and data.isdecimal() and parts.isdecimal() and int(data) and int(parts)):
-        raise argparse.ArgumentTypeError(f"must be DATAxMODEL, such as 4x16, got {text!r}")
-    return int(data), int(parts)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     targets = [
@@ -219,15 +231,15 @@ def _arguments() -> argparse.Namespace:
     ]
     parser.add_argument("--config", type=Path, required=True, help="a directory with a config.json")
     parser.add_argument("--target", choices=targets, metavar="CHIP:TOPOLOGY", required=True, help="such as v5e:8x8")
-    parser.add_argument("--mesh", type=_mesh, required=True, help="DATAxMODEL, such as 4x16")
-    parser.add_argument("--rows", type=int, default=8, help="prompts in the batch")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of prompt and answer")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of the answer")
-    parser.add_argument("--chunk", type=int, help="prefill_chunk_size")
+    parser.add_argument("--mesh", type=arguments.mesh, metavar="DATAxMODEL", required=True, help="such as 4x16")
+    parser.add_argument("--rows", type=arguments.count, default=8, help="prompts in the batch")
+    parser.add_argument("--context", type=arguments.count, default=4096, help="tokens of prompt and answer")
+    parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens of the answer")
+    parser.add_argument("--chunk", type=arguments.count, help="prefill_chunk_size")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     args = parser.parse_args()
-    if not 0 < args.new_tokens < args.context:
-        parser.error("--new-tokens must be at least 1 and less than --context")
+    if args.new_tokens >= args.context:
+        parser.error("--new-tokens must be less than --context")
     return args
 
 

@@ -54,21 +54,23 @@ def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield one `new_directory` in all processes, which process 0 makes and moves to its name.
 
     Raises:
-        CheckpointError: in process 0 as `new_directory`; in another one if process 0 failed or the directory is not
-            there.
+        CheckpointError, OSError: in process 0 as `new_directory`.
+        CheckpointError: in another process, if process 0 failed or this one does not see the directory.
     """
     with contextlib.ExitStack() as stack:
         path, error = "", None
         if jax.process_index() == 0:
             try:
                 path = str(stack.enter_context(new_directory(target, overwrite=overwrite)))
-            except CheckpointError as failure:
+            except (CheckpointError, OSError) as failure:  # the other processes wait to be told
                 error = failure
         path = _told_by_first(path)
         if not path:
             raise error or CheckpointError([f"{target}: process 0 could not prepare it: see its message"])
         if not Path(path).is_dir():
-            raise CheckpointError([f"{path} is not there in process {jax.process_index()}: save where all can write"])
+            raise CheckpointError(
+                [f"process {jax.process_index()} does not see {path}: save to a directory that all processes share"]
+            )
         yield Path(path)
     _wait("moved")
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from benchmarks import hlo
-from convert import load_hf, save_hf
+from convert import CheckpointError, load_hf, save_hf
 from convert.hf import open_checkpoint
 from convert.tensors import Tensor
 from jaxgen import CausalLM, GenerationConfig, InputError, StepHook, generate, prefill, score, shard_params
@@ -21,7 +21,7 @@ from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.model.sharding import divide, mesh_of, shardings
 from jaxgen.request.driver import run_whole
 from jaxgen.training import lora
-from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train_step
+from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train, train_step
 from tests.support.models import model_config, random_params, slow
 from tests.support.streamers import Collector
 
@@ -78,15 +78,55 @@ def test_same_tokens(shape, name):
 
 @pytest.mark.parametrize("rows", slow(1, 3, 6))
 def test_a_cache_continues_on_the_mesh(rows):
-    """`rows` cached prompts continue with 6 prompts, which the mesh pads to 8."""
+    """`rows` cached prompts continue with 6 prompts, which the mesh pads to 8. All 32 slots of the cache are filled."""
     cfg, new = CFG.replace(eos_token_id=None), IDS[:, :3]
+    first = cfg.replace(max_new_tokens=32 - 9)
     params = on_mesh((4, 2))
     expected, found = (
-        generate(p, new, None, cfg, cache=generate(p, IDS[:rows], None, cfg).cache) for p in (PARAMS, params)
+        generate(p, new, None, cfg, cache=generate(p, IDS[:rows], None, first).cache) for p in (PARAMS, params)
     )
     assert found.sequences.tolist() == expected.sequences.tolist()
     system = prefill(params, IDS[:rows], cfg)
     assert generate(params, new, None, cfg, cache=system).lengths.tolist() == [8] * 6
+
+
+CHANGES = {
+    "reorder": lambda cache: cache.reorder(np.array([5, 0, 5])),
+    "crop": lambda cache: cache.crop(-3),
+    "expand": lambda cache: cache.expand(2),
+}
+
+
+@pytest.mark.parametrize("name", slow(*CHANGES))
+def test_changes_of_a_cache_on_the_mesh(name):
+    cfg = CFG.replace(eos_token_id=None)
+    caches = [CHANGES[name](generate(params, IDS, None, cfg).cache) for params in (PARAMS, on_mesh((4, 2)))]
+    new = np.resize(IDS[:, :2], (caches[0].rows, 2))
+    expected, found = (
+        generate(params, new, None, cfg, cache=cache)
+        for params, cache in zip((PARAMS, on_mesh((4, 2))), caches, strict=True)
+    )
+    assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.slow
+def test_rows_of_padding_are_not_part_of_a_cache():
+    expected, found = (generate(params, IDS, None, CFG) for params in (PARAMS, on_mesh((4, 2))))
+    for one, other in zip(*(jax.tree.leaves(out.to_hf().past_key_values) for out in (expected, found)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+    assert found.cache.kv.rows == 8
+    with pytest.raises(InputError, match=r"rows must be from 0 to 5, got \[7\]"):
+        found.cache.reorder(np.array([7]))
+
+
+@pytest.mark.slow
+def test_a_cache_from_elsewhere():
+    """A cache need not be on the mesh of the parameters."""
+    cfg, new = CFG.replace(eos_token_id=None), IDS[:, :2]
+    alone, divided = (generate(params, IDS, None, cfg).cache for params in (PARAMS, on_mesh((4, 2))))
+    expected = generate(PARAMS, new, None, cfg, cache=alone)
+    for params, cache in ((PARAMS, divided), (on_mesh((4, 2)), alone), (on_mesh((2, 4)), divided)):
+        assert generate(params, new, None, cfg, cache=cache).sequences.tolist() == expected.sequences.tolist()
 
 
 @pytest.mark.slow
@@ -142,6 +182,32 @@ def test_training_on_the_mesh(low_rank):
     assert mesh_of(found) is not None
 
 
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_training_resumes_on_the_mesh(tmp_path, low_rank):
+    settings = TrainConfig(steps=4, learning_rate=0.01, eps=1e-3)
+    params, ids = on_mesh((2, 4)), IDS[:4]
+    batch = TrainBatch(ids, ids, np.ones_like(ids))
+
+    def run(batches, **directory):
+        start = lora.init(params, 2, jax.random.key(0)) if low_rank else params
+        return train(start, batches, model=MODEL, cfg=settings, frozen=params if low_rank else None, **directory)
+
+    def stopping(step):
+        if step == 2:
+            raise Killed
+        return batch
+
+    with pytest.raises(Killed):
+        run(stopping, directory=tmp_path, save_every=2)
+    expected, found = run(lambda step: batch), run(lambda step: batch, directory=tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 class Shift(StepHook):
     """Adds the row's step to the logits of one token."""
 
@@ -164,6 +230,16 @@ CALLS = {
     "function on the host": {"prefix_allowed_tokens_fn": lambda row, ids: [4 + row, int(ids[-1])]},
     "embeddings": {"inputs_embeds": np.random.default_rng(1).normal(size=(6, 9, 64)).astype(np.float32)},
 }
+
+
+@pytest.mark.slow
+def test_values_of_each_prompt_on_the_mesh():
+    cfg = CFG.replace(guidance_scale=[1.2, 1.3, 1.4, 1.5, 1.6, 1.7], do_sample=True)
+    keys = jax.random.split(jax.random.key(3), 6)
+    expected, found = (
+        generate(params, IDS, keys, cfg, negative_prompt_ids=IDS[:, 5:]) for params in (PARAMS, on_mesh((4, 2)))
+    )
+    assert found.sequences.tolist() == expected.sequences.tolist()
 
 
 @pytest.mark.parametrize("name", slow(*CALLS))
@@ -288,9 +364,27 @@ def test_more_devices_than_heads_have_the_same_ones():
     ],
 )
 def test_refused(shape, axes, message):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
+    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
     with pytest.raises(InputError, match=message):
         shard_params(PARAMS, MODEL, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((1, 1), ("data", "model")), ((8,), ("model",)), ((8,), ("data",)), ((4, 2), ("model", "data"))]
+)
+def test_other_meshes(shape, axes):
+    """One device, one axis, or the axes in another order; and axes of the type Explicit."""
+    types = (AxisType.Explicit,) * len(axes)
+    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes, axis_types=types)
+    expected, found = (generate(params, IDS, None, CFG) for params in (PARAMS, shard_params(PARAMS, MODEL, mesh)))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_mesh_that_the_caller_has_set():
+    params = on_mesh((4, 2))
+    with jax.set_mesh(mesh_of_shape((4, 2))), pytest.raises(InputError, match=r"leave jax\.set_mesh out"):
+        generate(params, IDS, None, CFG)
 
 
 def test_not_a_mesh():
@@ -328,3 +422,22 @@ def test_part_of_a_tensor(tmp_path, dtype, part):
     array = params["model"]["layers"]["1"]["mlp"]["up_proj"]["weight"]
     tensor = open_checkpoint(tmp_path / "checkpoint").tensors["model.layers.1.mlp.up_proj.weight"]
     np.testing.assert_array_equal(tensor.read(None, part), np.asarray(array)[part])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_and_load_several_files(tmp_path, monkeypatch, dtype, tied):
+    monkeypatch.setattr("convert.shards.MAX_SHARD", 60_000)
+    model = dataclasses.replace(MODEL, dtype=dtype, tie_word_embeddings=tied)
+    params = random_params(model)
+    for shape in ((2, 4), (1, 8)):  # the second time over the first
+        save_hf(on_mesh(shape, params, model), CFG.replace(model=model), tmp_path / "new", overwrite=True)
+        assert len(list((tmp_path / "new").glob("*.safetensors"))) > 2
+        saved, cfg = load_hf(tmp_path / "new")
+        assert cfg.model == model
+        jax.tree.map(np.testing.assert_array_equal, saved, params)
+        cast, _ = load_hf(tmp_path / "new", mesh=mesh_of_shape((2, 4)), dtype="float32")
+        jax.tree.map(np.testing.assert_array_equal, cast, jax.tree.map(lambda x: x.astype("float32"), params))
+    with pytest.raises(CheckpointError, match="exists: choose another name"):
+        save_hf(on_mesh((2, 4)), CFG, tmp_path / "new")

@@ -77,31 +77,80 @@ def test_two_processes(tmp_path, port, environment, shape):
     assert first["again_saved"] == second["again_saved"] == "CheckpointError"
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_the_command_says_which_process_was_lost(tmp_path, port, environment, lost):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Tell me a story about a fox\n" * 2000)
-    command = [sys.executable, "-m", "jaxgen", "--mesh", "2x1", "--coordinator", f"127.0.0.1:{port}"]
-    command += ["--processes", "2", "--max-new-tokens", "20", "--input", str(prompts), "--batch-size", "2"]
-    logs = [open(tmp_path / str(number), "w+") for number in range(2)]  # noqa: SIM115
-    both = [
-        subprocess.Popen(
-            [*command, "--process", str(number)], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path
-        )
-        for number, log in enumerate(logs)
-    ]
+@pytest.fixture
+def start(tmp_path, port, environment):
+    """Start the command as one of two processes, which writes to the file with its number."""
+    started = []
+
+    def start(number: int, *options) -> subprocess.Popen:
+        command = [sys.executable, "-P", "-m", "jaxgen", "--mesh", "2x1", "--coordinator", f"127.0.0.1:{port}"]
+        command += ["--processes", "2", "--process", str(number), *map(str, options)]
+        with open(tmp_path / str(number), "w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def many(tmp_path) -> list:
+    """Options with which the command runs for long."""
+    (tmp_path / "prompts.txt").write_text("Tell me a story about a fox\n" * 2000)
+    return ["--max-new-tokens", 20, "--input", tmp_path / "prompts.txt", "--batch-size", 2]
+
+
+def wait_for_answers(process: subprocess.Popen, file: Path) -> None:
     started = time.monotonic()
-    while not (tmp_path / "0").stat().st_size:  # process 0 prints the answers
+    while not (file.exists() and file.stat().st_size):  # process 0 prints the answers
         assert time.monotonic() - started < 200
-        assert both[0].poll() is None
+        assert process.poll() is None
         time.sleep(0.5)
-    children = Path(f"/proc/{both[lost].pid}/task/{both[lost].pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
+
+
+def children_of(process: subprocess.Popen) -> list[int]:
+    return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+@pytest.mark.parametrize(("lost", "killed"), [(0, "child"), (1, "child"), (1, "parent")])
+def test_the_command_says_which_process_was_lost(tmp_path, start, many, lost, killed):
+    both = [start(number, *many) for number in range(2)]
+    wait_for_answers(both[0], tmp_path / "0")
+    child = children_of(both[lost])[0]
+    os.kill(child if killed == "child" else both[lost].pid, signal.SIGKILL)
     begin = time.monotonic()
     assert both[1 - lost].wait(timeout=60) == 1
     assert time.monotonic() - begin < 30
-    both[lost].wait(timeout=60)
+    assert both[lost].wait(timeout=60) == (128 + signal.SIGKILL if killed == "child" else -signal.SIGKILL)
+    assert not Path(f"/proc/{child}").exists()
     last = (tmp_path / str(1 - lost)).read_text().splitlines()[-1]
     assert last == f"jaxgen: error: process {lost} was lost: start all processes again"
-    for log in logs:
-        log.close()
+    if killed == "child":
+        assert (tmp_path / str(lost)).read_text().endswith("jaxgen: error: the command was ended by SIGKILL\n")
+
+
+def test_a_process_that_fails_alone(tmp_path, start, many):
+    both = [start(0, *many), start(1, *many, "--model", "nowhere")]
+    begin = time.monotonic()
+    assert both[1].wait(timeout=60) == 2
+    assert both[0].wait(timeout=60) == 1
+    assert time.monotonic() - begin < 60
+    assert "nowhere is not a directory" in (tmp_path / "1").read_text()
+    last = (tmp_path / "0").read_text().splitlines()[-1]
+    assert last == "jaxgen: error: process 1 was lost: start all processes again"
+
+
+def test_one_process_writes_the_output(tmp_path, start):
+    (tmp_path / "prompts.txt").write_text("Tell me a story about a fox\n" * 3)
+    (tmp_path / "convert.py").write_text("raise ImportError('not this one')")
+    options = ["--max-new-tokens", 5, "--input", tmp_path / "prompts.txt", "--output", tmp_path / "answers"]
+    both = [start(number, *options) for number in range(2)]
+    assert [process.wait(timeout=200) for process in both] == [0, 0]
+    assert len((tmp_path / "answers").read_text().splitlines()) == 3
+    again = [start(number, *options) for number in range(2)]
+    assert again[0].wait(timeout=200) == 2
+    assert "answers exists: choose another name" in (tmp_path / "0").read_text()
+    assert again[1].wait(timeout=60) in (1, 2)

@@ -14,7 +14,7 @@ from convert import load_hf
 from convert.hf import open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
-from jaxgen.cli.batch import prompt_ids, read_lines, write_answers
+from jaxgen.cli.batch import check_target, prompt_ids, read_lines, write_answers
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.options import generation_fields
 from jaxgen.cli.printing import generate_and_print
@@ -52,6 +52,9 @@ def answer(options: argparse.Namespace) -> Stats:
             f"--chat gives one answer per message, and the checkpoint sets num_return_sequences="
             f"{cfg.num_return_sequences}: add --num-return-sequences 1"
         )
+    # Process 0 writes the answers; the others discard their stdout.
+    target = options.output if options.output is not None and jax.process_index() == 0 else None
+    check_target(target)
     room = functools.partial(budget, cfg, options)
     lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
     batch = _encode(tokenizer, options, options.prompt) if lines is None and not options.chat else None
@@ -80,7 +83,7 @@ def answer(options: argparse.Namespace) -> Stats:
     if chat is not None:
         converse(chat, params, cfg, key, stats, more)
     elif lines is not None:
-        write_answers(lines, params, cfg, key, tokenizer, options.batch_size, options.output, stats, more)
+        write_answers(lines, params, cfg, key, tokenizer, options.batch_size, target, stats, more)
     elif batch is not None:
         mask = batch.attention_mask
         generate_and_print(params, batch.ids, key, cfg, stats, attention_mask=mask, **more)

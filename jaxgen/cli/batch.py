@@ -141,13 +141,17 @@ def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenize
     return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
 
 
+def check_target(target: str | None) -> None:
+    """Raise an error if the file to write answers to exists."""
+    if target is not None and Path(target).exists():
+        raise InputError(f"--output {target} exists: choose another name, or remove it")
+
+
 @contextlib.contextmanager
 def _opened(target: str | None) -> Iterator[TextIO]:
     if target is None:
         yield sys.stdout
         return
-    try:
-        with open(target, "x", encoding="utf-8") as stream:
-            yield stream
-    except FileExistsError as error:
-        raise InputError(f"--output {target} exists: choose another name, or remove it") from error
+    check_target(target)  # again: loading took time
+    with open(target, "x", encoding="utf-8") as stream:
+        yield stream

@@ -11,15 +11,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 
 from jaxgen.cli.arguments import FAILED
 from jaxgen.errors import InputError
 
 HEARTBEAT = 10  # seconds without a sign of life after which a process counts as lost
-_CHILD = "JAXGEN_CHILD"
+_CHILD = "JAXGEN_CHILD"  # in the child's environment: the descriptor of a pipe whose other end its parent has
 # What the runtime writes, and how it names the process that was lost. Process 0 coordinates: without it all others end.
 _RUNTIME = re.compile(r"[EWIF]\d{4} |\[Gloo\]|\*\*\* ")
 _LOST = re.compile(r"[Tt]ask (\d+) heartbeat timeout|stopped sending heartbeats\):\s*(\d+)")
@@ -38,9 +40,14 @@ def is_child() -> bool:
 
 def supervise(argv: Sequence[str]) -> int:
     """Run the command in a child process and return its status; print which process was lost, if one was."""
-    command = [sys.executable, "-m", "jaxgen", *argv]
-    environment = {**os.environ, _CHILD: "1"}
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", env=environment)
+    # The child must find the same packages, and none in the working directory that the parent does not look for there.
+    command = [sys.executable, "-P", "-m", "jaxgen", *argv]
+    alive, parent = os.pipe()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _CHILD: str(alive)}
+    child = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, errors="replace", env=environment, pass_fds=[alive]
+    )
+    os.close(alive)
     assert child.stderr is not None
     runtime: list[str] = []  # from its first line on, but for lines of the command itself
     for line in child.stderr:
@@ -49,13 +56,31 @@ def supervise(argv: Sequence[str]) -> int:
         elif not line.startswith("[Gloo]"):
             runtime.append(line)
     status, text = child.wait(), "".join(runtime)
-    if "distributed service" not in text:
+    os.close(parent)
+    if status == 0 or "distributed service" not in text:
         print(text, end="", file=sys.stderr)
-        return status if status >= 0 else 128 - status
+        if status >= 0:
+            return status
+        print(f"jaxgen: error: the command was ended by {signal.Signals(-status).name}", file=sys.stderr)
+        return 128 - status
     lost = _LOST.search(text)
     name = (lost[1] or lost[2]) if lost else "0" if _COORDINATOR_LOST.search(text) else "of unknown number"
     print(f"jaxgen: error: process {name} was lost: start all processes again", file=sys.stderr)
     return FAILED
+
+
+def leave(status: int) -> None:
+    """End a child that has failed alone soon: jax would wait for the others, and they for it, for five minutes."""
+    if is_child():
+        timer = threading.Timer(HEARTBEAT, os._exit, [status])
+        timer.daemon = True
+        timer.start()
+
+
+def _end_with_parent() -> None:
+    """Wait until the parent has ended, however it did, and end this process too."""
+    os.read(int(os.environ[_CHILD]), 1)
+    os._exit(FAILED)
 
 
 def join(options: argparse.Namespace) -> None:
@@ -64,6 +89,7 @@ def join(options: argparse.Namespace) -> None:
     Raises:
         InputError: the environment does not say what the options leave out, or the processes did not meet in time.
     """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import jax
 
     try:

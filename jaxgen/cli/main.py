@@ -22,10 +22,20 @@ PROBLEM_WIDTH = 240  # a truncated file would name all of its lost tensors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0: done; 1: a failure of the machine, such as too little memory; 2: bad input; 130: Ctrl-C; 141: stdout was closed.
+    0: done; 1: a failure of the machine, such as too little memory, or the loss of another process; 2: bad input;
+    130: Ctrl-C; 141: stdout was closed.
     Each error and each warning is one line on stderr.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    status = FAILED  # of an error that nobody expected
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+        return status
+    finally:
+        if status != 0:
+            distributed.leave(status)
+
+
+def _run(argv: Sequence[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("always", JaxgenWarning)
         warnings.showwarning = _show_warning

@@ -105,6 +105,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command.error("several processes divide the weights over their devices: add --mesh DATAxMODEL")
     if options.coordinator is None and (options.processes is not None or options.process is not None):
         command.error("--processes and --process need --coordinator HOST:PORT, the address of process 0")
+    if options.processes is not None and (options.process or 0) >= options.processes:
+        command.error(f"--process {options.process} must be less than --processes {options.processes}")
+    if (options.distributed or options.coordinator is not None) and (options.chat or options.input == "-"):
+        command.error("--chat and --input - read stdin, which several processes do not share: write prompts to a file")
     if options.raw and (options.chat or options.system is not None):
         command.error("--raw disables the chat template, which --chat and --system need: choose one")
     return options

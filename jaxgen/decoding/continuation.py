@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.model.cache import KVCache
+from jaxgen.model.cache import KVCache, row_numbers
 
 UNKNOWN = -1  # the id of a token that was given as an embedding
 
@@ -18,7 +18,7 @@ class Continuation:
     """A cache that `generate(..., cache=)` continues from.
 
     Attributes:
-        kv: keys and values; with more rows than B on a mesh that divides the rows, and those at the end do not count.
+        kv: keys and values. On a mesh, there may be more rows than B; those after the first B are padding.
         tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for one given as an embedding; None if
             the ids are not known, as in a cache that `CausalLM` filled.
         count: int32[B], the number of tokens of each row: those in `kv`, and one more if the last generated token has
@@ -75,8 +75,9 @@ class Continuation:
         Raises:
             InputError: `rows` is not a list of row numbers.
         """
+        rows = row_numbers(rows, self.rows)
         kv = self.kv.reorder(rows)
-        tokens, count = _take((self.tokens, self.count), jnp.asarray(rows))
+        tokens, count = _take((self.tokens, self.count), rows)
         return Continuation(kv, tokens, count)
 
     def expand(self, copies: int) -> Continuation:

@@ -20,7 +20,7 @@ from jaxgen.decoding.forward import Forward, begin_hook, run_model
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.recording import Recording, columns_of
 from jaxgen.decoding.rows import Rows, pad_id
-from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.run import Request, Run, is_expanded
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import embed
@@ -233,7 +233,7 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
         return KVCache.create(run.model, rows, width)
     is_padded = given.rows == run.sizes.prompts and given.kv.rows == prompts
     kv = (given if is_padded else given.without_padding()).kv.flatten(run.sizes.slots)
-    if run.sizes.prompts < prompts and 1 < kv.rows < prompts:
+    if is_expanded(kv.rows, run.sizes.prompts, run.mesh):
         kv = run.pad(kv.expand(run.sizes.prompts // kv.rows))
     if guidance.streams(run.cfg) > 1:
         return guidance.with_empty_rows(kv, prompts)

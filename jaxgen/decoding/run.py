@@ -61,6 +61,14 @@ class Sizes:
     candidates: int = 0
 
 
+def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
+    """Return True if a cache of `rows` rows gets one for each of `prompts` prompts, instead of sharing its own.
+
+    Padding the prompts for a mesh would otherwise leave a number that is not a multiple of the cache's rows.
+    """
+    return 1 < rows <= prompts < rows_on(mesh, prompts)
+
+
 @flax.struct.dataclass
 class Run:
     """The constants of a run: the same in every step and for every row.

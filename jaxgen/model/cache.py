@@ -161,12 +161,7 @@ class KVCache:
 
     def reorder(self, rows: jax.Array) -> KVCache:
         """Return a copy in one part with other rows: row i is row `rows[i]`, int32[n]; numbers may repeat."""
-        rows = jnp.asarray(rows)
-        if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1 or not len(rows):
-            raise InputError(f"rows must be integers of shape [n], at least one, got {rows.dtype}{list(rows.shape)}")
-        if not isinstance(rows, Tracer) and (int(rows.min()) < 0 or int(rows.max()) >= self.rows):
-            raise InputError(f"rows must be from 0 to {self.rows - 1}, got {rows.tolist()}")
-        return _reorder(self, rows)
+        return _reorder(self, row_numbers(rows, self.rows))
 
     def select(self, rows: jax.Array) -> KVCache:
         """Return this cache with other rows over the same prefix: row i is row `rows[i]`, int32[B].
@@ -272,6 +267,16 @@ class KVCache:
         place = jnp.arange(self.slots, dtype=jnp.int32)[None, :] * self.writers + self.owners
         keys, values = jax.tree.map(lambda x: x[row, :, place].swapaxes(1, 2), (self.keys, self.values))
         return dataclasses.replace(own, keys=keys, values=values, owners=None, writers=1)
+
+
+def row_numbers(rows: jax.Array, count: int) -> jax.Array:
+    """Return the argument of `reorder` as an array; raise an error unless it is a list of numbers of `count` rows."""
+    rows = jnp.asarray(rows)
+    if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1 or not len(rows):
+        raise InputError(f"rows must be integers of shape [n], at least one, got {rows.dtype}{list(rows.shape)}")
+    if not isinstance(rows, Tracer) and (int(rows.min()) < 0 or int(rows.max()) >= count):
+        raise InputError(f"rows must be from 0 to {count - 1}, got {rows.tolist()}")
+    return rows
 
 
 @jax.jit

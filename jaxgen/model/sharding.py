@@ -1,12 +1,12 @@
-"""Which part of each array a device of a mesh has.
+"""The division of parameters, caches and rows over the devices of a mesh.
 
 A mesh has two axes: `data`, over which the rows of a batch are divided, and `model`, over which every matrix is. XLA's
 partitioner derives all communication from that: per layer the sums after `o_proj` and `down_proj`, as in Megatron-LM
 (arXiv 1909.08053), and one after the embedding.
 
-If `model` is larger than the number of key-value heads, several devices have the same head. So arrays live on a mesh of
-the same devices in which `model` is divided into two axes: `model`, over which key-value heads are divided, and
-`copies`, the devices that have the same ones.
+If `model` is larger than the number of key-value heads, several devices store the same head. So arrays live on a mesh
+of the same devices that has two axes in place of `model`: `model`, over which key-value heads are divided, and
+`copies`, along which all devices store the same heads.
 """
 
 from __future__ import annotations
@@ -107,11 +107,20 @@ def spec_of(name: str) -> PartitionSpec:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh that parameters are divided over, None if there is none or it is not known under jit."""
+    """Return the mesh that parameters are divided over, None if there is none or it is not known under jit.
+
+    Raises:
+        InputError: the caller has set a mesh with Explicit axes, which jax mixes with no other.
+    """
     for leaf in jax.tree.leaves(params):
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
         if isinstance(mesh, Mesh) and mesh.axis_names == _AXES:
+            if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+                raise InputError(
+                    "jax.set_mesh has set a mesh with Explicit axes, and the parameters are on a mesh of their own: "
+                    "leave jax.set_mesh out; the parameters are enough"
+                )
             return mesh
     return None
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
@@ -18,7 +19,7 @@ from jaxgen.decoding import dola, guidance
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.contrastive import candidates_of
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.run import Array, Request, Run, Sizes
+from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
@@ -109,7 +110,7 @@ def prepare(
     room = width if cache is None else width + cache.slots
     new_tokens, budget = _budget(cfg, mask, cached, room, extensions, eager)
     shown = (ids, mask) if has_ids else (ids[:, :0], mask[:, :0])
-    slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, eager)
+    slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, mesh, eager)
     capacity = new_tokens
     if eager:
         capacity = capacity_for(new_tokens, recorded=_records(cfg))
@@ -170,9 +171,12 @@ def _widened(x: Array | None) -> Array | None:
     return np.pad(x, padding)
 
 
-def _slots(cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, eager: bool) -> int:
+def _slots(
+    cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
+) -> int:
     """Return the slots for the cache's tokens and, unless its rows are shared by several prompts, the prompts."""
-    own = cache.rows == mask.shape[0] or guidance.streams(cfg) > 1
+    prompts = mask.shape[0]
+    own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
         negative = 0 if negative_mask is None else negative_mask.shape[1]
         return max(cache.slots + (mask.shape[1] if own else 0), negative)

@@ -250,7 +250,7 @@ def train(
         report: called with a line of progress.
 
     Raises:
-        InputError: `directory` has the state of a run with other settings, or there are several processes.
+        InputError: `directory` has the state of a run with other settings, or is given in one of several processes.
         ConfigError: the settings made the loss infinite or NaN.
     """
     begin = functools.partial(TrainState.create, params, cfg)
@@ -262,7 +262,7 @@ def train(
     if state is None:
         state = begin()
     elif mesh is not None:
-        state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, begin())
+        state = jax.tree.map(_divided_like, state, begin())
     del params, begin  # the state has copies; without the caller's references, the memory is freed
     step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
     meter = _Meter(cfg.steps, report or (lambda line: None))
@@ -276,6 +276,11 @@ def train(
         if directory is not None and (done % save_every == 0 or done == cfg.steps):
             write_state(directory, state, settings)
     return state.params
+
+
+def _divided_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Divide `x` over the devices that `like` is on; if that is one device, leave it free to go where it is needed."""
+    return x if len(like.sharding.device_set) == 1 else jax.device_put(x, like.sharding)
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:

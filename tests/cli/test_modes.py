@@ -208,7 +208,15 @@ class TestMeshes:
             (["--mesh", "1x8"], "axis 'model' has size 8, which does not divide the model's sizes"),
             (["--distributed"], "add --mesh DATAxMODEL"),
             (["--mesh", "8x1", "--process", "1"], "--processes and --process need --coordinator HOST:PORT"),
+            (["--processes", "2", "--process", "2"], "--process 2 must be less than --processes 2"),
         ],
     )
     def test_refused(self, refused, checkpoint, options, message):
+        if "--processes" in options:
+            options = ["--mesh", "8x1", "--coordinator", "localhost:1", *options]
         assert message in refused("--model", checkpoint, *options, "A")
+
+    @pytest.mark.parametrize("source", [["--chat"], ["--input", "-"]])
+    def test_several_processes_do_not_share_stdin(self, refused, checkpoint, source):
+        line = refused("--model", checkpoint, "--mesh", "8x1", "--distributed", *source)
+        assert "--chat and --input - read stdin" in line

@@ -1,7 +1,6 @@
 """One of two processes with four devices each: load, generate, save, and print what came out as JSON."""
 
 import json
-import resource
 import sys
 
 import jax
@@ -46,7 +45,6 @@ def main(process: int, port: int, shape: tuple[int, int], checkpoint: str, targe
         save_hf(params, cfg, target)
     except JaxgenError as error:
         result["again_saved"] = type(error).__name__
-    result["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print("RESULT", json.dumps(result), flush=True)
 
 
