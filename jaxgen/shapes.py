@@ -1,4 +1,4 @@
-"""Changes of shape that several packages need: repeating rows, cutting and padding an axis."""
+"""Changes of shape that several packages need, and reads and writes of single places in each row."""
 
 from __future__ import annotations
 

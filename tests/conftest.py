@@ -1,4 +1,5 @@
 import os
+import zlib
 from pathlib import Path
 
 # Compiling is most of the time, and LLVM's optimisations are a third of it. CI runs parity with them too.
@@ -21,6 +22,18 @@ def _find_data() -> Path | None:
 
 
 DATA = _find_data()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out slow tests: with JAXGEN_SLOW_TESTS=N:SEED, one in N remains, which one is up to the seed."""
+    every, _, seed = os.environ.get("JAXGEN_SLOW_TESTS", "1:0").partition(":")
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("slow") and zlib.crc32(f"{item.nodeid} {seed}".encode()) % int(every)
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="session")
