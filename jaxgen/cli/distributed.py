@@ -73,7 +73,7 @@ def supervise(argv: Sequence[str]) -> int:
 
 
 def leave(status: int) -> None:
-    """End a child that has failed, even if the others continue: jax would let them wait for each other for five minutes.
+    """End a child that has failed, even if the others continue: jax would wait for them for five minutes.
 
     If it failed because another process was lost, there is time for the runtime to notice that, and to say so.
     """
