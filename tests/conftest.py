@@ -45,7 +45,9 @@ def programs(tmp_path_factory) -> dict[str, str]:
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()  # what was compiled while importing may have settled that there is none
-    return {name.upper(): str(value) for name, value in settings.items()}
+    environment = {name.upper(): str(value) for name, value in settings.items()}
+    os.environ.update(environment)  # of the processes that tests start
+    return environment
 
 
 @pytest.fixture(autouse=True, scope="module")

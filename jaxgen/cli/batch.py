@@ -19,6 +19,7 @@ from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import InputError
 from jaxgen.generation import generate
 from jaxgen.output import GenerateOutput
+from jaxgen.text.lines import json_line, text_lines
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -35,17 +36,19 @@ def read_lines(
 ) -> list[Line]:
     """Read a file, or stdin if `source` is "-". `budget` maps a prompt's length to its maximum number of new tokens.
 
-    Each line is a prompt; or, if the first line is a JSON object, a JSON object with `prompt` or `messages`. Empty
+    Each line is a prompt; or, if the first line begins with a brace, a JSON object with `prompt` or `messages`. Empty
     lines are skipped.
 
     Raises:
         InputError: a line that is neither, by its number, or no line at all.
     """
-    text = sys.stdin.read() if source == "-" else _read(Path(source))
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if source == "-" and sys.stdin is None:
+        raise InputError("--input - reads stdin, which is closed")
+    data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    lines = text_lines(f"--input {source}", data)
     if not lines:
         raise InputError(f"--input {source} has no prompt: write one per line")
-    as_json = _is_object(lines[0][1])
+    as_json = lines[0][1].lstrip().startswith("{")
     read = []
     for number, line in lines:
         try:
@@ -100,27 +103,28 @@ def _answers(part: list[Line], out: GenerateOutput, cfg: GenerationConfig, token
         yield part[row // copies].asked | sequence | {"text": text, "tokens": int(lengths[row]), "finish": finish}
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"--input {path} is not UTF-8 text: {error}") from error
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
 def _entry(line: str) -> dict[str, Any]:
-    entry = json.loads(line)
-    if not isinstance(entry, Mapping) or ("prompt" in entry) == ("messages" in entry):
-        raise InputError('each line must be an object with "prompt" or "messages", because the first line is an object')
+    entry = json_line(line)
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        raise InputError(
+            'each line must be an object with "prompt" or "messages", because the first line begins with a brace'
+        )
     if not isinstance(entry.get("prompt", ""), str):
         raise InputError(f'"prompt" must be a string, got {json.dumps(entry["prompt"])[:80]}')
-    return dict(entry)
+    if "messages" in entry and not _is_conversation(entry["messages"]):
+        raise InputError(
+            '"messages" must be a list of at least one {"role": "...", "content": "..."}, got '
+            f"{json.dumps(entry['messages'])[:80]}"
+        )
+    return entry
+
+
+def _is_conversation(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+    )
 
 
 def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:

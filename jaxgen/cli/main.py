@@ -72,7 +72,10 @@ def _answer(argv: Sequence[str]) -> int:
             return distributed.supervise(argv)
         distributed.join(options)
     from jaxgen.cli.answer import answer  # jax takes a second to import, and --help does not need it
+    from jaxgen.cli.programs import keep_programs
 
+    if options.compile_cache:
+        keep_programs()
     stats = answer(options)
     if options.stats:
         for line in stats.lines():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from jaxgen.cli import arguments
@@ -29,6 +30,7 @@ def parser() -> arguments.Parser:
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
     )
     add = result.add_argument
+    add("--version", action="version", version=f"jaxgen {version('jaxgen')}")
     add("prompt", metavar="PROMPT", nargs="?", help="put it in quotes")
     add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
     add("--chat", action="store_true", help="start a conversation; /help lists its commands")
@@ -45,6 +47,12 @@ def parser() -> arguments.Parser:
     add("--coordinator", metavar="HOST:PORT", help="join other processes: the address of process 0")
     add("--processes", type=arguments.count, metavar="N", help="how many processes there are")
     add("--process", type=arguments.natural, metavar="I", help="which of them this is, from 0")
+    add(
+        "--compile-cache",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep compiled programs in the user's cache directory, so that the next start is fast",
+    )
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--negative-prompt", metavar="TEXT", help="what --guidance-scale moves away from (default: the last token)")
     add("--regex", metavar="PATTERN", help="answer with text that matches this regular expression")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgen.errors import InputError
+from jaxgen.text.lines import json_line, text_lines
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training.train import TrainBatch
 
@@ -79,31 +80,17 @@ def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
         InputError: a line of another form; the message has its number.
     """
     examples = []
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                example = _example(tokenizer, _parsed(line.rstrip()))
-                if len(example.ids) < 2:
-                    raise InputError("fewer than two tokens, so there is nothing to predict")
-                examples.append(example)
-            except (ValueError, TypeError) as error:
-                raise InputError(f"{file}, line {number}: {error}") from error
+    for number, line in text_lines(str(file), file.read_bytes()):
+        try:
+            example = _example(tokenizer, json_line(line))
+            if len(example.ids) < 2:
+                raise InputError("fewer than two tokens, so there is nothing to predict")
+            examples.append(example)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{file}, line {number}: {error}") from error
     if not examples:
         raise InputError(f"{file} has no line to train on")
     return examples
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8: {error.reason} at byte {error.start + 1}") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from error
-    except RecursionError as error:
-        raise InputError("the JSON is nested too deeply") from error
 
 
 def _example(tokenizer: Tokenizer, entry: Any) -> Example:

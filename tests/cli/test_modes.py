@@ -149,7 +149,8 @@ class TestInput:
     def test_json_from_stdin(self, run, talking, ending, monkeypatch):
         messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}]
         entries = [{"prompt": "A", "id": 7}, {"messages": messages}]
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, entries))))
+        data = "\n".join(map(json.dumps, entries)).encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         status, out, _ = run("--model", talking, "--input", "-", "--max-new-tokens", 2, "--system", "T")
         assert status == 0
         assert self.lines(out) == [entry | {"text": '!"', "tokens": 2, "finish": "length"} for entry in entries]
@@ -158,7 +159,12 @@ class TestInput:
         ("content", "words"),
         [
             ("", "has no prompt"),
-            ('{"prompt": "A"}\nB', "line 2: Expecting value"),
+            ('{"prompt": "A"}\nB', "line 2: not valid JSON: Expecting value at character 1"),
+            ('{"prompt": "A"', "line 1: not valid JSON"),
+            ('{"messages": []}', 'line 1: "messages" must be a list of at least one'),
+            ('{"messages": null}', 'line 1: "messages" must be a list of at least one'),
+            ('{"messages": [3]}', 'line 1: "messages" must be a list of at least one'),
+            ('{"prompt": "\\ud83d"}', "line 1: a string has half of a surrogate pair"),
             ('{"prompt": "A"}\n\n{"text": "B"}', 'line 3: each line must be an object with "prompt" or "messages"'),
             ('{"prompt": 3}', 'line 1: "prompt" must be a string, got 3'),
             ('{"messages": [{"role": "user", "content": "A"}]}', "need a chat template"),
@@ -170,7 +176,7 @@ class TestInput:
 
     def test_mistakes(self, refused, checkpoint, tmp_path):
         (tmp_path / "prompts").write_bytes(b"A\xff\n")
-        assert "is not UTF-8" in refused("--model", checkpoint, "--input", tmp_path / "prompts")
+        assert "line 1: not UTF-8" in refused("--model", checkpoint, "--input", tmp_path / "prompts")
         assert "No such file" in refused("--model", checkpoint, "--input", tmp_path / "nowhere")
         (tmp_path / "prompts").write_text("A", encoding="utf-8")
         arguments = ("--model", checkpoint, "--input", tmp_path / "prompts")

@@ -156,7 +156,7 @@ class TestTexts:
             (b'{"messages": [{"role": "user", "content": "a"}, "b"]}', "line 3: a conversation must be a list"),
             (b'{"messages": [{"role": "user", "content": "a"}]}', "line 3: the conversation has no answer"),
             (b'{"messages": [{"role": 1, "content": "a"}, {"role": "assistant"}]}', 'must have a "role"'),
-            (b'{"text": "\\ud800"}', "line 3: the text is not valid Unicode"),
+            (b'{"text": "\\ud800"}', "line 3: a string has half of a surrogate pair"),
         ],
     )
     def test_bad_lines_are_named(self, tmp_path, line, message):

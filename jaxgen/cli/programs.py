@@ -1,0 +1,46 @@
+"""The compiled programs that the command keeps on disk, so that the next process need not compile them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+
+_LIMIT = 1 << 30  # bytes of programs that are kept
+
+
+def keep_programs() -> None:
+    """Keep compiled programs in the user's cache directory, unless jax is told to keep them elsewhere."""
+    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    directory = _directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _make_room(directory)
+    except OSError:  # a home that cannot be written: the programs are compiled each time
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _directory() -> Path:
+    """Return a directory of this kind of machine: programs use the instructions of the CPU they were compiled on."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    kind = " ".join([platform.machine(), jax.__version__, *sorted(flags)])
+    return Path(home) / "jaxgen" / "programs" / hashlib.sha256(kind.encode()).hexdigest()[:16]
+
+
+def _make_room(directory: Path) -> None:
+    """Remove the oldest programs until those that are kept need at most `_LIMIT` bytes."""
+    files = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in directory.iterdir()), reverse=True)
+    kept = 0
+    for _, size, file in files:
+        kept += size
+        if kept > _LIMIT:
+            file.unlink(missing_ok=True)
