@@ -14,7 +14,8 @@ _LIMIT = 1 << 30  # bytes of programs that are kept
 
 def keep_programs() -> None:
     """Keep compiled programs in the user's cache directory, unless jax is told to keep them elsewhere."""
-    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] is not None or not settings["jax_enable_compilation_cache"]:
         return
     directory = _directory()
     try:
