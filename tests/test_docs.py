@@ -59,7 +59,7 @@ def run_command(command: str, monkeypatch, capsys) -> str:
         return subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
     if piped:
         given = subprocess.run(piped, shell=True, capture_output=True, text=True, check=True)
-        monkeypatch.setattr(sys, "stdin", io.StringIO(given.stdout))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.stdout.encode())))
     capsys.readouterr()
     status = cli.main(words[1:]) if words[0] == "jaxgen" else convert.__main__.main(words[3:])
     out, err = capsys.readouterr()
