@@ -12,12 +12,14 @@ prompt lookup, once it has seen them, and the model's first layers are always ri
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ import numpy as np
 
 from benchmarks.decode import machine
 from convert import load_hf
-from jaxgen import GenerationConfig, generate
+from jaxgen import GenerationConfig, KVCache, generate
 
 PERIOD = 16  # tokens that the text repeats
 DRAFTED = 10
@@ -39,6 +41,7 @@ class Mode:
     against: str
     rows: int = 1
     repeats: bool = False
+    copies: bool = False  # each beam has slots of its own, and reordering beams copies their keys and values
 
 
 def modes(layers: int) -> dict[str, Mode]:
@@ -48,6 +51,7 @@ def modes(layers: int) -> dict[str, Mode]:
         "greedy, 1 row": Mode({}, "greedy, 1 row"),
         "greedy, 4 rows": Mode({}, "greedy, 4 rows", rows=4),
         "beam search, 4 beams": Mode(beams, "greedy, 4 rows"),
+        "the same, each with its own slots": Mode(beams, "greedy, 4 rows", copies=True),
         "diverse beam search, 2 x 2": Mode(beams | {"num_beam_groups": 2, "diversity_penalty": 1.0}, "greedy, 4 rows"),
         "contrastive search, top_k 4": Mode({"penalty_alpha": 0.6, "top_k": 4}, "greedy, 4 rows"),
         "DoLa, high": Mode({"dola_layers": "high", "repetition_penalty": 1.2}, "greedy, 1 row"),
@@ -73,6 +77,20 @@ def say_again(history, scores):
     return jnp.where(jnp.arange(scores.shape[1])[None, :] == (history.length % PERIOD)[:, None], 0.0, -jnp.inf)
 
 
+@jax.tree_util.Partial
+def _unchanged(history, scores):
+    """Change nothing: with it, the program for `Mode.copies` is not taken for the one with shared slots."""
+    return scores
+
+
+@contextlib.contextmanager
+def _own_slots():
+    """Let no rows share the slots that they write."""
+    fork = KVCache.fork
+    with mock.patch.object(KVCache, "fork", lambda self, copies, slots, shared=False: fork(self, copies, slots)):
+        yield
+
+
 def main() -> None:
     """Measure, and print a table."""
     args = _arguments()
@@ -80,6 +98,9 @@ def main() -> None:
     cfg = GenerationConfig(model=cfg.model, eos_token_id=None, pad_token_id=0)
     ids = np.random.default_rng(0).integers(0, 1000, (4, args.prompt), np.int32)
     measured = modes(args.layers)
+    if args.only:
+        chosen = {name: mode for name, mode in measured.items() if args.only in mode.against}
+        measured = chosen or measured
     accepted = {name: _warm_up(mode, params, cfg, ids, args) for name, mode in measured.items()}
     turns: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(args.repeat):
@@ -96,14 +117,15 @@ def main() -> None:
 
 def _run(mode: Mode, params, cfg: GenerationConfig, ids: np.ndarray, new_tokens: int):
     cfg = cfg.replace(max_new_tokens=new_tokens, **mode.options)
-    more = {"logits_processor": [say_again]} if mode.repeats else {}
-    return jax.block_until_ready(generate(params, ids[: mode.rows], None, cfg, **more))
+    processors = [say_again] * mode.repeats + [_unchanged] * mode.copies
+    return jax.block_until_ready(generate(params, ids[: mode.rows], None, cfg, logits_processor=processors))
 
 
 def _warm_up(mode: Mode, params, cfg: GenerationConfig, ids: np.ndarray, args: argparse.Namespace) -> str:
     """Compile, check that no row ended early, and return the share of accepted tokens."""
     for new_tokens in (args.short, args.new_tokens):
-        out = _run(mode, params, cfg, ids, new_tokens)
+        with _own_slots() if mode.copies else contextlib.nullcontext():
+            out = _run(mode, params, cfg, ids, new_tokens)
         if int(out.lengths.min()) != new_tokens:
             raise SystemExit(f"asked for {new_tokens} new tokens, got {out.lengths}")
     return "" if out.drafted is None else f"{int(out.accepted[0])} of {int(out.drafted[0])}"
@@ -140,6 +162,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--short", type=int, default=44, help="new tokens of the short run")
     parser.add_argument("--new-tokens", type=int, default=88, help="new tokens of the long run")
     parser.add_argument("--layers", type=int, default=4, help="layers that draft")
+    parser.add_argument("--only", help="only the modes that are compared with one whose name has this text")
     parser.add_argument("--repeat", type=int, default=5, help="turns of each mode")
     parser.add_argument("--out", type=Path, help="write the table to this file")
     args = parser.parse_args()

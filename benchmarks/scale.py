@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # the compiler would wait for a metadata server
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import flax.traverse_util

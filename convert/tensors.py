@@ -21,7 +21,7 @@ from convert.errors import CheckpointError
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
 
 _MAX_HEADER = 100_000_000  # bytes, as in the library
-_MAX_RUN = 1 << 30  # bytes read or written at once
+_MAX_TRANSFER = 1 << 30  # bytes read or written by one call of the system
 _CHUNK = 1 << 20  # elements cast at once: they stay in the processor's cache
 
 
@@ -58,16 +58,20 @@ class Tensor:
         result = np.empty(_shape(part, self.shape), DTYPES[self.dtype])
         with open(self.file, "rb", buffering=0) as stream:
             for offset, run in self.runs(part, result):
-                if os.preadv(stream.fileno(), [run], offset) < len(run):
-                    raise CheckpointError([f"{self.file}: {self.name}: the file was truncated"])
+                while run:  # the system may return less than was asked for
+                    count = os.preadv(stream.fileno(), [run[:_MAX_TRANSFER]], offset)
+                    if count == 0:
+                        raise CheckpointError([f"{self.file}: {self.name}: the file was truncated"])
+                    run, offset = run[count:], offset + count
         return result
 
     def write(self, part: tuple[slice, ...], array: np.ndarray) -> None:
         """Write the values of a part, in the file's dtype, to a file made by `allocate_file`."""
         with open(self.file, "r+b", buffering=0) as stream:
             for offset, run in self.runs(part, np.ascontiguousarray(array)):
-                if os.pwrite(stream.fileno(), run, offset) < len(run):
-                    raise OSError(f"{self.file}: {self.name} could not be written completely")
+                while run:
+                    count = os.pwrite(stream.fileno(), run[:_MAX_TRANSFER], offset)
+                    run, offset = run[count:], offset + count
 
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
         """Yield the contiguous pieces of a part of the tensor: their offsets in the file, and memory of `array`.
@@ -84,11 +88,7 @@ class Tensor:
         else:
             pieces, offset = array, offset + first[1] * array.itemsize
         for number, piece in enumerate(pieces.view(np.uint8)):
-            start = 0
-            while start < len(piece):  # a call of the system moves at most 2 GiB
-                run = piece[start : start + _MAX_RUN]
-                yield offset + number * width + start, run.data
-                start += len(run)
+            yield offset + number * width, piece.data
 
     def cast(self, array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
         """Return values of this tensor as in `read`, cast without temporary arrays of their size."""

@@ -139,6 +139,14 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda part: x[part]), tree)
 
 
+def replicate(tree: Any, mesh: Mesh | None) -> Any:
+    """Copy the arrays of a tree that are not on the mesh yet to all of its devices; without a mesh, return the tree."""
+    if mesh is None:
+        return tree
+    everywhere = NamedSharding(mesh, REPLICATED)
+    return jax.tree.map(lambda x: jax.device_put(x, everywhere) if mesh_of(x) is None else x, tree)
+
+
 def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:
     """Require that all arrays of a tree are divided by `spec`; without a mesh, return the tree."""
     if mesh is None:

@@ -33,7 +33,7 @@ def json_line(text: str) -> Any:
     """Return the value of a line of JSON.
 
     Raises:
-        InputError: it is not valid JSON, is nested too deeply, or has half of a surrogate pair, which is no character.
+        InputError: it is not valid JSON, is nested too deeply, or a string has half of a surrogate pair.
     """
     try:
         value = json.loads(text, parse_constant=_refuse)

@@ -1,4 +1,4 @@
-"""The state of a training run on disk: one file, replaced as a whole, so that a kill leaves the previous one."""
+"""The state of a training run on disk: each process writes its own parts, and a kill leaves the previous state."""
 
 from __future__ import annotations
 
@@ -6,63 +6,69 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import zipfile
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import orbax.checkpoint as ocp
 
 from jaxgen.errors import InputError
 
-_FILE = "state.npz"
-_PARTIAL = f"{_FILE}.partial"
+_STATES = "states"
 State = TypeVar("State")
 
 
-def write_state(directory: Path, state, settings: str) -> None:
-    """Write a tree of float32 and int32 arrays; `settings` identifies the run that it belongs to."""
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / _PARTIAL
-    with open(partial, "wb") as stream:
-        with zipfile.ZipFile(stream, "w") as archive:
-            _write_array(archive, "settings", _digest(settings))
-            for name, leaf in _by_name(state).items():
-                # A copy: a jax array that numpy has viewed cannot be overwritten by the next step.
-                _write_array(archive, name, np.asarray(jnp.array(leaf)))
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(directory / _FILE)
+def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
+    """Write a tree of arrays, in place of the state of an earlier step; all processes of a mesh call this.
+
+    Args:
+        directory: a directory that all processes share.
+        state: the tree.
+        step: the number of completed steps.
+        settings: identifies the run that the state belongs to.
+    """
+    with _states(directory) as states:
+        items = {"state": ocp.args.StandardSave(state), "settings": ocp.args.JsonSave({"digest": _digest(settings)})}
+        states.save(step, args=ocp.args.Composite(**items))
 
 
-def read_state(directory: Path, like: State, settings: str) -> State | None:
-    """Read the state that `write_state` wrote into a tree with the structure of `like`; None if there is none.
+def has_state(directory: Path, settings: str) -> bool:
+    """Return whether `write_state` wrote a state of this run.
 
     Raises:
-        InputError: the file belongs to a run with other settings, or is damaged.
+        InputError: the state belongs to a run with other settings, or is damaged.
     """
-    file = directory / _FILE
-    if not file.is_file():
-        return None
-    try:
-        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            if arrays["settings"].tobytes() == _digest(settings).tobytes():
-                leaves = [jnp.array(arrays[name]) for name in _by_name(like)]
-                return jax.tree.unflatten(jax.tree.structure(like), leaves)
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise InputError(f"{file} is damaged: {error}; remove {directory} to start again") from error
+    if not (directory / _STATES).is_dir():
+        return False
+    with _states(directory) as states:
+        if states.latest_step() is None:
+            return False
+        if _read(states, "settings", ocp.args.JsonRestore()) == {"digest": _digest(settings)}:
+            return True
     raise InputError(
         f"{directory} has the state of a run with other settings or data: "
         "use those again to resume it, or remove it to start again"
     )
 
 
+def read_state(directory: Path, like: State) -> State:
+    """Read the state that `write_state` wrote, onto the devices that `like` names.
+
+    Args:
+        directory: as in `write_state`.
+        like: `jax.ShapeDtypeStruct`s with shardings.
+
+    Raises:
+        InputError: the state is damaged.
+    """
+    with _states(directory) as states:
+        return _read(states, "state", ocp.args.StandardRestore(like))
+
+
 def remove_state(directory: Path) -> None:
     """Remove the state that `write_state` wrote."""
-    for name in (_FILE, _PARTIAL):
-        (directory / name).unlink(missing_ok=True)
+    shutil.rmtree(directory / _STATES, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -88,14 +94,28 @@ def alone_in(directory: Path) -> Iterator[None]:
             directory.rmdir()
 
 
-def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-        np.lib.format.write_array(entry, array, allow_pickle=False)
+@contextlib.contextmanager
+def _states(directory: Path) -> Iterator[ocp.CheckpointManager]:
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=1, enable_async_checkpointing=False, cleanup_tmp_directories=True
+    )
+    with ocp.CheckpointManager((directory / _STATES).absolute(), options=options) as manager:
+        yield manager
 
 
-def _by_name(tree) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+def _read(states: ocp.CheckpointManager, name: str, how: Any) -> Any:
+    try:
+        return states.restore(None, args=ocp.args.Composite(**{name: how}))[name]
+    except Exception as error:  # orbax raises Exception itself where data is damaged
+        raise InputError(f"{states.directory} is damaged: {_reason(error)}; remove it to start again") from error
 
 
-def _digest(settings: str) -> np.ndarray:
-    return np.frombuffer(hashlib.sha256(settings.encode()).digest(), np.uint8)
+def _reason(error: BaseException) -> str:
+    """Return the first line of the error that was the cause of all others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).split("\n")[0]
+
+
+def _digest(settings: str) -> str:
+    return hashlib.sha256(settings.encode()).hexdigest()

@@ -26,9 +26,9 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.causal_lm import forward
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.loss import next_token_loss
-from jaxgen.model.sharding import mesh_of, place_rows
+from jaxgen.model.sharding import mesh_of, place_rows, replicate
 from jaxgen.training.lora import attach
-from jaxgen.training.state import read_state, write_state
+from jaxgen.training.state import has_state, read_state, write_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,28 +242,24 @@ def train(
         model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
-        directory: the state is saved here every `save_every` steps. A run that was killed resumes from it and ends
-            with the same bits as one that was not killed.
+        directory: the state is saved here every `save_every` steps, by several processes in parts, so they must share
+            the directory. A run that was killed resumes from it and ends with the same bits as one that was not.
         run: identifies everything else that the result depends on; a state of another run in `directory` is refused.
         save_every: the number of steps between saved states.
         report_every: the number of steps between reports.
         report: called with a line of progress.
 
     Raises:
-        InputError: `directory` has the state of a run with other settings, or is given in one of several processes.
+        InputError: `directory` has the state of a run with other settings, or a damaged one.
         ConfigError: the settings made the loss infinite or NaN.
     """
-    begin = functools.partial(TrainState.create, params, cfg)
-    settings = _settings(model, cfg, run)
-    state = None if directory is None else read_state(directory, jax.eval_shape(begin), settings)
-    mesh = mesh_of((params, frozen))
-    if mesh is not None and mesh.is_multi_process and directory is not None:
-        raise InputError("the state of a run on several processes cannot be saved: leave directory out")
-    if state is None:
-        state = begin()
-    elif mesh is not None:
-        state = jax.tree.map(_divided_like, state, begin())
-    del params, begin  # the state has copies; without the caller's references, the memory is freed
+    settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
+    state = replicate(TrainState.create(params, cfg), mesh)
+    del params  # the state has copies; without the caller's references, the memory is freed
+    if directory is not None and has_state(directory, settings):
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        del state  # room for the one that is read
+        state = read_state(directory, like)
     step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
@@ -274,13 +270,8 @@ def train(
         if done % report_every == 0 or done == cfg.steps:
             meter.report_step(done, metrics)
         if directory is not None and (done % save_every == 0 or done == cfg.steps):
-            write_state(directory, state, settings)
+            write_state(directory, state, done, settings)
     return state.params
-
-
-def _divided_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Divide `x` over the devices that `like` is on; if that is one device, leave it free to go where it is needed."""
-    return x if len(like.sharding.device_set) == 1 else jax.device_put(x, like.sharding)
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
@@ -289,7 +280,7 @@ def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: st
     Raises:
         InputError: the state belongs to a run with other settings, or is damaged.
     """
-    return read_state(directory, {}, _settings(model, cfg, run)) is not None
+    return has_state(directory, _settings(model, cfg, run))
 
 
 def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:

@@ -33,4 +33,4 @@ def test_the_next_process_finds_them(tmp_path, checkpoint):
     assert run(tmp_path / "home") == kept  # nothing was compiled again
     assert not run(tmp_path / "other", "--no-compile-cache")
     (tmp_path / "file").write_text("")
-    run(tmp_path / "file")  # a home that cannot be written is no error
+    run(tmp_path / "file")  # a home that cannot be written to
