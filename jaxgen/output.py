@@ -15,7 +15,7 @@ from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.recording import LayerRecording
 from jaxgen.decoding.stopping import FAILURES
-from jaxgen.errors import GenerationError
+from jaxgen.errors import GenerationError, InputError
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import Prepared
 
@@ -72,6 +72,9 @@ class GenerateOutput:
         """Return transformers' tuples, as numpy arrays: one entry per step, as many as the longest row has.
 
         Not under jit: it needs the number of steps.
+
+        Raises:
+            InputError: the cache is divided over several processes.
         """
         steps = int(np.max(self.lengths))
         width = self.prompt_width
@@ -93,6 +96,11 @@ class GenerateOutput:
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
         assert self.cache is not None
+        if not self.cache.kv.keys[0].is_fully_addressable:
+            raise InputError(
+                "the cache is divided over several processes, and to_hf() returns all of it: leave it out with "
+                "dataclasses.replace(out, cache=None).to_hf()"
+            )
         cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)

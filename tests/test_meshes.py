@@ -120,7 +120,11 @@ def test_a_cache_from_elsewhere():
     cfg, new = CFG.replace(eos_token_id=None), IDS[:, :2]
     alone, divided = (generate(params, IDS, None, cfg).cache for params in (PARAMS, on_mesh((4, 2))))
     expected = generate(PARAMS, new, None, cfg, cache=alone)
-    for params, cache in ((PARAMS, divided), (on_mesh((4, 2)), alone), (on_mesh((2, 4)), divided)):
+    bound = jax.device_put(alone, jax.devices()[3])
+    for params, cache in (
+        *((PARAMS, divided), (on_mesh((4, 2)), alone), (on_mesh((2, 4)), divided)),
+        *((on_mesh((4, 2)), bound), (on_mesh((8, 1)), bound)),
+    ):
         assert generate(params, new, None, cfg, cache=cache).sequences.tolist() == expected.sequences.tolist()
 
 

@@ -77,6 +77,7 @@ def test_two_processes(tmp_path, both, shape):
     assert first["again"] == second["again"] == np.asarray(again.sequences).tolist()
     np.testing.assert_allclose(first["score"], score(params, IDS[:2], CFG).logprobs, atol=2e-3)
     assert "max_time cannot stop several processes" in first["max_time"]
+    assert "the cache is divided over several processes" in first["to_hf"]
 
     # Each process has one row of the mesh (2, 4), and so the whole model; of (1, 8) it has half. No byte is read twice.
     matrices, others = (

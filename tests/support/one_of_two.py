@@ -47,10 +47,14 @@ def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
             result["best"] = np.asarray(out.scores).max(axis=-1).round(3).tolist()
     result["again"] = np.asarray(generate(params, ids[:, :2], None, cfg, cache=out.cache).sequences).tolist()
     result["score"] = np.asarray(score(params, ids[:2], cfg).logprobs).round(3).tolist()
-    try:
-        generate(params, ids, None, cfg.replace(max_time=1.0))
-    except JaxgenError as error:
-        result["max_time"] = str(error)
+    for name, refused in {
+        "max_time": lambda: generate(params, ids, None, cfg.replace(max_time=1.0)),
+        "to_hf": lambda: out.to_hf(),
+    }.items():
+        try:
+            refused()
+        except JaxgenError as error:
+            result[name] = str(error)
     save_hf(params, cfg, target)
     try:
         save_hf(params, cfg, target)
