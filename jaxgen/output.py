@@ -14,7 +14,7 @@ from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.recording import LayerRecording
-from jaxgen.decoding.stopping import FAILURES
+from jaxgen.decoding.stopping import FAILURES, StopReason
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import Prepared
@@ -68,6 +68,12 @@ class GenerateOutput:
     cache: Continuation | None = None
     prompt_width: int = flax.struct.field(pytree_node=False, default=0)
 
+    def __repr__(self) -> str:
+        """Shapes in place of most values, and only of what is there."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        parts = [f"{name}={_short(name, value)}" for name, value in values.items() if value is not None]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def to_hf(self) -> HFOutput:
         """Return transformers' tuples, as numpy arrays: one entry per step, as many as the longest row has.
 
@@ -115,6 +121,16 @@ class GenerateOutput:
 
         layers = (cache.layer(index) for index in range(len(cache.keys)))
         return tuple((columns(k), columns(v)) for k, v in layers)
+
+
+def _short(name: str, value: Any) -> str:
+    if not hasattr(value, "dtype"):
+        return repr(value)
+    is_known = isinstance(value, jax.Array | np.ndarray) and not is_traced(value)
+    if value.ndim > 1 or value.size > 8 or not is_known:
+        return f"{value.dtype}{list(value.shape)}"
+    values = np.asarray(value).tolist()
+    return f"[{', '.join(StopReason(x).name for x in values)}]" if name == "stop_reasons" else str(values)
 
 
 @dataclasses.dataclass(frozen=True)
