@@ -44,8 +44,8 @@ MODES = {
 }
 
 
-def mesh_of_shape(shape):
-    return jax.make_mesh(shape, ("data", "model"))
+def mesh_of_shape(shape, **options):
+    return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("data", "model"), **options)
 
 
 def on_mesh(shape, params=PARAMS, model=MODEL):
@@ -341,7 +341,8 @@ def test_other_meshes(shape, axes):
 
 def test_a_mesh_that_the_caller_has_set():
     params = on_mesh((4, 2))
-    with jax.set_mesh(mesh_of_shape((4, 2))), pytest.raises(InputError, match=r"leave jax\.set_mesh out"):
+    mesh = mesh_of_shape((4, 2), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), pytest.raises(InputError, match=r"leave jax\.set_mesh out"):
         generate(params, IDS, None, CFG)
 
 
