@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-PROGRAMS = ("capacity", "checkpoint", "decode", "modes", "processors", "scale", "terminal")
+PROGRAMS = ("capacity", "checkpoint", "compile", "decode", "modes", "processors", "scale", "terminal")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in PROGRAMS:

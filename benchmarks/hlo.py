@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read off its optimised HLO."""
+"""What a compiled program does, read off its optimised HLO."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Iterator
 
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_QUIET = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.*?) (?P<op>[a-z][a-z\-]*)\(")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ")
@@ -19,13 +20,13 @@ _ARRAY = re.compile(rf"\b({'|'.join(_BYTES)})\[([\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective operation.
+class Operation:
+    """An operation that the device is told to do: a kernel on a GPU, a fusion on a TPU, a collective on both.
 
     Attributes:
-        kind: "all-reduce" and so on.
+        kind: "fusion", "all-reduce" and so on.
         dims: the shape of each array of its result, on one device.
-        nbytes: the bytes of its result, on one device.
+        nbytes: the bytes of its result, on one device; of an update in place, those of the update.
         times: how often it runs, if all inner loops have known trip counts.
         name: the operation that it was made for.
     """
@@ -36,9 +37,14 @@ class Collective:
     times: int
     name: str
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices communicate."""
+        return self.kind in _COLLECTIVES
 
-def decode_step(program: str) -> list[Collective]:
-    """Return the collectives of one step of the decode loop of a compiled `generate`, its condition included.
+
+def decode_step(program: str) -> list[Operation]:
+    """Return the operations of one step of the decode loop of a compiled `generate`, its condition included.
 
     Raises:
         ValueError: the program has no such loop.
@@ -48,14 +54,14 @@ def decode_step(program: str) -> list[Collective]:
         for line in lines:
             if " while(" in line and _DECODE in line:
                 parts = (_named(line, "condition"), _named(line, "body"))
-                return [found for part in parts for found in _collectives(computations, part, 1)]
+                return [found for part in parts for found in _operations(computations, part, 1)]
     raise ValueError("the program has no decode loop")
 
 
-def outside_of_decode(program: str, passes: int = 1) -> list[Collective]:
-    """Return the collectives before and after the decode loop; a loop of unknown length takes `passes`."""
+def outside_of_decode(program: str, passes: int = 1) -> list[Operation]:
+    """Return the operations before and after the decode loop; a loop of unknown length takes `passes`."""
     entry = next(filter(None, (_ENTRY.match(line) for line in program.splitlines())))
-    return list(_collectives(parse(program), entry[1], 1, passes))
+    return list(_operations(parse(program), entry[1], 1, passes))
 
 
 def parse(program: str) -> dict[str, list[str]]:
@@ -77,31 +83,61 @@ def _named(line: str, part: str) -> str:
     return found[1]
 
 
-def _collectives(computations: dict[str, list[str]], name: str, times: int, passes: int = 1) -> Iterator[Collective]:
+def _operations(computations: dict[str, list[str]], name: str, times: int, passes: int = 1) -> Iterator[Operation]:
     for line in computations[name]:
         match = _INSTRUCTION.match(line)
         if match is None:
             continue
-        kind = match["op"].removesuffix("-start")
-        if kind in _KINDS:
-            arrays = [
-                (dtype, tuple(map(int, filter(None, dims.split(",")))))
-                for dtype, dims in _ARRAY.findall(match["shape"])
-            ]
-            if match["op"].endswith("-start"):  # operands, then results
-                arrays = arrays[len(arrays) // 2 :]
-            size = sum(_BYTES[dtype] * math.prod(dims) for dtype, dims in arrays)
-            made_for = re.search(r'op_name="([^"]*)"', line)
-            yield Collective(kind, tuple(dims for _, dims in arrays), size, times, made_for[1] if made_for else "")
-        elif match["op"] == "while":
+        op = match["op"]
+        if op == "while":
             if _DECODE not in line:
                 trips = re.search(r'known_trip_count"?:\{"n":"(\d+)"', line)
                 count = int(trips[1]) if trips else passes
-                yield from _collectives(computations, _named(line, "body"), times * count, passes)
-        else:
+                yield from _operations(computations, _named(line, "body"), times * count, passes)
+        elif op in ("call", "conditional", "async-start"):
             called = _CALLED.findall(line)
             for group in _BRANCHES.findall(line):
                 called += re.findall(r"[\w.\-]+", group)
             for inner in called:
-                if inner in computations:
-                    yield from _collectives(computations, inner, times, passes)
+                yield from _operations(computations, inner, times, passes)
+        elif op not in _QUIET and not op.endswith("-done"):
+            arrays = _arrays(match["shape"])
+            if op.endswith("-start"):  # operands, then results
+                arrays = arrays[len(arrays) // 2 :]
+            made_for = re.search(r'op_name="([^"]*)"', line)
+            updated = _update(computations, line, op)
+            yield Operation(
+                op.removesuffix("-start"),
+                tuple(dims for _, dims in arrays),
+                _size(arrays if updated is None else updated),
+                times,
+                made_for[1] if made_for else "",
+            )
+
+
+def _update(computations: dict[str, list[str]], line: str, op: str) -> list | None:
+    """Return the arrays that an update in place writes; None for another operation."""
+    if op == "fusion":
+        inner = computations[_named(line, "calls")]
+        root = next(inner_line for inner_line in inner if inner_line.lstrip().startswith("ROOT"))
+    else:
+        inner, root = [], line
+    match = re.search(r" (?:dynamic-update-slice|scatter)\(([^)]*)\)", root)
+    if match is None:
+        return None
+    operands = re.findall(r"%([\w.\-]+)", match[1])
+    update = operands[1] if "dynamic-update-slice(" in root else operands[-1]
+    typed = _arrays(match[1])
+    for other in inner:
+        if re.match(rf"^\s*%?{re.escape(update)} = ", other):
+            found = _INSTRUCTION.match(other)
+            return _arrays(found["shape"]) if found else None
+    return typed[1:2] or None
+
+
+def _arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _ARRAY.findall(shape)]
+
+
+def _size(arrays: list[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(_BYTES[dtype] * math.prod(dims) for dtype, dims in arrays)

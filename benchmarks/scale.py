@@ -116,10 +116,10 @@ def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, s
     chips, itemsize = data * parts, jnp.dtype(model.dtype).itemsize
     memory, program = compiled.memory_analysis(), compiled.as_text()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    step = hlo.decode_step(program)
+    step = [c for c in hlo.decode_step(program) if c.is_collective]
     moved = sum(_moved(c, parts) * c.times for c in step)
     passes = -(-(args.context - args.new_tokens) // args.chunk) if args.chunk else 1
-    prefill_moved = sum(_moved(c, parts) * c.times for c in hlo.outside_of_decode(program, passes))
+    prefill_moved = sum(_moved(c, parts) * c.times for c in hlo.outside_of_decode(program, passes) if c.is_collective)
 
     weights = _weights(model, parts)
     read = lower_bound(model, args, data, parts)
@@ -168,11 +168,11 @@ def _longest(times: dict[str, float], communication: float) -> str:
     return max(times, key=times.__getitem__)
 
 
-def _elements(collective: hlo.Collective) -> int:
+def _elements(collective: hlo.Operation) -> int:
     return max((math.prod(dims) for dims in collective.dims), default=0)
 
 
-def _moved(collective: hlo.Collective, parts: int) -> float:
+def _moved(collective: hlo.Operation, parts: int) -> float:
     """Return the bytes that a chip sends for a collective in a ring; all but tiny ones are over the axis `model`."""
     factor = 2 if collective.kind == "all-reduce" else 1
     return factor * collective.nbytes * (parts - 1) / parts

@@ -31,7 +31,8 @@ from jaxgen.request.prepare import CallInputs, prepare
 class Chip:
     """Published figures of a chip: FLOP/s in bf16, bytes of memory, bytes/s of memory and of its links together.
 
-    `link` counts one direction. `slices` are the topologies that can be had, smallest first.
+    `link` counts one direction. `slices` are the topologies that can be had, smallest first. `launch`, the seconds
+    between two operations, is assumed.
     """
 
     flops: float
@@ -40,15 +41,48 @@ class Chip:
     link: float
     slices: tuple[str, ...]
     source: str
+    launch: float
 
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
 CHIPS = {
-    "v5e": Chip(197e12, 16e9, 819e9, 200e9, _FLAT, "docs.cloud.google.com/tpu/docs/v5e"),
-    "v5p": Chip(459e12, 95e9, 2765e9, 600e9, _CUBES, "docs.cloud.google.com/tpu/docs/v5p"),
-    "v6e": Chip(918e12, 32e9, 1638e9, 400e9, _FLAT, "docs.cloud.google.com/tpu/docs/v6e"),
+    "v5e": Chip(197e12, 16e9, 819e9, 200e9, _FLAT, "docs.cloud.google.com/tpu/docs/v5e", 0.5e-6),
+    "v5p": Chip(459e12, 95e9, 2765e9, 600e9, _CUBES, "docs.cloud.google.com/tpu/docs/v5p", 0.5e-6),
+    "v6e": Chip(918e12, 32e9, 1638e9, 400e9, _FLAT, "docs.cloud.google.com/tpu/docs/v6e", 0.5e-6),
+    "h100": Chip(989e12, 80e9, 3350e9, 450e9, (), "nvidia.com/en-us/data-center/h100", 2e-6),
 }
+# What XLA asks of a GPU's driver, for an H100 with 80 GB and HBM3.
+_H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3" device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 device_address_bits: 64
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 3352320000000 device_memory_size: 84942979072 l2_cache_size: 52428800
+}
+"""
+
+
+_LOWERED = {"gpu": "cuda"}  # the name that lowering knows a platform by
+
+
+def device_for(target: str) -> jax.Device:
+    """Return one device of a machine that need not exist: h100, or a TPU slice such as v5e:1x1."""
+    if target == "h100":
+        found = topologies.get_topology_desc(
+            platform="cuda", topology_name="h100", topology="1x1x1", target_config=_H100
+        )
+    else:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=target)
+    return found.devices[0]
 
 
 def mesh_for(model: ModelConfig, target: str, data: int, parts: int) -> Mesh:
@@ -79,4 +113,4 @@ def compile_generate(cfg: GenerationConfig, where: Mesh | jax.Device, rows: int,
     run = dataclasses.replace(prepared.run, model=model)  # without what `prepare` knows of this machine
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
     traced = run_whole.trace(run, prepared.request, mode=mode_of(cfg))
-    return traced.lower(lowering_platforms=(device.platform,)).compile()
+    return traced.lower(lowering_platforms=(_LOWERED.get(device.platform, device.platform),)).compile()

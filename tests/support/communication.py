@@ -34,7 +34,8 @@ def check_communication(mesh: Mesh, name: str) -> None:
     cfg = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0, eos_token_id=1, **options)
     program = compile_generate(cfg, divide(MODEL, mesh), PROMPTS, 32).as_text()
     rows = PROMPTS // mesh.shape["data"] * copies
-    large = [c for c in hlo.decode_step(program) if max(map(math.prod, c.dims)) >= rows * MODEL.hidden_size]
+    collectives = [operation for operation in hlo.decode_step(program) if operation.is_collective]
+    large = [c for c in collectives if max(map(math.prod, c.dims)) >= rows * MODEL.hidden_size]
     sums = [c for c in large if c.kind == "all-reduce" and max(c.dims, key=math.prod)[-1] == MODEL.hidden_size]
     assert large == sums
     assert sum(c.times for c in sums) == (0 if mesh.shape["model"] == 1 else 2 * MODEL.num_hidden_layers + 1)

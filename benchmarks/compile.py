@@ -1,0 +1,132 @@
+"""Compile `generate()` for a machine that is not here, with that machine's compiler, and report what a step does.
+
+    python -m benchmarks compile --target h100 --config DIR --rows 1 --mode qwen
+    python -m benchmarks compile --target v5e:1x1 --config DIR
+
+It needs only the compiler: pip install "jax[tpu]", or for h100 what the README of this folder names. The rate is
+modelled: all bytes at the chip's published bandwidth, and a fixed time for each operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+from benchmarks import hlo
+from benchmarks.targets import CHIPS, compile_generate, device_for
+from jaxgen import GenerationConfig, JaxgenError, ModelConfig
+from jaxgen.cli import arguments
+from jaxgen.config.generation_config import model_of
+from jaxgen.model.causal_lm import param_shapes
+from jaxgen.request.memory import cache_bytes
+
+QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
+MODES = {
+    "greedy": {},
+    "qwen": QWEN,
+    "beams": {"num_beams": 4},
+    "beam-sampling": {"num_beams": 4, "do_sample": True},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "lookup": {"prompt_lookup_num_tokens": 8},
+    "guidance": {"guidance_scale": 1.5},
+}
+_LARGE = 1_000_000  # bytes
+
+
+def main() -> None:
+    """Compile, and print what was found."""
+    args = _arguments()
+    try:
+        model = ModelConfig.from_hf(json.loads((args.config / "config.json").read_text()))
+        model = dataclasses.replace(model, dtype=args.dtype)
+        cfg = GenerationConfig(
+            **{"model": model, "max_new_tokens": args.new_tokens, "eos_token_id": 1, "pad_token_id": 0},
+            **MODES[args.mode],
+        )
+        start = time.perf_counter()
+        compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt)
+        print(report(args, cfg, compiled, time.perf_counter() - start))
+        if args.hlo:
+            args.hlo.write_text(compiled.as_text())
+    except (JaxgenError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: float) -> str:
+    """Return what a decode step does, as Markdown."""
+    model, chip = model_of(cfg), CHIPS[args.target.partition(":")[0]]
+    memory, step = compiled.memory_analysis(), hlo.decode_step(compiled.as_text())
+    count = sum(operation.times for operation in step)
+    kinds = collections.Counter()
+    for operation in step:
+        kinds[operation.kind] += operation.times
+    inner = sum(operation.times for operation in step if operation.times > 1)
+    written = sum(operation.nbytes * operation.times for operation in step)
+    large = sorted((o for o in step if o.nbytes >= _LARGE), key=lambda o: -o.nbytes)
+    copied = sum(o.nbytes for o in large if "copy" in o.kind)
+
+    shapes = param_shapes(model)
+    weights = sum(map(math.prod, shapes.values()))
+    if not model.tie_word_embeddings:  # the table is only looked up
+        weights -= math.prod(shapes["model.embed_tokens.weight"])
+    rows = args.rows * max(cfg.num_beams, cfg.num_return_sequences)
+    read = weights * 2 + cache_bytes(model, rows, args.prompt + args.new_tokens // 2)
+    moving, launching = (read + 2 * written) / chip.bandwidth, count * chip.launch
+    lines = [
+        f"## {args.config.resolve().name}, {args.mode}, {args.rows} rows, {args.prompt} + {args.new_tokens} tokens, "
+        f"{model.dtype}, on {args.target}",
+        "",
+        "| figure | value |",
+        "|---|---|",
+        f"| compiled in | {seconds:.1f} s |",
+        f"| memory: arguments, temporaries | {memory.argument_size_in_bytes / 1e6:.1f}, "
+        f"{memory.temp_size_in_bytes / 1e6:.1f} MB |",
+        f"| operations of a decode step, inner loops times their passes | {count} |",
+        f"| of these in inner loops | {inner} |",
+        f"| per layer | {count / model.num_hidden_layers:.1f} |",
+        f"| kinds | {', '.join(f'{kind} {number}' for kind, number in kinds.most_common(8))} |",
+        f"| collectives | {sum(o.times for o in step if o.is_collective)} |",
+        f"| bytes written | {written / 1e6:.3f} MB |",
+        f"| copies of more than {_LARGE / 1e6:.0f} MB | {copied / 1e6:.1f} MB |",
+        *(f"| large result | {o.nbytes / 1e6:.2f} MB x {o.times}: {o.kind} for {o.name[-60:]} |" for o in large[:4]),
+        f"| modelled step | {1e6 * moving:.0f} us for bytes + {1e6 * launching:.0f} us for operations: "
+        f"{args.rows / (moving + launching):,.0f} tokens/s |",
+        "",
+        f"Chip: {chip.bandwidth / 1e9:.0f} GB/s ({chip.source}), {1e6 * chip.launch:.1f} us per operation (assumed). "
+        f"jax {jax.__version__}.",
+    ]
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--target", required=True, help="h100, or a TPU slice such as v5e:1x1, of which one chip is used"
+    )
+    parser.add_argument("--config", type=Path, required=True, help="a directory with a config.json")
+    parser.add_argument("--rows", type=arguments.count, default=1, help="prompts in the batch")
+    parser.add_argument("--prompt", type=arguments.count, default=128, help="tokens of each prompt")
+    parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens of each answer")
+    parser.add_argument("--mode", choices=MODES, default="greedy", help="how tokens are chosen")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--hlo", type=Path, help="write the optimised program to this file")
+    args = parser.parse_args()
+    if args.target.partition(":")[0] not in CHIPS:
+        parser.error(f"--target must begin with one of {', '.join(CHIPS)}, got {args.target}")
+    return args
+
+
+if __name__ == "__main__":
+    main()
