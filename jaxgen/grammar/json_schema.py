@@ -94,7 +94,8 @@ class _Converter:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
             place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
-        given = [name for name in schema if name not in ANNOTATIONS and (name != "$id" or place.depth)]
+        named = not place.depth and isinstance(schema.get("$id"), str)  # a name elsewhere changes references
+        given = [name for name in schema if name not in ANNOTATIONS and not (name == "$id" and named)]
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:
             keywords.check(given, f"{decisive} {COMPANIONS[decisive]}", place.name)
@@ -197,7 +198,7 @@ def _string(schema: dict[str, Any], place: _Place) -> Expression:
     if "pattern" in given:
         if not isinstance(schema["pattern"], str):
             place.refuse(f": pattern must be a string, got {shown(schema['pattern'])}")
-        return sequence('"', read_regex(schema["pattern"], f"{place.name}: the pattern", _in_string), '"')
+        return sequence('"', read_regex(schema["pattern"], f"the pattern of {place.name}", _in_string), '"')
     if "format" in given:
         if schema["format"] not in list(FORMATS):
             place.refuse(f": format must be one of {', '.join(FORMATS)}, got {shown(schema['format'])}; or use pattern")

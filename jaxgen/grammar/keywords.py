@@ -42,7 +42,8 @@ def plain(schema: dict[str, Any] | str) -> Any:
     except UnicodeEncodeError as error:
         raise InputError("the schema has half of a surrogate pair, such as \\ud83d: write the character") from error
     except (TypeError, ValueError) as error:
-        raise InputError(f"the schema is not valid JSON: {str(error)[:200]}") from error
+        hint = "" if isinstance(schema, dict) or "{" in schema else "; pass a dict or the JSON itself, not its path"
+        raise InputError(f"the schema is not valid JSON: {str(error)[:200]}{hint}") from error
     return value
 
 

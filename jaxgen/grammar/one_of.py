@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.keywords import ANNOTATIONS, bounds, literals, members, target, types, types_of
+from jaxgen.grammar.keywords import ANNOTATIONS, OF_TYPE, bounds, literals, members, target, types, types_of
 
 MOST = 200_000  # comparisons of two schemas, or of a value and a schema
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has one schema
@@ -62,7 +62,7 @@ class Overlaps:
             return not any(self.may_be(value, other) for value in literals(one))
         if _has_literals(other):
             return not any(self.may_be(value, one) for value in literals(other))
-        return all(self.differ(first, second, one, other) for first in types(one) for second in types(other))
+        return all(self.differ(first, second, one, other) for first in types(one) for second in _valid_types(other))
 
     def differ(self, first: str, second: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return True if no value of `one` with the first type is a value of `other` with the second."""
@@ -102,7 +102,7 @@ class Overlaps:
             if id(schema) not in self.keys:
                 self.keys[id(schema)] = {_key(literal) for literal in literals(schema)}
             return _key(value) in self.keys[id(schema)]
-        if not any(name in types(schema) for name in types_of(value)):
+        if not any(name in _valid_types(schema) for name in types_of(value)):
             return False
         if isinstance(value, str):
             return not _apart((len(value), len(value)), bounds(schema, "Length"))
@@ -125,6 +125,11 @@ def _is_free(schema: Any) -> bool:
     return not isinstance(schema, dict) or all(name in ANNOTATIONS or name == "$id" for name in schema)
 
 
+def _valid_types(schema: dict[str, Any]) -> list[str]:
+    """Return the types of valid values: all without `type`, although fewer are generated."""
+    return types(schema) if "type" in schema else list(OF_TYPE)
+
+
 def _has_literals(schema: dict[str, Any]) -> bool:
     return "const" in schema or "enum" in schema
 
@@ -136,14 +141,15 @@ def _apart(one: tuple[int, int | None], other: tuple[int, int | None]) -> bool:
 
 def _key(value: Any) -> str:
     """Return a text that two values share if they are equal for JSON schemas: 1 is 1.0, but true is not 1."""
-    return json.dumps(_whole(value), sort_keys=True)
+    return json.dumps(_rounded(value), sort_keys=True)
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+def _rounded(value: Any) -> Any:
+    """Make all numbers floats, as many programs do; large whole numbers that become equal count as equal."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) < 10**300 else value
     if isinstance(value, list):
-        return [_whole(part) for part in value]
+        return [_rounded(part) for part in value]
     if isinstance(value, dict):
-        return {name: _whole(part) for name, part in value.items()}
+        return {name: _rounded(part) for name, part in value.items()}
     return value

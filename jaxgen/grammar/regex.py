@@ -7,6 +7,7 @@ or `\Z`. From other languages come `(?P<name>...)`, and flags at the start: `(?i
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 import unicodedata
@@ -26,7 +27,6 @@ from jaxgen.grammar.expression import (
     Repeat,
     Sequence,
     choice,
-    common,
     complement,
     shown,
     union,
@@ -35,7 +35,7 @@ from jaxgen.grammar.utf8 import Ranges
 
 LONGEST = 10_000  # characters of a pattern
 DEEPEST = 32  # groups inside each other
-MOST_RANGES = 100_000
+MOST_CATEGORIES = 100  # in one pattern; each has up to a thousand ranges of characters
 
 DIGIT = ((0x30, 0x39),)
 WORD = union([*DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
@@ -96,7 +96,7 @@ class _Reader:
         flags = _FLAGS.match(pattern)
         self.flags = flags[1] if flags else ""
         self.place = flags.end() if flags else 0
-        self.ranges = 0  # of all characters so far
+        self.categories = 0
 
     def refuse(self, reason: str) -> NoReturn:
         raise InputError(f"{self.where} {shown(self.pattern)} {reason}, at character {self.place + 1}")
@@ -179,9 +179,6 @@ class _Reader:
         ranges = union(ranges)
         if not ranges:
             self.refuse("has a part that matches no character")
-        self.ranges += len(ranges)
-        if self.ranges > MOST_RANGES:
-            self.refuse("has too many classes of characters: simplify it")
         return self.characters(_any_case(ranges) if "i" in self.flags else ranges)
 
     def group(self, depth: int) -> Expression:
@@ -295,7 +292,7 @@ class _Reader:
         if isinstance(tree, Anchor):
             if not (first if tree.sign == "^" else last):
                 raise InputError(
-                    f"{self.where} {shown(self.pattern)} has {tree.sign} inside: leave it out, because a text is always "
+                    f"{self.where} {shown(self.pattern)} has {tree.sign} inside: leave it out: texts are always "
                     "matched from start to end (the characters ^ and $ are written \\^ and \\$)"
                 )
             return EMPTY
@@ -330,7 +327,7 @@ def _cases() -> list[tuple[int, int]]:
 
 def _any_case(ranges: Ranges) -> Ranges:
     """Return the characters in either case."""
-    if ranges == ((0, LAST),):
-        return ranges
-    text = common(ranges, ((0, LAST),))
-    return union([*text, *((other, other) for code, other in _cases() if any(a <= code <= b for a, b in text))])
+    ends = [last for _, last in ranges] + [LAST + 1]
+    starts = [first for first, _ in ranges] + [LAST + 1]
+    others = [other for code, other in _cases() if starts[bisect.bisect_left(ends, code)] <= code]
+    return union([*ranges, *((other, other) for other in others)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.byte_automaton import ByteAutomaton, compile_expression
+from jaxgen.grammar.byte_automaton import ByteAutomaton, compile_expression, distances, edges
 from jaxgen.grammar.formats import FORMATS
 from jaxgen.grammar.json_schema import read_schema
 from tests.grammar.test_regex import accepts
@@ -99,10 +99,8 @@ CASES: list[tuple[Any, Any]] = [
 def texts(automaton, count, rng):
     """Walk at random, and after forty bytes the shortest way to an end."""
     table, accepting = automaton.table, automaton.accepting
-    distance = np.where(accepting, 0, len(table)).astype(int)
-    for _ in range(len(table)):
-        behind = np.where(table >= 0, np.append(distance, 0)[table], len(table)).min(axis=1) + 1
-        distance = np.minimum(distance, behind)
+    source, target = edges(table)
+    distance = distances(accepting, target, source)
     for _ in range(count):
         state, text = automaton.start, b""
         while True:
