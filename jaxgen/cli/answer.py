@@ -118,10 +118,12 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
 
 def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
     """Read a JSON schema; raise an error that names its file."""
-    with schema.open("rb") as file:
-        data = file.read(4 * LONGEST + 4)  # more is too long anyway
     try:
+        with schema.open("rb") as file:
+            data = file.read(4 * LONGEST + 4)  # more is too long anyway
         return TokenAutomaton.from_json_schema(data.decode("utf-8-sig"), tokenizer, vocab_size=vocab)
+    except OSError as error:
+        raise InputError(f"{schema} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{schema} is not text in UTF-8: {error.reason} at byte {error.start + 1}") from error
     except InputError as error:

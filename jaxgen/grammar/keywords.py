@@ -42,7 +42,8 @@ def plain(schema: dict[str, Any] | str) -> Any:
     except UnicodeEncodeError as error:
         raise InputError("the schema has half of a surrogate pair, such as \\ud83d: write the character") from error
     except (TypeError, ValueError) as error:
-        hint = "" if isinstance(schema, dict) or "{" in schema else "; pass a dict or the JSON itself, not its path"
+        is_path = isinstance(schema, str) and schema.strip() and "{" not in schema
+        hint = "; pass a dict or the JSON itself, not its path" if is_path else ""
         raise InputError(f"the schema is not valid JSON: {str(error)[:200]}{hint}") from error
     return value
 

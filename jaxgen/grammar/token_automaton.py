@@ -63,7 +63,7 @@ class TokenAutomaton:
         r"""Build the automaton of the texts that a regular expression matches from start to end.
 
         The syntax is JavaScript's (ECMA 262) without look-around and back-references; docs/constrained.md has the
-        details. `vocab_size` is the model's, if it has more ids than the tokenizer.
+        details. `vocab_size` is the model's; a tokenizer's further ids are left out.
 
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
 
@@ -98,11 +98,7 @@ class TokenAutomaton:
             raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
         tokens = tokenizer.token_bytes()
         if vocab_size is not None:
-            if vocab_size < len(tokens):
-                raise InputError(
-                    f"vocab_size is {vocab_size}, but the tokenizer has {len(tokens)} ids: pass the model's vocab_size"
-                )
-            tokens += [None] * (vocab_size - len(tokens))
+            tokens = tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
         automaton = compile_expression(expression)
         classes, transitions = _token_table(automaton.table, tokens)
         useful = useful_states(transitions, automaton.accepting, automaton.start)
@@ -164,6 +160,12 @@ class TokenAutomaton:
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
         example = np.unique(joint, return_index=True)[1]
+        needed = sum(map(_used_states, parts.values())) * len(example)
+        if needed > LARGEST_TABLE:
+            raise InputError(
+                f"the automata of {len(automata)} prompts have {needed} transitions together, and at most "
+                f"{LARGEST_TABLE} are supported: stack fewer"
+            )
         offset, total = {}, 0
         tables, accepting = [], []
         for key, automaton in parts.items():
@@ -263,7 +265,7 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
         pairs, which = np.unique(pairs, return_inverse=True)
         work += len(pairs) * len(table)
         if work > MOST_WORK:
-            _refuse_size(len(table), "kinds of tokens")
+            _refuse_size(len(table))
         composed = np.empty(len(pairs), np.int64)
         for i, (before, byte) in enumerate(zip(*np.divmod(pairs, len(step)), strict=True)):
             function = step[byte][functions[before]].tobytes()
@@ -271,16 +273,16 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
             if composed[i] == len(functions):
                 functions.append(np.frombuffer(function, np.int32))
                 if len(functions) * len(table) > LARGEST_TABLE:
-                    _refuse_size(len(table), "kinds of tokens")
+                    _refuse_size(len(table))
         current[going] = composed[which]
     used, classes = np.unique(current, return_inverse=True)
     return classes, np.stack([functions[i] for i in used], axis=1)
 
 
-def _refuse_size(states: int, of: str) -> NoReturn:
+def _refuse_size(states: int) -> NoReturn:
     raise InputError(
-        f"the grammar's automaton has {states} states and too many {of}: at most {LARGEST_TABLE} transitions are "
-        "supported; lower the bounds of long texts and arrays, or split it"
+        f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
+        "supported; lower the bounds of long texts and arrays, or split the grammar"
     )
 
 
@@ -293,7 +295,7 @@ def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray,
     states, kinds = transitions.shape
     shape = tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
     if math.prod(shape) > LARGEST_TABLE:
-        _refuse_size(states, "kinds of tokens")
+        _refuse_size(states)
     table = np.full(shape, -1, np.int32)
     table[:states, :kinds] = transitions
     complete = np.zeros(len(table), bool)

@@ -90,9 +90,9 @@ def check_damaged(seed: int, count: int) -> tuple[int, int]:
 
 
 def test_damaged_schemas():
-    refused, accepted = check_damaged(seed=0, count=150)
-    assert refused > 50
-    assert accepted > 20
+    refused, accepted = check_damaged(seed=0, count=100)
+    assert refused > 40
+    assert accepted > 15
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def doubling(keyword, levels, **more):
         ({"oneOf": [{"type": "string"}, {"properties": {}}]}, "may also be valid"),
         ({"oneOf": [{"const": i} for i in range(1000)]}, "too many alternatives to compare"),
         ("a/path.json", "not its path"),
-        ("", "not its path"),
+        ("", r"not valid JSON: Expecting value: line 1 column 1 \(char 0\)$"),
         ("\ufeff{}", "not valid JSON"),
     ],
 )  # fmt: skip
