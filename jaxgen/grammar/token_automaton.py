@@ -72,7 +72,7 @@ class TokenAutomaton:
                 with the tokenizer's tokens.
             TypeError: `pattern` is not a str, or `tokenizer` not a `jaxgen.Tokenizer`.
         """
-        return cls._from_expression(read_regex(pattern), tokenizer, vocab_size)
+        return cls._from_expression(read_regex(pattern), "the pattern", tokenizer, vocab_size)
 
     @classmethod
     def from_json_schema(
@@ -90,16 +90,18 @@ class TokenAutomaton:
         `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens, `[ ]?` if None. The other
         arguments and errors are those of `from_regex`.
         """
-        return cls._from_expression(read_schema(schema, whitespace_pattern), tokenizer, vocab_size)
+        return cls._from_expression(read_schema(schema, whitespace_pattern), "the schema", tokenizer, vocab_size)
 
     @classmethod
-    def _from_expression(cls, expression: Expression, tokenizer: Tokenizer, vocab_size: int | None) -> TokenAutomaton:
+    def _from_expression(
+        cls, expression: Expression, name: str, tokenizer: Tokenizer, vocab_size: int | None
+    ) -> TokenAutomaton:
         if not isinstance(tokenizer, Tokenizer):
             raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
         tokens = tokenizer.token_bytes()
         if vocab_size is not None:
             tokens = tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
-        automaton = compile_expression(expression)
+        automaton = compile_expression(expression, name)
         classes, transitions = _token_table(automaton.table, tokens)
         useful = useful_states(transitions, automaton.accepting, automaton.start)
         if not useful[automaton.start]:
