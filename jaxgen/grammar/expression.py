@@ -114,6 +114,7 @@ class Part(Expression):
 
 
 EMPTY = Sequence(())
+NOTHING = Choice(())
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80

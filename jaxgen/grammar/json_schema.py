@@ -1,12 +1,14 @@
 """A JSON schema as an expression: the texts of values that are valid against it.
 
 What an expression cannot represent is refused, so every text is JSON and valid. The converse is not true: strings have
-no \\u escapes where another spelling exists, members come in the schema's order, patterns match whole strings, and
-free-form values nest at most two levels deep.
+no \\u escapes where another spelling exists, members come in the schema's order, patterns match whole strings,
+free-form values nest at most two levels deep, and schemas that refer to themselves end after `LEVELS` levels: there, a
+reference matches nothing, so that optional members and items are left out.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 from typing import Any, NamedTuple, NoReturn
@@ -15,6 +17,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar import keywords
 from jaxgen.grammar.expression import (
     EMPTY,
+    NOTHING,
     Characters,
     Expression,
     Members,
@@ -31,10 +34,13 @@ from jaxgen.grammar.expression import (
 from jaxgen.grammar.formats import FORMATS
 from jaxgen.grammar.keywords import ANNOTATIONS, COMPANIONS, DEEPEST, OF_TYPE, literals, members, types
 from jaxgen.grammar.one_of import Overlaps
+from jaxgen.grammar.references import References
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.utf8 import Ranges
 
 FREE_DEPTH = 2
+LEVELS = 3  # of a schema that refers to itself
+MOST_VALUES = 20_000
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 SCALARS = {
     "boolean": "true|false",
@@ -54,21 +60,21 @@ def read_schema(schema: dict[str, Any] | str, whitespace_pattern: str | None = N
     "[ ]?" if None.
 
     Raises:
-        InputError: any other keyword, a recursive schema, or one that is not valid.
+        InputError: any other keyword, or a schema that is not valid.
         TypeError: `schema` is neither a dict nor a str.
     """
     if not isinstance(schema, dict | str):
         raise TypeError(f"a JSON schema must be a dict or its text, got {type(schema).__name__}")
     root = keywords.plain(schema)
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
-    return _Converter(root, space).value(root, _Place("the schema"))
+    return _Converter(root, space).value(root, _Place("the schema", (id(root),)))
 
 
 class _Place(NamedTuple):
-    """Where a schema is: its name in messages, the references that lead to it, and its depth."""
+    """Where a schema is: its name in messages, the ids of the parts whose references lead to it, and its depth."""
 
     name: str
-    refs: tuple[str, ...] = ()
+    refs: tuple[int, ...] = ()
     depth: int = 0
 
     def inside(self, *names: str | int) -> _Place:
@@ -84,12 +90,16 @@ class _Converter:
     def __init__(self, root: Any, space: Expression):
         self.root, self.space = root, space
         self.comma = sequence(space, ",", space)
-        self.known: dict[str, Expression] = {}  # of references
-        self.overlaps = Overlaps(root)
+        self.known: dict[Any, Expression] = {}  # of references
+        self.references, self.overlaps = References(root), Overlaps(root)
+        self.values = 0
 
     def value(self, schema: Any, place: _Place) -> Expression:
         if place.depth > DEEPEST:
             raise InputError(f"the schema has more than {DEEPEST} schemas inside each other: simplify it")
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise InputError(f"the schema has more than {MOST_VALUES} parts, with those of its recursion: simplify it")
         if schema is True:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
@@ -113,15 +123,15 @@ class _Converter:
 
     def reference(self, name: Any, place: _Place) -> Expression:
         target = keywords.target(self.root, name, place.name)
-        if name in place.refs or name == "#":
-            place.refuse(
-                f" refers back to {shown(name)}: the schema is recursive, which an automaton cannot be; write out as "
-                "many levels as are needed"
-            )
-        if name not in self.known:
-            inner = _Place(shown(name)[1:-1], (*place.refs, name), place.depth + 1)
-            self.known[name] = self.value(target, inner)
-        return self.known[name]
+        if place.refs.count(id(target)) >= LEVELS:
+            return NOTHING
+        circle = self.references.circle(target)
+        levels = collections.Counter(part for part in place.refs if part in circle)
+        key = id(target), frozenset(levels.items())
+        if key not in self.known:
+            inner = _Place(shown(name)[1:-1], (*place.refs, id(target)), place.depth + 1)
+            self.known[key] = self.value(target, inner)
+        return self.known[key]
 
     def alternatives(self, schema: dict[str, Any], keyword: str, place: _Place) -> Expression:
         schemas = keywords.items(schema, keyword, place.name)

@@ -9,14 +9,14 @@ import json
 from typing import Any
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.keywords import ANNOTATIONS, OF_TYPE, bounds, literals, members, target, types, types_of
+from jaxgen.grammar.keywords import ANNOTATIONS, DEEPEST, OF_TYPE, bounds, literals, members, target, types, types_of
 
 MOST = 200_000  # comparisons of two schemas, or of a value and a schema
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has one schema
 
 
 class Overlaps:
-    """The comparisons of one schema's parts, which must have been checked before: supported and not recursive."""
+    """The comparisons of one schema's parts, which must have been checked before."""
 
     def __init__(self, root: Any):
         self.root = root
@@ -33,6 +33,7 @@ class Overlaps:
         one, other = self.resolved(one), self.resolved(other)
         pair = id(one), id(other)
         if pair not in self.known:
+            self.known[pair] = False  # while a recursive schema is compared with itself
             self.known[pair] = self._compare(one, other)
         return self.known[pair]
 
@@ -45,6 +46,7 @@ class Overlaps:
     def resolved(self, schema: Any) -> Any:
         """Follow references."""
         while isinstance(schema, dict) and "$ref" in schema:
+            self._count()
             schema = target(self.root, schema["$ref"], "")
         return schema
 
@@ -89,15 +91,15 @@ class Overlaps:
         shared = [name for name in ours if name in (theirs or {}) and (name in needed or name in required)]
         return any(self.excludes(ours[name], (theirs or {})[name]) for name in shared)
 
-    def may_be(self, value: Any, schema: Any) -> bool:
+    def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
         """Return False if a value is not valid against a schema; True if it is, or if that is not clear."""
         self._count()
         schema = self.resolved(schema)
-        if _is_free(schema):
+        if _is_free(schema) or depth > DEEPEST:
             return True
         for keyword in ALTERNATIVES:
             if keyword in schema:
-                return any(self.may_be(value, part) for part in schema[keyword])
+                return any(self.may_be(value, part, depth + 1) for part in schema[keyword])
         if _has_literals(schema):
             if id(schema) not in self.keys:
                 self.keys[id(schema)] = {_key(literal) for literal in literals(schema)}
@@ -109,7 +111,7 @@ class Overlaps:
         if isinstance(value, list):
             size = len(value), len(value)
             pairs = zip(value, schema.get("prefixItems", []), strict=False)
-            return not _apart(size, bounds(schema, "Items")) and all(self.may_be(*pair) for pair in pairs)
+            return not _apart(size, bounds(schema, "Items")) and all(self.may_be(*pair, depth + 1) for pair in pairs)
         if isinstance(value, dict):
             properties, required = members(schema)
             known = properties or {}
@@ -117,7 +119,7 @@ class Overlaps:
                 return False
             if schema.get("additionalProperties") is False and any(name not in known for name in value):
                 return False
-            return all(self.may_be(part, known[name]) for name, part in value.items() if name in known)
+            return all(self.may_be(part, known[name], depth + 1) for name, part in value.items() if name in known)
         return True
 
 

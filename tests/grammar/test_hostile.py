@@ -120,6 +120,12 @@ def nested(depth, inner=None):
     return schema
 
 
+def mutual(size):
+    """Schemas that all refer to each other."""
+    properties = {f"p{i}": {"$ref": f"#/$defs/{i}"} for i in range(size)}
+    return {"$ref": "#/$defs/0", "$defs": {str(i): {"properties": properties} for i in range(size)}}
+
+
 def doubling(keyword, levels, **more):
     """A schema whose references double at each level."""
     defs = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2, **more} for i in range(levels)}
@@ -152,10 +158,14 @@ def doubling(keyword, levels, **more):
         ('{"properties": {"a": {}, "a": {}}}', "the key 'a' twice"),
         (json.dumps({"properties": {"a" * 30 + str(i): {} for i in range(9000)}})[:-2] + ', "a": {}, "a": {}}}',
          "the key 'a' twice"),
-        ({"$ref": "#"}, "is recursive"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "is recursive"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/%61"}]}}}, "is recursive"),
-        ({"properties": {"a": {"type": "array", "items": {"$ref": "#/properties/a"}}}}, "is recursive"),
+        ({"$ref": "#"}, "matches no text"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "matches no text"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "matches no text"),
+        (mutual(4), "is too large"),
+        (mutual(8), "more than 20000 parts, with those of its recursion"),
+        (mutual(30), "more than 64 schemas inside each other"),
+        ({"prefixItems": [{"$ref": f"#/$defs/{i}"} for i in range(600)], "$defs": {str(i): {} for i in range(600)}},
+         "refers to more than 500"),
         ({"$ref": "#a"}, "only references inside the schema"),
         ({"$ref": "#/$defs/9/0", "$defs": [{}]}, "not in the schema"),
         ({"$ref": ["#"]}, "only references inside"),

@@ -12,6 +12,7 @@ from jaxgen.grammar.byte_automaton import ByteAutomaton, compile_expression, dis
 from jaxgen.grammar.formats import FORMATS
 from jaxgen.grammar.json_schema import read_schema
 from tests.grammar.test_regex import accepts
+from tests.support.schemas import problem
 
 
 def compile_schema(schema, space=None) -> ByteAutomaton:
@@ -209,8 +210,6 @@ def test_formats(name, valid, other):
         ({"anyOf": [{}], "type": "string"}, "has type, which is not supported there"),
         ({"$ref": "#/$defs/b", "$defs": {}}, "not in the schema"),
         ({"$ref": "http://x"}, "inside the schema"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}, "is recursive"),
-        ({"type": "array", "items": {"$ref": "#"}}, "is recursive"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(schema, words):
@@ -224,3 +223,34 @@ def test_other_arguments():
     for wrong in (True, None, [{}]):
         with pytest.raises(TypeError, match="dict or its text"):
             compile_schema(wrong)  # type: ignore[arg-type]
+
+
+def levels(value) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(levels, inner), default=0)
+
+
+NODE = {"properties": {"left": {"$ref": "#/$defs/a"}, "right": {"$ref": "#/$defs/a"}}, "required": ["left", "right"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        ({"type": "array", "items": {"$ref": "#"}}, 3),
+        ({"properties": {"next": {"$ref": "#"}, "value": {"type": "null"}}, "required": ["value"]}, 4),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"oneOf": [{"type": "null"}, {"type": "object", **NODE}]}}}, 3),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/%61"}]}}}, 1),
+        ({"anyOf": [{"const": 1}, {"prefixItems": [{"$ref": "#/$defs/a"}]}], "$defs": {"a": {"type": "array",
+          "items": {"$ref": "#"}}}}, 6),
+    ],
+)  # fmt: skip
+def test_recursive_schemas_end_after_three_levels(schema, most):
+    found = list(texts(compile_schema(schema), 300, np.random.default_rng(0)))
+    assert all(problem(schema, text) is None for text in found)
+    assert max(levels(json.loads(text)) for text in found) == most
+
+
+def test_parts_that_share_references_are_converted_once():
+    chain = {str(i): {"properties": {"a": {"$ref": f"#/$defs/{i + 1}"}}} for i in range(20)}
+    schema = {"$ref": "#/$defs/0", "$defs": {**chain, "20": {"type": "null"}}}
+    assert len(compile_schema(schema).table) < 400

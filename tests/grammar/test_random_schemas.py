@@ -1,5 +1,7 @@
 """Text of the bundled model under random schemas, one schema per prompt, judged by the library jsonschema."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from tests.grammar.test_json_schema import compile_schema, texts
 from tests.support.schemas import RandomSchemas, problem
 
 ROWS, BUDGET = 20, 256
-OVERLAP = "may also be valid against"  # the refusal of some of the random oneOf
+# The refusals of some of the random schemas: their oneOf, and what they recursively require.
+EXPECTED = re.compile("may also be valid against|matches no text|is too large|of its recursion")
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +23,13 @@ def storyteller():
 
 
 def supported(source: RandomSchemas, tokenizer: Tokenizer):
-    """Schemas and their automata; those with an overlapping oneOf are left out."""
+    """Schemas and their automata; those that are refused are left out."""
     while True:
         schema = source.root()
         try:
             yield schema, TokenAutomaton.from_json_schema(schema, tokenizer)
         except InputError as error:
-            if OVERLAP not in str(error):
+            if not EXPECTED.search(str(error)):
                 raise
 
 
@@ -64,7 +67,7 @@ def check_texts(count: int, seed: int) -> None:
         try:
             automaton = compile_schema(schema)
         except InputError as error:
-            if OVERLAP not in str(error):
+            if not EXPECTED.search(str(error)):
                 raise
             continue
         for text in texts(automaton, 4, rng):

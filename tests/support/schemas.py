@@ -80,7 +80,7 @@ class RandomSchemas:
         if self.random.random() < 0.2:
             return {"type": "object", "additionalProperties": self.random.choice([True, False, self.schema(depth - 1)])}
         names = self.random.sample(WORDS, self.random.randint(0, 4))
-        schema: dict[str, Any] = {"properties": {name: self.schema(depth - 1) for name in names}}
+        schema: dict[str, Any] = {"properties": {name: self.inner(depth) for name in names}}
         if self.random.random() < 0.8:
             schema["type"] = self.random.choice(["object", ["object", "null"]])
         if self.random.random() < 0.7:
@@ -89,6 +89,9 @@ class RandomSchemas:
             schema["additionalProperties"] = False
         return schema
 
+    def inner(self, depth: int) -> dict[str, Any]:
+        return {"$ref": "#"} if self.random.random() < 0.05 else self.schema(depth - 1)
+
     def array(self, depth: int) -> dict[str, Any]:
         if self.random.random() < 0.3:
             size = self.random.randint(1, 3)
@@ -96,7 +99,7 @@ class RandomSchemas:
             return {**schema, **self.random.choice([{}, {"minItems": size}, {"items": False, "type": "array"}])}
         low, high = sorted(self.random.choices(range(4), k=2))
         limits = self.random.choice([{}, {"minItems": low}, {"maxItems": high}, {"minItems": low, "maxItems": high}])
-        items = {} if self.random.random() < 0.1 else {"items": self.schema(depth - 1)}
+        items = {} if self.random.random() < 0.1 else {"items": self.inner(depth)}
         return {"type": "array", **items, **limits}
 
     def choice(self, depth: int) -> dict[str, Any]:
