@@ -90,7 +90,7 @@ class _Converter:
     def __init__(self, root: Any, space: Expression):
         self.root, self.space = root, space
         self.comma = sequence(space, ",", space)
-        self.known: dict[Any, Expression] = {}  # of references
+        self.known: dict[Any, Expression] = {}  # of references, and of free values by their depth
         self.references, self.overlaps = References(root), Overlaps(root)
         self.values = 0
 
@@ -185,11 +185,14 @@ class _Converter:
 
     def free(self, depth: int) -> Expression:
         """Return the expression of any JSON value with at most `depth` levels of nesting."""
+        if depth in self.known:
+            return self.known[depth]
         kinds = [_any_string(), _scalar("number"), _scalar("boolean"), _scalar("null")]
         if depth:
             inner = self.free(depth - 1)
             kinds += [self.enclosed("[", Repeat(inner, separator=self.comma), "]"), self.map(inner)]
-        return choice(kinds)
+        self.known[depth] = choice(kinds)
+        return self.known[depth]
 
     def map(self, value: Expression) -> Expression:
         return self.enclosed("{", Repeat(self.member(_any_string(), value), separator=self.comma), "}")

@@ -66,7 +66,7 @@ def target(root: Any, name: Any, where: str) -> Any:
     for part in name.split("/")[1:]:
         part = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and part.isdecimal() and len(part) < 9:
-            found = dict(enumerate(found)).get(int(part))
+            found = found[int(part)] if int(part) < len(found) else None
         else:
             found = found.get(part) if isinstance(found, dict) else None
         if found is None:

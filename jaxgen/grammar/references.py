@@ -8,6 +8,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import target
 
 MOST = 500  # parts that are referred to
+MOST_STEPS = 500_000  # values that are visited; a part inside another is visited with both
 
 
 class References:
@@ -18,10 +19,15 @@ class References:
         self.named: dict[str, Any] = {}
         self.direct: dict[int, list[Any]] = {}
         self.reached: dict[int, dict[int, Any]] = {}
+        self.circles: dict[int, frozenset[int]] = {}
+        self.steps = 0
 
     def circle(self, part: Any) -> frozenset[int]:
         """Return the parts that refer to `part`, of those that it refers to; in both cases by way of others, too."""
-        return frozenset(number for number, other in self._reach(part).items() if id(part) in self._reach(other))
+        if id(part) not in self.circles:
+            others = self._reach(part).items()
+            self.circles[id(part)] = frozenset(number for number, other in others if id(part) in self._reach(other))
+        return self.circles[id(part)]
 
     def _reach(self, part: Any) -> dict[int, Any]:
         """Return the parts that `part` refers to, by way of others too."""
@@ -43,6 +49,9 @@ class References:
             found, rest = {}, [part]
             while rest:
                 here = rest.pop()
+                self.steps += 1
+                if self.steps > MOST_STEPS:
+                    raise InputError("the schema has too many references to parts inside each other: simplify it")
                 name = here.get("$ref") if isinstance(here, dict) else None
                 if isinstance(name, str) and (other := self._find(name)) is not None:
                     found[id(other)] = other

@@ -285,6 +285,9 @@ class _Reader:
             self.refuse(
                 r"has a Unicode property that is not supported; general categories are, such as \p{L} and \p{Lu}"
             )
+        self.categories += 1
+        if self.categories > MOST_CATEGORIES:
+            self.refuse(f"has more than {MOST_CATEGORIES} Unicode categories: simplify it")
         return complement(_category(found[1])) if negated else _category(found[1])
 
     def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:

@@ -126,6 +126,14 @@ def mutual(size):
     return {"$ref": "#/$defs/0", "$defs": {str(i): {"properties": properties} for i in range(size)}}
 
 
+def tower(height):
+    """Parts inside each other, all of which are referred to, with many values in the innermost."""
+    part = list(range(100_000))
+    for _ in range(height):
+        part = {"title": part}
+    return {"anyOf": [{"$ref": "#/$defs" + "/title" * i} for i in range(height)], "$defs": part}
+
+
 def doubling(keyword, levels, **more):
     """A schema whose references double at each level."""
     defs = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2, **more} for i in range(levels)}
@@ -166,6 +174,13 @@ def doubling(keyword, levels, **more):
         (mutual(30), "more than 64 schemas inside each other"),
         ({"prefixItems": [{"$ref": f"#/$defs/{i}"} for i in range(600)], "$defs": {str(i): {} for i in range(600)}},
          "refers to more than 500"),
+        (tower(150), "too many references to parts inside each other"),
+        ({"properties": {f"p{i}": {} for i in range(60_000)}}, "more than 20000 parts"),
+        ({"properties": {f"p{i}": {} for i in range(15_000)}}, "is too large"),
+        ({"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20_000)], "$defs": [None] * 30_000}, "not in the schema"),
+        ({"anyOf": [{"enum": list(range(i, i + 99))} for i in range(900)]}, "is too large"),
+        ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "too many alternatives to compare"),
+        ({"type": "string", "pattern": "|".join(r"[^\p{L}]" for _ in range(999))}, "more than 100 Unicode categories"),
         ({"$ref": "#a"}, "only references inside the schema"),
         ({"$ref": "#/$defs/9/0", "$defs": [{}]}, "not in the schema"),
         ({"$ref": ["#"]}, "only references inside"),
