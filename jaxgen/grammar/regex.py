@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -319,13 +320,12 @@ def _category(name: str) -> Ranges:
 
 @functools.cache
 def _cases() -> list[tuple[int, int]]:
-    """Pairs of characters that differ in their case."""
-    pairs = set()
-    for code in range(0x1E944):
-        for other in (chr(code).lower(), chr(code).upper()):
-            if len(other) == 1 and ord(other) != code:
-                pairs |= {(code, ord(other)), (ord(other), code)}
-    return sorted(pairs)
+    """Pairs of characters that differ in their case: those whose case folding is the same character."""
+    alike: dict[str, list[int]] = {}
+    for code in range(0x1E944):  # no character after these has a case
+        alike.setdefault(chr(code).casefold(), []).append(code)
+    groups = [codes for folded, codes in alike.items() if len(folded) == 1 and len(codes) > 1]
+    return [pair for codes in groups for pair in itertools.permutations(codes, 2)]
 
 
 def _any_case(ranges: Ranges) -> Ranges:

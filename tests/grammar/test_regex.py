@@ -1,12 +1,15 @@
 import itertools
 import re
+import unicodedata
 
 import numpy as np
 import pytest
+import regress
 from hypothesis import given, settings, strategies as st
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.byte_automaton import ByteAutomaton, compile_expression
+from jaxgen.grammar.expression import Characters
 from jaxgen.grammar.regex import read_regex
 
 TEXTS = ["".join(text) for size in range(5) for text in itertools.product("abé", repeat=size)]
@@ -42,10 +45,38 @@ def patterns():
 
 @settings(max_examples=150, deadline=None)
 @given(patterns())
-def test_it_matches_whole_texts_as_python_does(pattern):
+def test_it_matches_whole_texts_as_python_and_ecma_do(pattern):
     automaton = compile_regex(pattern)
     found = [text for text in TEXTS if accepts(automaton, text)]
     assert found == [text for text in TEXTS if re.fullmatch(pattern, text)]
+    ecma = regress.Regex(f"^(?:{pattern})$", "u")
+    assert found == [text for text in TEXTS if ecma.find(text) is not None]
+
+
+CODES = [*range(0x3100), *range(0xFE00, 0x10000), 0x1D400, 0x1F600, 0x10FFFF]
+
+
+@pytest.mark.parametrize(
+    "name", [r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", ".", r"\p{Nd}", r"\P{Lu}", r"\p{L}", "[^\\d_]"]
+)
+def test_classes_are_those_of_ecma(name):
+    tree, ecma = read_regex(name), regress.Regex(name, "u")
+    assert isinstance(tree, Characters)
+    for code in CODES:
+        if "p" in name.lower() and unicodedata.category(chr(code)) == "Cn":
+            continue  # the two may know different versions of Unicode
+        inside = any(first <= code <= last for first, last in tree.ranges)
+        assert inside == (ecma.find(chr(code)) is not None), hex(code)
+
+
+def test_either_case_is_that_of_ecma():
+    for code in [code for code in range(0x800) if chr(code).isalpha()]:
+        tree, ecma = read_regex(f"(?i){chr(code)}"), regress.Regex(chr(code), "iu")
+        assert isinstance(tree, Characters)
+        either = [chr(other) for first, last in tree.ranges for other in range(first, last + 1)]
+        assert all(ecma.find(other) is not None for other in either)
+        others = {chr(code).lower(), chr(code).upper()}
+        assert {other for other in others if len(other) == 1 and ecma.find(other)} <= {*either}
 
 
 @pytest.mark.parametrize(
