@@ -209,7 +209,7 @@ class _Reader:
                 if isinstance(first, tuple) or isinstance(last, tuple):
                     self.refuse("has a class of characters as the end of a range: escape the hyphen, \\-")
                 if last < first:
-                    self.refuse(f"has a range in the wrong order, {chr(first)}-{chr(last)}")
+                    self.refuse(f"has a range in the wrong order, {shown(chr(first))} to {shown(chr(last))}")
                 parts.append((first, last))
             else:
                 parts += first if isinstance(first, tuple) else [(first, first)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+import regress
 
 from jaxgen.errors import InputError
 from jaxgen.grammar.byte_automaton import compile_expression
@@ -277,6 +278,44 @@ def test_hostile_patterns():
     refused, accepted = check_patterns(seed=0, count=80)
     assert refused > 40
     assert accepted > 10
+
+
+PIECES = [
+    *'ab-[]()|*+?^$.{}&=#/ é👋"',
+    *["[^", "(?:", "(?<n>", "(?=", "{2}", "{1,3}", "{,2}", "[a-c]", r"[^\d]", r"[\w-]", "[-a]", "[a^]", "[$]", "]]"],
+    *[r"\d", r"\w", r"\s", r"\S", r"\-", r"\]", r"\b", r"\B", r"\0", r"\x41", r"\u0041", r"\u{1F600}", r"\cA", r"\/"],
+    *[r"\p{Lu}", r"\^", r"\.", r"\t", r"\u00e9", r"\ud83d\udc4b", r"\1", r"\"", r"\#", r"\ "],
+]
+
+
+def check_pieces(seed: int, count: int) -> tuple[int, int]:
+    """Texts of patterns that are put together at random are found by an ECMA engine, with its flag u or without."""
+    source, rng, refused = random.Random(seed), np.random.default_rng(seed), 0
+    for _ in range(count):
+        pattern = "".join(source.choices(PIECES, k=source.randint(1, 7)))
+        if refusal(lambda given: compile_expression(read_regex(given)), pattern) is not None:
+            refused += 1
+            continue
+        try:
+            ecma = regress.Regex(pattern, "u")
+        except regress.RegressError:
+            if any(piece in pattern for piece in (r"\p", r"\u", "👋")):
+                continue  # without the flag these are something else
+            ecma = regress.Regex(pattern)
+        for text in texts(compile_expression(read_regex(pattern)), 3, rng):
+            assert ecma.find(text) is not None, (pattern, text)
+    return refused, count - refused
+
+
+def test_pieces_of_patterns():
+    refused, accepted = check_pieces(seed=0, count=600)
+    assert refused > 200
+    assert accepted > 150
+
+
+@pytest.mark.slow
+def test_more_pieces_of_patterns():
+    check_pieces(seed=1, count=20_000)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_no_state_is_superfluous():
         ("a)|(b", "not opened"),
         ("a(", "not closed"),
         ("[", "class that is not closed"),
-        ("[b-a]", "wrong order, b-a"),
+        ("[b-a]", "wrong order, 'b' to 'a'"),
         (r"[\d-a]", "escape the hyphen"),
         ("[]a]", "begins with ]"),
         ("[^]a]", "begins with ]"),
