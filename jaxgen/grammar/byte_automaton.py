@@ -21,6 +21,7 @@ BYTES = 256
 STATES = 2**15
 READ_STATES = 2**16  # of the nondeterministic automaton
 WORK = 2_000_000  # states and transitions that are visited while building
+HIGHEST = 400  # expressions inside each other
 MANY = 16  # repetitions
 MERGE_WORK = 20_000_000  # transitions compared while merging; beyond that, equal states stay apart
 
@@ -42,6 +43,8 @@ def compile_expression(expression: Expression, name: str = "the pattern") -> Byt
     Raises:
         InputError: an expression that matches nothing, or whose automaton is too large.
     """
+    if expression.height > HIGHEST:
+        raise InputError(f"{name} has too many parts inside each other: simplify it")
     if expression.size > READ_STATES:
         _refuse_size(_largest(expression, name))
     automaton = _determined(expression, name)
@@ -98,20 +101,9 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
     return distance
 
 
-def _parts(expression: Expression) -> list[Expression]:
-    match expression:
-        case Sequence(items) | Choice(items):
-            return list(items)
-        case Members(items):
-            return [item for item, _ in items]
-        case Part(_, item) | Repeat(item):
-            return [item]
-    return []
-
-
 def _largest(expression: Expression, name: str) -> str:
     """Return the name of the smallest part that is too large by itself, or that has most of the size."""
-    while parts := _parts(expression):
+    while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
         if expression.size < READ_STATES // 2:

@@ -1,6 +1,7 @@
 """Regular expressions as trees. A part of a tree may occur in several places; it is then one object.
 
-Expressions are compared by identity. `size` is the number of states that one needs before subsets are formed.
+Expressions are compared by identity. `size` is the number of states that one needs before subsets are formed;
+`height` counts the expressions inside each other.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ class Expression:
     """A set of texts."""
 
     size: int
+    height: int
 
     def __post_init__(self):
-        object.__setattr__(self, "size", self._count())  # now, because a deep tree would need a deep recursion
+        # Now, because a deep tree would need a deep recursion.
+        object.__setattr__(self, "size", self._count())
+        object.__setattr__(self, "height", 1 + max((part.height for part in self.parts()), default=0))
+
+    def parts(self) -> list[Expression]:
+        """Return the expressions that it consists of, without separators."""
+        match self:
+            case Sequence(items) | Choice(items):
+                return list(items)
+            case Members(items):
+                return [item for item, _ in items]
+            case Part(_, item) | Repeat(item):
+                return [item]
+        return []
 
     def _count(self) -> int:
         raise NotImplementedError

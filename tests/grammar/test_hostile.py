@@ -127,6 +127,15 @@ def mutual(size):
     return {"$ref": "#/$defs/0", "$defs": {str(i): {"properties": properties} for i in range(size)}}
 
 
+def relay(chains, length):
+    """Chains of references, each of which ends in the one before."""
+    defs: dict = {"0": {"type": "null"}}
+    for i in range(1, chains * length):
+        defs[str(i)] = {"properties": {"a": {"$ref": f"#/$defs/{i - 1}"}}}
+    first = [{"$ref": f"#/$defs/{i}"} for i in range(0, chains * length, length)]
+    return {"prefixItems": first, "$defs": defs}
+
+
 def tower(height):
     """Parts inside each other, all of which are referred to, with many values in the innermost."""
     part = list(range(100_000))
@@ -175,6 +184,7 @@ def doubling(keyword, levels, **more):
         (mutual(30), "more than 64 schemas inside each other"),
         ({"prefixItems": [{"$ref": f"#/$defs/{i}"} for i in range(600)], "$defs": {str(i): {} for i in range(600)}},
          "refers to more than 500"),
+        (relay(20, 25), "too many parts inside each other"),
         (tower(150), "too many references to parts inside each other"),
         ({"properties": {f"p{i}": {} for i in range(60_000)}}, "more than 20000 parts"),
         ({"properties": {f"p{i}": {} for i in range(15_000)}}, "is too large"),
