@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxgen.cli.printing import generate_and_print
 from jaxgen.cli.timing import Stats
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import InputError
+from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.assistant import check_assistant
 from jaxgen.request.memory import check_memory
@@ -110,9 +112,22 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
     if options.regex is not None:
         more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
-        schema = options.json_schema.read_text("utf-8")
-        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_json_schema(schema, tokenizer, vocab_size=vocab)
+        more["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
     return more
+
+
+def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
+    """Read a JSON schema; raise an error that names its file."""
+    try:
+        with schema.open("rb") as file:
+            data = file.read(4 * LONGEST + 4)  # more is too long anyway
+        return TokenAutomaton.from_json_schema(data.decode("utf-8-sig"), tokenizer, vocab_size=vocab)
+    except OSError as error:
+        raise InputError(f"{schema} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{schema} is not text in UTF-8: {error.reason} at byte {error.start + 1}") from error
+    except InputError as error:
+        raise InputError(f"{schema}: {error}") from error
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Batch:

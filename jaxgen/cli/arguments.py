@@ -64,7 +64,11 @@ def mesh(text: str) -> tuple[int, int]:
 
 def file(text: str) -> Path:
     """Read the path of a file that exists."""
-    if not Path(text).is_file():
+    try:
+        found = Path(text).is_file()
+    except OSError as error:  # such as a name that is too long
+        raise argparse.ArgumentTypeError(f"{text[:80]}: {error.strerror}") from error
+    if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a file")
     return Path(text)
 

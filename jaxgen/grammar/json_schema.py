@@ -1,295 +1,258 @@
-"""A JSON schema as a regular expression.
+"""A JSON schema as an expression: the texts of values that are valid against it.
 
-A schema that a regular expression cannot represent is refused, so every text is JSON and valid against the schema. The
-converse is not true: strings have no \\u escapes, members come in the schema's order, and free-form values nest at most
-two levels deep. Whitespace and strings are written as by outlines-core, whose own conversion ignores keywords that it
-does not know.
+What an expression cannot represent is refused, so every text is JSON and valid. The converse is not true: strings have
+no \\u escapes where another spelling exists, members come in the schema's order, patterns match whole strings,
+free-form values nest at most two levels deep, and schemas that refer to themselves end after `LEVELS` levels: there, a
+reference matches nothing, so that optional members and items are left out.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
-import re
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import unquote
-
-import numpy as np
+from typing import Any, NamedTuple, NoReturn
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.regex import BYTES, compile_regex, unanchored
+from jaxgen.grammar import keywords
+from jaxgen.grammar.expression import (
+    EMPTY,
+    NOTHING,
+    Characters,
+    Expression,
+    Members,
+    Part,
+    Repeat,
+    Text,
+    choice,
+    common,
+    complement,
+    sequence,
+    shown,
+    union,
+)
+from jaxgen.grammar.formats import FORMATS
+from jaxgen.grammar.keywords import ANNOTATIONS, COMPANIONS, DEEPEST, OF_TYPE, literals, members, types
+from jaxgen.grammar.one_of import Overlaps
+from jaxgen.grammar.references import References
+from jaxgen.grammar.regex import read_regex
+from jaxgen.grammar.utf8 import Ranges
 
-CHARACTER = r'(?:[^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
-STRING = f'"{CHARACTER}*"'
+FREE_DEPTH = 2
+LEVELS = 3  # of a schema that refers to itself
+MOST_VALUES = 20_000
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 SCALARS = {
-    "boolean": "(?:true|false)",
+    "boolean": "true|false",
     "null": "null",
     "integer": INTEGER,
     "number": rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
-DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
-TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-FORMATS = {
-    "date": DATE,
-    "time": TIME,
-    "date-time": f"{DATE}T{TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "email": r"[A-Za-z0-9_%+-]+(?:\.[A-Za-z0-9_%+-]+)*@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+",
-    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+",
-}
-FREE_DEPTH = 2
-
-ANNOTATIONS = frozenset(
-    "$schema $id $comment $defs definitions title description default examples deprecated readOnly writeOnly "
-    "discriminator".split()
-)
-# The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
-COMPANIONS = {
-    "$ref": "",
-    "const": "type",
-    "enum": "type",
-    "anyOf": "",
-    "oneOf": "",
-    "allOf": "",
-    "properties": "type required additionalProperties",
-    "prefixItems": "type items minItems maxItems",
-}
-OF_TYPE = {
-    "string": "minLength maxLength pattern format",
-    "array": "items minItems maxItems",
-    "object": "additionalProperties",
-    **dict.fromkeys(SCALARS, ""),
-}
+ESCAPED = '"\\/bfnrt'  # what may follow a backslash
+UNPRINTABLE = ((0x7F, 0x9F),)  # not generated without a pattern, although JSON allows them
+MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 
 
-def regex_of(schema: dict[str, Any] | str, whitespace_pattern: str | None = None) -> str:
-    """Return a pattern for `regex.compile_regex` whose texts are valid against the schema, a dict or its JSON.
+def read_schema(schema: dict[str, Any] | str, whitespace_pattern: str | None = None) -> Expression:
+    """Return the expression of texts that are valid against the schema, a dict or its JSON.
 
-    The supported keywords are type (one or a list), properties with required, items, prefixItems, minItems, maxItems,
-    minLength, maxLength, pattern, format (date, time, date-time, uuid, email, uri), additionalProperties, enum, const,
-    anyOf, oneOf (read as anyOf), allOf of one schema, $ref inside the schema without recursion, and annotations. A
-    string may have lengths, a pattern or a format; patterns and formats match the whole string. Objects with
-    `properties` get no other members. The values of enum and const are used as they are. `whitespace_pattern` matches
-    the whitespace between JSON's tokens; "[ ]?" if None.
+    docs/constrained.md lists the supported keywords. `whitespace_pattern` matches the whitespace between JSON's tokens;
+    "[ ]?" if None.
 
     Raises:
-        InputError: any other keyword, or a pattern that matches characters which a JSON string must escape.
+        InputError: any other keyword, or a schema that is not valid.
         TypeError: `schema` is neither a dict nor a str.
     """
     if not isinstance(schema, dict | str):
         raise TypeError(f"a JSON schema must be a dict or its text, got {type(schema).__name__}")
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        plain = json.loads(text, parse_constant=_refuse_constant)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the schema is not valid JSON: {error}") from error
-    space = "[ ]?" if whitespace_pattern is None else unanchored(whitespace_pattern)
-    wrong = _written(space, [byte for byte in range(BYTES) if byte not in b" \t\n\r"])
-    if wrong is not None:
-        raise InputError(
-            f"whitespace_pattern must only match spaces, tabs and newlines; {space!r} also matches {wrong!r}"
-        )
-    return _Converter(plain, f"(?:{space})").value(plain, "the schema", ())
+    root = keywords.plain(schema)
+    space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
+    return _Converter(root, space).value(root, _Place("the schema", (id(root),)))
 
 
-@dataclass(frozen=True)
+class _Place(NamedTuple):
+    """Where a schema is: its name in messages, the ids of the parts whose references lead to it, and its depth."""
+
+    name: str
+    refs: tuple[int, ...] = ()
+    depth: int = 0
+
+    def inside(self, *names: str | int) -> _Place:
+        return _Place(keywords.inside(self.name, *names), self.refs, self.depth + 1)
+
+    def refuse(self, reason: str) -> NoReturn:
+        keywords.refuse(self.name, reason)
+
+
 class _Converter:
-    """Converter of the parts of one schema.
+    """Converter of the parts of one schema."""
 
-    `where` names a part in messages; `refs` are the references that led to it.
-    """
+    def __init__(self, root: Any, space: Expression):
+        self.root, self.space = root, space
+        self.comma = sequence(space, ",", space)
+        self.known: dict[Any, Expression] = {}  # of references, and of free values by their depth
+        self.references, self.overlaps = References(root), Overlaps(root)
+        self.values = 0
 
-    root: Any
-    space: str
-
-    def value(self, schema: Any, where: str, refs: tuple[str, ...]) -> str:
+    def value(self, schema: Any, place: _Place) -> Expression:
+        if place.depth > DEEPEST:
+            raise InputError(f"the schema has more than {DEEPEST} schemas inside each other: simplify it")
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise InputError(f"the schema has more than {MOST_VALUES} parts, with those of its recursion: simplify it")
         if schema is True:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
-            raise InputError(f"{where} must be an object, or true for any value, got {schema!r}")
-        keywords = [name for name in schema if name not in ANNOTATIONS]
+            place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
+        named = not place.depth and isinstance(schema.get("$id"), str)  # a name elsewhere changes references
+        given = [name for name in schema if name not in ANNOTATIONS and not (name == "$id" and named)]
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:
-            _check(keywords, f"{decisive} {COMPANIONS[decisive]}", where)
-        elif not keywords:
+            keywords.check(given, f"{decisive} {COMPANIONS[decisive]}", place.name)
+        elif not given:
             return self.free(FREE_DEPTH)
         if decisive == "$ref":
-            return self.reference(schema["$ref"], where, refs)
+            return self.reference(schema["$ref"], place)
         if decisive in ("const", "enum"):
-            values = [schema["const"]] if decisive == "const" else _items(schema, "enum", where)
-            return _either([_literal(value) for value in values])
-        if decisive in ("anyOf", "oneOf", "allOf"):
-            return self.alternatives(schema, decisive, where, refs)
-        if decisive == "properties":
-            return self.record(schema, where, refs)
-        if decisive == "prefixItems":
-            return self.fixed(schema, where, refs)
-        if "type" not in schema:
-            raise InputError(f"{where} needs one of type, {', '.join(COMPANIONS)}; it has only {', '.join(keywords)}")
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        if not types or not all(isinstance(name, str) and name in OF_TYPE for name in types):
-            raise InputError(
-                f"{where}: type must be one of {', '.join(OF_TYPE)}, or a list of them, got {schema['type']!r}"
-            )
-        _check(keywords, " ".join(["type", *(OF_TYPE[name] for name in types)]), where)
-        return _either([self.of_type(name, schema, where, refs) for name in types])
+            return choice(_literal(value) for value in literals(schema, place.name))
+        if decisive is not None:
+            return self.alternatives(schema, decisive, place)
+        names = types(schema, place.name)
+        keywords.check(given, " ".join(["type", *(OF_TYPE[name] for name in names)]), place.name)
+        return Part(place.name, choice([self.of_type(name, schema, place) for name in names]))
 
-    def reference(self, name: Any, where: str, refs: tuple[str, ...]) -> str:
-        if not isinstance(name, str) or not name.startswith("#"):
-            raise InputError(
-                f"{where} refers to {name!r}: only references inside the schema are supported, such as #/$defs/a"
-            )
-        if name in refs or name == "#":
-            raise InputError(f"{where} refers back to {name}: a regular expression cannot recurse; write it out")
-        target: Any = self.root
-        for part in name.split("/")[1:]:
-            part = unquote(part).replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, dict) or part not in target:
-                raise InputError(f"{where} refers to {name}, which is not in the schema")
-            target = target[part]
-        return self.value(target, name, (*refs, name))
+    def reference(self, name: Any, place: _Place) -> Expression:
+        target = keywords.target(self.root, name, place.name)
+        if place.refs.count(id(target)) >= LEVELS:
+            return NOTHING
+        circle = self.references.circle(target)
+        levels = collections.Counter(part for part in place.refs if part in circle)
+        key = id(target), frozenset(levels.items())
+        if key not in self.known:
+            inner = _Place(shown(name)[1:-1], (*place.refs, id(target)), place.depth + 1)
+            self.known[key] = self.value(target, inner)
+        return self.known[key]
 
-    def alternatives(self, schema: dict[str, Any], keyword: str, where: str, refs: tuple[str, ...]) -> str:
-        schemas = _items(schema, keyword, where)
+    def alternatives(self, schema: dict[str, Any], keyword: str, place: _Place) -> Expression:
+        schemas = keywords.items(schema, keyword, place.name)
         if keyword == "allOf" and len(schemas) > 1:
-            raise InputError(f"{where} has allOf of {len(schemas)} schemas: merge them into one")
-        return _either([self.value(s, f"{where}.{keyword}[{i}]", refs) for i, s in enumerate(schemas)])
+            place.refuse(f" has allOf of {len(schemas)} schemas: merge them into one")
+        values = [self.value(part, place.inside(keyword, i)) for i, part in enumerate(schemas)]
+        if keyword == "oneOf":
+            for i, one in enumerate(schemas):
+                for j, other in enumerate(schemas):
+                    if i != j and not self.overlaps.excludes(one, other):
+                        place.refuse(
+                            f" has a oneOf in which a value of schema {i} may also be valid against schema {j}: use "
+                            "anyOf, or tell them apart by their types, a const or required properties"
+                        )
+        return choice(values)
 
-    def record(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        """Return the pattern of an object's members in order.
-
-        Members up to the last required one are followed by a comma, those after it are preceded by one.
-        """
-        properties, required = schema["properties"], schema.get("required", [])
-        if not isinstance(properties, dict) or not isinstance(required, list):
-            raise InputError(f"{where}: properties must be an object and required a list")
-        unknown = [name for name in required if name not in properties]
-        if unknown:
-            raise InputError(f"{where} requires {unknown}, which are not in its properties: add them there")
-        members = [
-            f"{_literal(name)}{self.space}:{self.space}{self.value(part, f'{where}.properties.{name}', refs)}"
-            for name, part in properties.items()
-        ]
-        needed = [name in required for name in properties]
-        after = [_optional(self.comma + member, need) for member, need in zip(members, needed, strict=True)]
-        if any(needed):
-            last = max(i for i, need in enumerate(needed) if need)
-            before = [_optional(members[i] + self.comma, needed[i]) for i in range(last)]
-            inner = "".join([*before, members[last], *after[last + 1 :]])
-        else:
-            inner = _either(["", *(member + "".join(after[i + 1 :]) for i, member in enumerate(members))])
-        return rf"\{{{self.space}{inner}{self.space}\}}"
-
-    def fixed(self, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        items = _items(schema, "prefixItems", where)
-        low, high = _bounds(schema, "Items", where)
-        if not low <= len(items) <= (len(items) if high is None else high):
-            raise InputError(f"{where} has {len(items)} prefixItems: minItems and maxItems must allow that number")
-        parts = [self.value(item, f"{where}.prefixItems[{i}]", refs) for i, item in enumerate(items)]
-        return rf"\[{self.space}{self.comma.join(parts)}{self.space}\]"
-
-    def of_type(self, name: str, schema: dict[str, Any], where: str, refs: tuple[str, ...]) -> str:
+    def of_type(self, name: str, schema: dict[str, Any], place: _Place) -> Expression:
         if name == "string":
-            return _string(schema, where)
+            return _string(schema, place)
         if name == "array":
-            items = self.value(schema.get("items", True), f"{where}.items", refs)
-            return self.series("[]", items, *_bounds(schema, "Items", where))
+            return self.array(schema, place)
         if name == "object":
-            value = self.value(schema.get("additionalProperties", True), f"{where}.additionalProperties", refs)
-            return self.series("{}", f"{STRING}{self.space}:{self.space}{value}")
-        return SCALARS[name]
+            return self.object(schema, place)
+        return _scalar(name)
 
-    def free(self, depth: int) -> str:
-        """Return the pattern of any JSON value with at most `depth` levels of nesting."""
-        kinds = [STRING, *SCALARS.values()]
+    def array(self, schema: dict[str, Any], place: _Place) -> Expression:
+        low, high = keywords.bounds(schema, "Items", place.name)
+        if "prefixItems" not in schema:
+            items = self.value(schema.get("items", True), place.inside("items"))
+            return self.enclosed("[", Repeat(items, low, high, self.comma), "]")
+        items = keywords.items(schema, "prefixItems", place.name)
+        if not isinstance(schema.get("items", True), bool | dict):
+            place.refuse(f": items must be a schema or a boolean, got {shown(schema['items'])}")
+        if not low <= len(items) <= (len(items) if high is None else high):
+            place.refuse(f" has {len(items)} prefixItems: minItems and maxItems must allow that number")
+        parts = tuple((self.value(item, place.inside("prefixItems", i)), True) for i, item in enumerate(items))
+        return self.enclosed("[", Members(parts, self.comma), "]")
+
+    def object(self, schema: dict[str, Any], place: _Place) -> Expression:
+        properties, required = members(schema, place.name)
+        further = schema.get("additionalProperties", True)
+        if properties is not None:
+            values = [self.value(part, place.inside("properties", name)) for name, part in properties.items()]
+            parts = [self.member(_literal(name), value) for name, value in zip(properties, values, strict=True)]
+            needed = set(required)
+            inner = tuple((part, name in needed) for name, part in zip(properties, parts, strict=True))
+            return self.enclosed("{", Members(inner, self.comma), "}")
+        if further is False:
+            return self.enclosed("{", EMPTY, "}")
+        return self.map(self.value(further, place.inside("additionalProperties")))
+
+    def free(self, depth: int) -> Expression:
+        """Return the expression of any JSON value with at most `depth` levels of nesting."""
+        if depth in self.known:
+            return self.known[depth]
+        kinds = [_any_string(), _scalar("number"), _scalar("boolean"), _scalar("null")]
         if depth:
             inner = self.free(depth - 1)
-            kinds += [self.series("[]", inner), self.series("{}", f"{STRING}{self.space}:{self.space}{inner}")]
-        return _either(kinds)
+            kinds += [self.enclosed("[", Repeat(inner, separator=self.comma), "]"), self.map(inner)]
+        self.known[depth] = choice(kinds)
+        return self.known[depth]
 
-    def series(self, brackets: str, item: str, low: int = 0, high: int | None = None) -> str:
-        opening, closing = (re.escape(bracket) for bracket in brackets)
-        more = "" if high is None else max(high - 1, 0)
-        inner = f"{item}(?:{self.comma}{item}){{{max(low - 1, 0)},{more}}}"
-        inner = "" if high == 0 else inner if low else f"(?:{inner})?"
-        return f"{opening}{self.space}{inner}{self.space}{closing}"
+    def map(self, value: Expression) -> Expression:
+        return self.enclosed("{", Repeat(self.member(_any_string(), value), separator=self.comma), "}")
 
-    @property
-    def comma(self) -> str:
-        return f"{self.space},{self.space}"
+    def member(self, name: Expression, value: Expression) -> Expression:
+        return sequence(name, self.space, ":", self.space, value)
 
-
-def _check(keywords: list[str], allowed: str, where: str) -> None:
-    known = allowed.split()
-    other = [name for name in keywords if name not in known]
-    if other:
-        raise InputError(
-            f"{where} has {', '.join(other)}, which is not supported there; the supported keywords are "
-            f"{', '.join(known)} and annotations. Leave it out and check the value afterwards, or list the values in "
-            "an enum"
-        )
+    def enclosed(self, opening: str, inner: Expression, closing: str) -> Expression:
+        return sequence(opening, self.space, inner, self.space, closing)
 
 
-def _string(schema: dict[str, Any], where: str) -> str:
+def _string(schema: dict[str, Any], place: _Place) -> Expression:
     given = [name for name in ("pattern", "format", "maxLength", "minLength") if name in schema]
     if len(given) > 1 and given != ["maxLength", "minLength"]:
-        raise InputError(
-            f"{where} has {' and '.join(given)}: keep only one of them, or put everything into the pattern"
-        )
+        place.refuse(f" has {' and '.join(given)}: keep only one of them, or put everything into the pattern")
     if "pattern" in given:
-        pattern = schema["pattern"]
-        wrong = _written(pattern, [*b'"\\', *range(0x20)])
-        if wrong is not None:
-            raise InputError(
-                f"{where} has the pattern {pattern!r}, which matches {wrong!r}: JSON must escape that character, so "
-                r"exclude it, as in [^\x00-\x1f\x22\\] instead of a dot"
-            )
-        return f'"(?:{unanchored(pattern)})"'
+        if not isinstance(schema["pattern"], str):
+            place.refuse(f": pattern must be a string, got {shown(schema['pattern'])}")
+        return sequence('"', read_regex(schema["pattern"], f"the pattern of {place.name}", _in_string), '"')
     if "format" in given:
         if schema["format"] not in list(FORMATS):
-            raise InputError(
-                f"{where}: format must be one of {', '.join(FORMATS)}, got {schema['format']!r}; or use pattern"
-            )
-        return f'"(?:{FORMATS[schema["format"]]})"'
-    low, high = _bounds(schema, "Length", where)
-    return f'"{CHARACTER}{{{low},{"" if high is None else high}}}"'
+            place.refuse(f": format must be one of {', '.join(FORMATS)}, got {shown(schema['format'])}; or use pattern")
+        return sequence('"', read_regex(FORMATS[schema["format"]]), '"')
+    low, high = keywords.bounds(schema, "Length", place.name)
+    return sequence('"', Repeat(_character(), low, high), '"')
 
 
-def _written(pattern: str, forbidden: list[int]) -> str | None:
-    """Return a forbidden byte that occurs in texts of the pattern, as a character; None if there is none."""
-    used = np.any(compile_regex(pattern).table >= 0, axis=0)
-    return next((chr(byte) for byte in forbidden if used[byte]), None)
+@functools.cache
+def _character() -> Expression:
+    """Return the expression of a character of a string without a pattern."""
+    plain = Characters(complement(union([*MUST_ESCAPE, *UNPRINTABLE])))
+    return choice([plain, sequence("\\", choice(ESCAPED))])
 
 
-def _bounds(schema: dict[str, Any], of: str, where: str) -> tuple[int, int | None]:
-    low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
-    for name, number in ((f"min{of}", low), (f"max{of}", high)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            raise InputError(f"{where}: {name} must be a whole number >= 0, got {number!r}")
-    if high is not None and high < low:
-        raise InputError(f"{where}: min{of} is {low} and max{of} is {high}: nothing satisfies both")
-    return low, high
+@functools.cache
+def _any_string() -> Expression:
+    return sequence('"', Repeat(_character()), '"')
 
 
-def _items(schema: dict[str, Any], keyword: str, where: str) -> list[Any]:
-    items = schema[keyword]
-    if not isinstance(items, list) or not items:
-        raise InputError(f"{where}: {keyword} must be a non-empty list, got {items!r}")
-    return items
+@functools.cache
+def _scalar(name: str) -> Expression:
+    return read_regex(SCALARS[name])
 
 
-def _literal(value: Any) -> str:
-    return re.escape(json.dumps(value, ensure_ascii=False))
+@functools.lru_cache(1000)
+def _in_string(ranges: Ranges) -> Expression:
+    """Return the expression of one of some characters, escaped where JSON must do so."""
+    plain, special = common(ranges, complement(MUST_ESCAPE)), common(ranges, MUST_ESCAPE)
+    spelled = [json.dumps(chr(code))[1:-1] for first, last in special for code in range(first, last + 1)]
+    return choice([*([Characters(plain)] if plain else []), *spelled])
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it has {name}")
+def _only_space(ranges: Ranges) -> Expression:
+    other = common(ranges, complement(union([(0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)])))
+    if other:
+        raise InputError(
+            f"whitespace_pattern must only match spaces, tabs and newlines; it also matches {chr(other[0][0])!r}"
+        )
+    return Characters(ranges)
 
 
-def _optional(pattern: str, needed: bool) -> str:
-    return pattern if needed else f"(?:{pattern})?"
-
-
-def _either(patterns: list[str]) -> str:
-    return patterns[0] if len(patterns) == 1 else f"(?:{'|'.join(patterns)})"
+def _literal(value: Any) -> Text:
+    return Text(json.dumps(value, ensure_ascii=False).encode())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgen.grammar.regex import distinct
+from jaxgen.grammar.byte_automaton import distinct
 from jaxgen.text.tokenizer import Tokenizer
 
 COMPLETE = 0  # the state in which nothing is left

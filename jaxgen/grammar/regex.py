@@ -1,163 +1,336 @@
-"""A regular expression as a table over bytes, read back from outlines-core, which compiles it for single bytes.
+r"""Regular expressions of JavaScript (ECMA 262, with its flag u), which are also those of JSON schemas, as trees.
 
-A text must match as a whole. outlines-core instead searches for the match that it prefers: it ends `a|ab` after the a,
-and `[0-9]+(\\.[0-9]+)?` after the first digits. The pattern is therefore compiled as `\\x00\\x00(?:pattern)\\z|`:
-
-- The anchor `\\z` makes every match end with the text.
-- The two NUL bytes come before every text, so that the empty text can match too.
-- The empty alternative is preferred to a match that begins later. Without it, some patterns have exponentially many
-  states, such as `x[^a]{1,40}b`.
+Whole texts are matched, so anchors may only stand where they change nothing. Refused by name is what no automaton has
+(look-around, back-references), word boundaries, and what Python, Rust and JavaScript read differently, such as `[]a]`
+or `\Z`. From other languages come `(?P<name>...)`, and flags at the start: `(?i)`, `(?s)`.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import re
-from typing import Any, NamedTuple
-
-import numpy as np
+import unicodedata
+from collections.abc import Callable
+from typing import NoReturn
 
 from jaxgen.errors import InputError
+from jaxgen.grammar.expression import (
+    EMPTY,
+    LAST,
+    SURROGATES,
+    Anchor,
+    Characters,
+    Choice,
+    Expression,
+    Part,
+    Repeat,
+    Sequence,
+    choice,
+    complement,
+    shown,
+    union,
+)
+from jaxgen.grammar.utf8 import Ranges
 
-BYTES = 256
-END, START = 256, 257  # outlines-core's tokens after those of the bytes
-# An escaped character, or a class in brackets. A class inside a class leaves a "]" in the rest, which is harmless.
-_ESCAPE_OR_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_ANCHORS = ("^", "$", r"\A", r"\z")
+LONGEST = 10_000  # characters of a pattern
+DEEPEST = 32  # groups inside each other
+MOST_CATEGORIES = 100  # in one pattern; each has up to a thousand ranges of characters
+
+DIGIT = ((0x30, 0x39),)
+WORD = union([*DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
+NEWLINES = union([(0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)])
+SPACE = union(
+    [(0x09, 0x0D), (0x2000, 0x200A), (0x2028, 0x2029)]
+    + [(code, code) for code in (0x20, 0xA0, 0x1680, 0x202F, 0x205F, 0x3000, 0xFEFF)]
+)
+CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE}
+CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
+CATEGORIES = frozenset(
+    "C Cc Cf Cn Co L Ll Lm Lo Lt Lu M Mc Me Mn N Nd Nl No P Pc Pd Pe Pf Pi Po Ps S Sc Sk Sm So Z Zl Zp Zs".split()
+)
+
+_BOUNDS = re.compile(r"\{([0-9]+)(,([0-9]*))?\}")
+_FLAGS = re.compile(r"\(\?([is]+)\)")
+_NAME = re.compile(r"\(\?P?<[A-Za-z_$][A-Za-z0-9_$]*>")
+_HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,8})\}")
+_PROPERTY = re.compile(r"[pP]\{(?:General_Category=|gc=)?([A-Za-z_=]+)\}")
+_LATER = {
+    "(?=": "a look-ahead",
+    "(?!": "a look-ahead",
+    "(?<=": "a look-behind",
+    "(?<!": "a look-behind",
+    "(?>": "an atomic group",
+    "(?#": "a comment",
+    "(?(": "a condition",
+}
 
 
-class ByteAutomaton(NamedTuple):
-    """Deterministic automaton in which every state can be reached and leads to an accepting one.
+def read_regex(
+    pattern: str, where: str = "the pattern", characters: Callable[[Ranges], Expression] = Characters
+) -> Expression:
+    r"""Return the tree of a pattern that matches whole texts.
 
-    `table int32[S, 256]` is the state after each byte, -1 for none; `accepting` is bool[S].
-    """
-
-    table: np.ndarray
-    accepting: np.ndarray
-    start: int
-
-
-def compile_regex(pattern: str) -> ByteAutomaton:
-    """Compile a pattern in the syntax of Rust's `regex` crate; it matches whole texts, in UTF-8.
+    `where` names the pattern in messages; `characters` makes the expression of one of some characters.
 
     Raises:
-        InputError: an invalid pattern, one with look-arounds or back-references, or one that matches no text.
-    """
-    body = unanchored(pattern)
-    outlines = _outlines_core()
-    vocabulary = outlines.Vocabulary(END, {b"\0\0": [START], **{bytes([byte]): [byte] for byte in range(BYTES)}})
-    try:
-        index = outlines.Index(rf"\x00\x00(?:{body})\z|", vocabulary)
-    except ValueError as error:
-        raise InputError(
-            f"the pattern {_shown(pattern)} cannot be used: a part of it matches nothing, or it is not a regular "
-            "expression of Rust's regex crate (no look-around, no back-reference, no Unicode \\b); "
-            f"outlines-core says: {error}"
-        ) from error
-    transitions = index.get_transitions()
-    number = {state: i for i, state in enumerate(transitions)}  # older releases omit states that lead nowhere
-    table = np.full((len(number), BYTES), -1, np.int32)
-    for state, row in transitions.items():
-        targets = {byte: number[target] for byte, target in row.items() if byte < BYTES and target in number}
-        table[number[state], list(targets)] = list(targets.values())
-    accepting = np.isin(list(number), list(index.get_final_states()))
-    start = number.get(transitions[index.get_initial_state()].get(START), -1)
-    useful = useful_states(table, accepting, start)
-    if not useful.any():
-        raise InputError(f"the pattern {_shown(pattern)} matches no text, so nothing could be generated")
-    table, accepting, start = restricted(table, accepting, start, useful)
-    return _minimal(ByteAutomaton(table, accepting, start))
-
-
-def unanchored(pattern: str) -> str:
-    """Remove a `^` at the start and a `$` at the end, which do not change a whole match, and check the rest.
-
-    The result can be put into a group.
-
-    Raises:
-        InputError: other anchors, or a parenthesis that would close the group.
+        InputError: an invalid or unsupported pattern.
         TypeError: `pattern` is not a str.
     """
     if not isinstance(pattern, str):
         raise TypeError(f"a pattern must be a str, got {type(pattern).__name__}")
-    body = pattern.removeprefix("^")
-    plain = _ESCAPE_OR_CLASS.sub(lambda match: match[0] if match[0] in _ANCHORS else " ", body)
-    if plain.endswith("$"):
-        body, plain = body[:-1], plain[:-1]
-    found = [anchor for anchor in _ANCHORS if anchor in plain]
-    if found:
-        raise InputError(
-            f"the pattern {_shown(pattern)} has {found[0]} inside: leave it out, because a text is always matched from "
-            r"start to end (the characters ^ and $ are written \^ and \$)"
-        )
-    depth = np.cumsum([(character == "(") - (character == ")") for character in plain])
-    if depth.size and depth.min() < 0:
-        raise InputError(f"the pattern {_shown(pattern)} closes a group that was not opened: escape it, \\)")
-    return body
+    if len(pattern) > LONGEST:
+        raise InputError(f"{where} has {len(pattern)} characters: at most {LONGEST} are supported")
+    reader = _Reader(pattern, where, characters)
+    tree = reader.choice(0)
+    if reader.place < len(pattern):
+        reader.refuse("closes a group that was not opened: escape it, \\)")
+    return reader.unanchored(tree, True, True)
 
 
-def useful_states(table: np.ndarray, accepting: np.ndarray, start: int) -> np.ndarray:
-    """Return the states that can be reached from the start and that lead to an accepting one, bool[S]."""
-    states = len(table)
-    source, column = np.nonzero(table >= 0)
-    source, target = np.divmod(np.unique(source * states + table[source, column]), states)
-    return _closure(np.arange(states) == start, source, target) & _closure(accepting, target, source)
+class _Reader:
+    """A pattern and how far it has been read."""
+
+    def __init__(self, pattern: str, where: str, characters: Callable[[Ranges], Expression]):
+        self.pattern, self.where, self.characters = pattern, where, characters
+        flags = _FLAGS.match(pattern)
+        self.flags = flags[1] if flags else ""
+        self.place = flags.end() if flags else 0
+        self.categories = 0
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise InputError(f"{self.where} {shown(self.pattern)} {reason}, at character {self.place + 1}")
+
+    def next(self, text: str) -> bool:
+        """Skip a text if it follows."""
+        found = self.pattern.startswith(text, self.place)
+        self.place += len(text) * found
+        return found
+
+    def match(self, syntax: re.Pattern[str]) -> re.Match[str] | None:
+        found = syntax.match(self.pattern, self.place)
+        self.place = found.end() if found else self.place
+        return found
+
+    def choice(self, depth: int) -> Expression:
+        if depth > DEEPEST:
+            self.refuse(f"has more than {DEEPEST} groups inside each other")
+        items = [self.sequence(depth)]
+        while self.next("|"):
+            items.append(self.sequence(depth))
+        return choice(items)
+
+    def sequence(self, depth: int) -> Expression:
+        items = []
+        while self.place < len(self.pattern) and self.pattern[self.place] not in "|)":
+            items.append(self.term(depth))
+        return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def term(self, depth: int) -> Expression:
+        start = self.place
+        item = self.atom(depth)
+        if self.place == len(self.pattern) or self.pattern[self.place] not in "*+?{":
+            return item
+        if isinstance(item, Anchor):
+            self.refuse(f"repeats {item.sign}")
+        low, high = self.bounds()
+        self.next("?")  # lazy: the same texts
+        if self.place < len(self.pattern) and self.pattern[self.place] in "*+?{":
+            self.refuse("repeats a repetition: put it into a group, (?:...)")
+        source = self.pattern[start : self.place]
+        part = f"{shown(source)} in " if source != self.pattern else ""
+        return Part(f"{part}{self.where} {shown(self.pattern)}", Repeat(item, low, high))
+
+    def bounds(self) -> tuple[int, int | None]:
+        for sign, bounds in {"*": (0, None), "+": (1, None), "?": (0, 1)}.items():
+            if self.next(sign):
+                return bounds
+        found = self.match(_BOUNDS)
+        if found is None:
+            self.refuse("has a brace that is no repetition: write {2}, {2,} or {2,3}, or escape it, \\{")
+        digits = max(len(found[1]), len(found[3] or ""))
+        if digits > 9:
+            self.refuse(f"has a bound with {digits} digits, which is too large for an automaton")
+        low = int(found[1])
+        high = low if found[2] is None else int(found[3]) if found[3] else None
+        if high is not None and high < low:
+            self.refuse(f"has bounds in the wrong order, {found[0]}")
+        return low, high
+
+    def atom(self, depth: int) -> Expression:
+        sign = self.pattern[self.place]
+        if sign == "(":
+            return self.group(depth)
+        if sign in "*+?{":
+            self.refuse(f"has nothing that {sign} could repeat: escape it, \\{sign}")
+        if sign == "\\":
+            found = self.escape()
+            return self.of(found if isinstance(found, tuple) else ((found, found),))
+        self.place += 1
+        if sign == "[":
+            return self.of(self.brackets())
+        if sign in "^$":
+            return Anchor(sign)
+        if sign == ".":
+            return self.of(((0, LAST),) if "s" in self.flags else complement(NEWLINES))
+        return self.of(((ord(sign), ord(sign)),))
+
+    def of(self, ranges: Ranges) -> Expression:
+        ranges = union(ranges)
+        if not ranges:
+            self.refuse("has a part that matches no character")
+        return self.characters(_any_case(ranges) if "i" in self.flags else ranges)
+
+    def group(self, depth: int) -> Expression:
+        if not self.next("(?:") and not self.match(_NAME):
+            for opening, name in _LATER.items():
+                if self.pattern.startswith(opening, self.place):
+                    self.refuse(f"has {name}, {opening}...), which is not supported")
+            if self.pattern.startswith("(?", self.place):
+                self.refuse("has an unknown kind of group: write (?:...); (?i) and (?s) may stand at the start")
+            self.place += 1
+        inner = self.choice(depth + 1)
+        if not self.next(")"):
+            self.refuse("has a group that is not closed")
+        return inner
+
+    def brackets(self) -> Ranges:
+        """Read a class after its opening bracket."""
+        negated = self.next("^")
+        if self.pattern.startswith("]", self.place):
+            self.refuse("has a class that begins with ]: escape it, \\] (any character is [\\s\\S])")
+        parts: list[tuple[int, int]] = []
+        while not self.next("]"):
+            first = self.member()
+            if self.pattern.startswith("-", self.place) and not self.pattern.startswith("-]", self.place):
+                self.place += 1
+                last = self.member()
+                if isinstance(first, tuple) or isinstance(last, tuple):
+                    self.refuse("has a class of characters as the end of a range: escape the hyphen, \\-")
+                if last < first:
+                    self.refuse(f"has a range in the wrong order, {shown(chr(first))} to {shown(chr(last))}")
+                parts.append((first, last))
+            else:
+                parts += first if isinstance(first, tuple) else [(first, first)]
+        ranges = union(parts)
+        ranges = _any_case(ranges) if "i" in self.flags else ranges
+        return complement(ranges) if negated else ranges
+
+    def member(self) -> int | Ranges:
+        """Read a character, or an escaped class, inside brackets."""
+        if self.place >= len(self.pattern):
+            self.refuse("has a class that is not closed")
+        for operator in ("&&", "--", "||", "~~", "[:", "[=", "[."):
+            if self.pattern.startswith(operator, self.place):
+                self.refuse(
+                    f"has {operator} in a class, which other languages read differently: escape it, \\{operator[0]}"
+                )
+        if self.pattern[self.place] == "\\":
+            return self.escape(inside=True)
+        self.place += 1
+        return ord(self.pattern[self.place - 1])
+
+    def escape(self, inside: bool = False) -> int | Ranges:
+        """Read an escape: a character, or the characters of a class."""
+        self.place += 1
+        sign = self.pattern[self.place : self.place + 1]
+        if sign.lower() in CLASSES and sign:
+            self.place += 1
+            return CLASSES[sign] if sign in CLASSES else complement(CLASSES[sign.lower()])
+        if sign in ("x", "u"):
+            return self.code_point()
+        if sign in ("p", "P"):
+            return self.category(sign == "P")
+        octal = sign == "0" and self.pattern[self.place + 1 : self.place + 2].isdecimal()
+        if sign in CONTROLS and not octal:
+            self.place += 1
+            return CONTROLS[sign]
+        if inside and sign == "b":
+            self.place += 1
+            return 8
+        if sign == "c" and re.match("[A-Za-z]", self.pattern[self.place + 1 : self.place + 2]):
+            self.place += 2
+            return ord(self.pattern[self.place - 1]) % 32
+        if sign.isascii() and not sign.isalnum() and sign.isprintable() and sign:
+            self.place += 1
+            return ord(sign)
+        if sign.isdecimal() or sign == "k":
+            self.refuse(f"has \\{sign}: back-references and octal numbers are not supported")
+        if sign in ("b", "B"):
+            self.refuse(f"has a word boundary, \\{sign}, which is not supported")
+        if sign in ("A", "z", "Z"):
+            self.refuse(f"has \\{sign}: leave it out, a text is always matched from start to end")
+        self.refuse(f"has the escape {shown(chr(92) + sign)}, which is not known" if sign else "ends in a backslash")
+
+    def code_point(self) -> int:
+        r"""Read `xHH`, `uHHHH` or `u{H...}`; two halves of a surrogate pair are one character."""
+        found = self.match(_HEX)
+        if found is None:
+            self.refuse(r"has an incomplete code: write \x41, \u0041 or \u{41}")
+        code = int(found[1] or found[2] or found[3], 16)
+        if 0xD800 <= code < 0xDC00 and self.pattern.startswith("\\u", self.place):
+            self.place += 1
+            second = self.match(_HEX)
+            low = int(second[2] or "0", 16) if second else 0
+            if 0xDC00 <= low < 0xE000:
+                return 0x10000 + ((code - 0xD800) << 10) + low - 0xDC00
+        if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
+            self.refuse(f"has the code {code:x}, which is not a character")
+        return code
+
+    def category(self, negated: bool) -> Ranges:
+        r"""Read `p{...}`: the characters of a general category."""
+        found = self.match(_PROPERTY)
+        if found is None or found[1] not in CATEGORIES:
+            self.refuse(
+                r"has a Unicode property that is not supported; general categories are, such as \p{L} and \p{Lu}"
+            )
+        self.categories += 1
+        if self.categories > MOST_CATEGORIES:
+            self.refuse(f"has more than {MOST_CATEGORIES} Unicode categories: simplify it")
+        return complement(_category(found[1])) if negated else _category(found[1])
+
+    def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
+        """Remove anchors at the ends of the text; `first` and `last`: the tree stands there."""
+        if isinstance(tree, Anchor):
+            if not (first if tree.sign == "^" else last):
+                raise InputError(
+                    f"{self.where} {shown(self.pattern)} has {tree.sign} inside: leave it out: texts are always "
+                    "matched from start to end (the characters ^ and $ are written \\^ and \\$)"
+                )
+            return EMPTY
+        if isinstance(tree, Sequence):
+            signs = [item.sign if isinstance(item, Anchor) else "" for item in tree.items]
+            begin = next((i for i, sign in enumerate(signs) if sign != "^"), len(signs))
+            end = next((i for i, sign in reversed([*enumerate(signs)]) if sign != "$"), -1)
+            items = [self.unanchored(x, first and i <= begin, last and i >= end) for i, x in enumerate(tree.items)]
+            return Sequence(tuple(items))
+        if isinstance(tree, Choice):
+            return choice([self.unanchored(item, first, last) for item in tree.items])
+        if isinstance(tree, Part | Repeat):
+            self.unanchored(tree.item, False, False)  # in a repetition, an anchor is never at an end
+        return tree
 
 
-def restricted(
-    table: np.ndarray, accepting: np.ndarray, start: int, kept: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Remove all states except `kept bool[S]`, and the transitions into the others."""
-    number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1).astype(np.int32)  # -1 stays -1
-    return number[table[kept]], accepting[kept], int(number[start])
+@functools.cache
+def _category(name: str) -> Ranges:
+    return union((code, code) for code in range(LAST + 1) if unicodedata.category(chr(code)).startswith(name))
 
 
-def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each distinct row's first occurrence, and for each row the number of its distinct row."""
-    seen: dict[bytes, int] = {}
-    like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
-    return np.unique(like, return_index=True)[1], like
+@functools.cache
+def _cases() -> list[tuple[int, int]]:
+    """Pairs of characters that differ in their case: those whose case folding is the same character."""
+    alike: dict[str, list[int]] = {}
+    for code in range(0x1E944):  # no character after these has a case
+        alike.setdefault(chr(code).casefold(), []).append(code)
+    groups = [codes for folded, codes in alike.items() if len(folded) == 1 and len(codes) > 1]
+    return [pair for codes in groups for pair in itertools.permutations(codes, 2)]
 
 
-def _closure(reached: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    while True:
-        grown = reached.copy()
-        grown[target[reached[source]]] = True
-        if np.array_equal(grown, reached):
-            return grown
-        reached = grown
-
-
-def _minimal(automaton: ByteAutomaton) -> ByteAutomaton:
-    """Merge states that accept the same texts (Moore): split by acceptance, then by the states after the next byte.
-
-    Classes of states are compared by sums of random numbers. If two sums are ever equal by chance, nothing is merged.
-    """
-    table, accepting, start = automaton
-    columns, _ = distinct(np.ascontiguousarray(table.T))
-    narrow = table[:, columns]
-    random = np.random.default_rng(0)
-    weights = random.integers(2**63, size=len(columns), dtype=np.uint64) | np.uint64(1)
-    sums, parts = accepting.astype(np.uint64), 0
-    while True:
-        first, part = np.unique(sums, return_index=True, return_inverse=True)[1:]
-        if len(first) == parts:
-            break
-        parts = len(first)
-        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last is that of -1
-        sums = name[part] + (name[np.append(part, -1)[narrow]] * weights).sum(axis=1)
-    number = np.append(part, -1).astype(np.int32)  # -1 stays -1
-    merged = ByteAutomaton(number[table[first]], accepting[first], int(part[start]))
-    exact = np.array_equal(merged.table[part], number[table]) and np.array_equal(merged.accepting[part], accepting)
-    return merged if exact else automaton
-
-
-def _outlines_core() -> Any:
-    try:
-        import outlines_core
-    except ImportError as error:
-        raise InputError("constrained text needs outlines-core: pip install 'jaxgen[constrain]'") from error
-    return outlines_core
-
-
-def _shown(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= 200 else f"{pattern[:200]}...")
+def _any_case(ranges: Ranges) -> Ranges:
+    """Return the characters in either case."""
+    ends = [last for _, last in ranges] + [LAST + 1]
+    starts = [first for first, _ in ranges] + [LAST + 1]
+    others = [other for code, other in _cases() if starts[bisect.bisect_left(ends, code)] <= code]
+    return union([*ranges, *((other, other) for other in others)])

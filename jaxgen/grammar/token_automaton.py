@@ -7,8 +7,9 @@ traced and their sizes rounded up to powers of two, so another grammar of a simi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import flax.struct
 import jax
@@ -17,12 +18,16 @@ import numpy as np
 
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
-from jaxgen.grammar.json_schema import regex_of
+from jaxgen.grammar.byte_automaton import compile_expression, distances, distinct, edges, restricted, useful_states
+from jaxgen.grammar.expression import Expression
+from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.prefixes import COMPLETE, prefix_table, sorted_tokens
-from jaxgen.grammar.regex import compile_regex, distinct, restricted, useful_states
+from jaxgen.grammar.regex import read_regex
 from jaxgen.text.tokenizer import Tokenizer
 
 SMALLEST_TABLE = 64
+LARGEST_TABLE = 2**25  # transitions, 128 MB; also of the tables while they are made
+MOST_WORK = 2**28  # transitions that are followed while building
 _NEVER = 2**30  # the length of the shortest text, if there is none
 
 
@@ -57,9 +62,8 @@ class TokenAutomaton:
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> TokenAutomaton:
         r"""Build the automaton of the texts that a regular expression matches from start to end.
 
-        The syntax is that of Rust's `regex` crate: close to Python's, without look-arounds and back-references. As in
-        Python, `.` is any character except a newline, and `\d` a digit of any script. `vocab_size` is the model's, if
-        it has more ids than the tokenizer.
+        The syntax is JavaScript's (ECMA 262) without look-around and back-references; docs/constrained.md has the
+        details. `vocab_size` is the model's; a tokenizer's further ids are left out.
 
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
 
@@ -68,26 +72,7 @@ class TokenAutomaton:
                 with the tokenizer's tokens.
             TypeError: `pattern` is not a str, or `tokenizer` not a `jaxgen.Tokenizer`.
         """
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
-        tokens = tokenizer.token_bytes()
-        if vocab_size is not None:
-            if vocab_size < len(tokens):
-                raise InputError(
-                    f"vocab_size is {vocab_size}, but the tokenizer has {len(tokens)} ids: pass the model's vocab_size"
-                )
-            tokens += [None] * (vocab_size - len(tokens))
-        automaton = compile_regex(pattern)
-        classes, transitions = _token_table(automaton.table, tokens)
-        useful = useful_states(transitions, automaton.accepting, automaton.start)
-        if not useful[automaton.start]:
-            raise InputError(
-                "no text that the pattern matches can be written with the tokenizer's tokens: allow what they can form "
-                "(SentencePiece has many words only with a leading space)"
-            )
-        transitions, accepting, start = restricted(transitions, automaton.accepting, automaton.start, useful)
-        columns, like = distinct(np.ascontiguousarray(transitions.T))
-        return _padded(like[classes], transitions[:, columns], accepting, start)
+        return cls._from_expression(read_regex(pattern), "the pattern", tokenizer, vocab_size)
 
     @classmethod
     def from_json_schema(
@@ -98,12 +83,35 @@ class TokenAutomaton:
         whitespace_pattern: str | None = None,
         vocab_size: int | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton of JSON texts that are valid against a schema; see `json_schema.regex_of`.
+        """Build the automaton of JSON texts that are valid against a JSON schema, a dict or its text.
+
+        Every text is valid; docs/constrained.md lists the supported keywords, and what else is not generated.
 
         `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens, `[ ]?` if None. The other
         arguments and errors are those of `from_regex`.
         """
-        return cls.from_regex(regex_of(schema, whitespace_pattern), tokenizer, vocab_size=vocab_size)
+        return cls._from_expression(read_schema(schema, whitespace_pattern), "the schema", tokenizer, vocab_size)
+
+    @classmethod
+    def _from_expression(
+        cls, expression: Expression, name: str, tokenizer: Tokenizer, vocab_size: int | None
+    ) -> TokenAutomaton:
+        if not isinstance(tokenizer, Tokenizer):
+            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+        tokens = tokenizer.token_bytes()
+        if vocab_size is not None:
+            tokens = tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
+        automaton = compile_expression(expression, name)
+        classes, transitions = _token_table(automaton.table, tokens)
+        useful = useful_states(transitions, automaton.accepting, automaton.start)
+        if not useful[automaton.start]:
+            raise InputError(
+                "no text of the grammar can be written with the tokenizer's tokens: allow what they can form "
+                "(SentencePiece has many words only with a leading space)"
+            )
+        transitions, accepting, start = restricted(transitions, automaton.accepting, automaton.start, useful)
+        columns, like = distinct(np.ascontiguousarray(transitions.T))
+        return _padded(like[classes], transitions[:, columns], accepting, start)
 
     @classmethod
     def from_prefixes(
@@ -154,6 +162,12 @@ class TokenAutomaton:
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
         example = np.unique(joint, return_index=True)[1]
+        needed = sum(map(_used_states, parts.values())) * len(example)
+        if needed > LARGEST_TABLE:
+            raise InputError(
+                f"the automata of {len(automata)} prompts have {needed} transitions together, and at most "
+                f"{LARGEST_TABLE} are supported: stack fewer"
+            )
         offset, total = {}, 0
         tables, accepting = [], []
         for key, automaton in parts.items():
@@ -242,23 +256,36 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
     step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 stays -1
 
     nowhere, unmoved = np.full(len(table), -1, np.int32), np.arange(len(table), dtype=np.int32)
-    functions = [nowhere, unmoved]
-    number = {function.tobytes(): i for i, function in enumerate(functions)}
+    number = {nowhere.tobytes(): 0, unmoved.tobytes(): 1}
+    functions = [np.frombuffer(function, np.int32) for function in number]
+    work = 0
     current = (lengths > 0).astype(np.int64)  # a token without text is never allowed
     going = np.flatnonzero(current)
     for position in range(lengths.max(initial=0)):
         going = going[(lengths[going] > position) & (current[going] > 0)]
         pairs = current[going] * len(step) + kind[buffer[offsets[going] + position]]
         pairs, which = np.unique(pairs, return_inverse=True)
+        work += len(pairs) * len(table)
+        if work > MOST_WORK:
+            _refuse_size(len(table))
         composed = np.empty(len(pairs), np.int64)
         for i, (before, byte) in enumerate(zip(*np.divmod(pairs, len(step)), strict=True)):
-            function = step[byte][functions[before]]
-            composed[i] = number.setdefault(function.tobytes(), len(functions))
+            function = step[byte][functions[before]].tobytes()
+            composed[i] = number.setdefault(function, len(functions))
             if composed[i] == len(functions):
-                functions.append(function)
+                functions.append(np.frombuffer(function, np.int32))
+                if len(functions) * len(table) > LARGEST_TABLE:
+                    _refuse_size(len(table))
         current[going] = composed[which]
     used, classes = np.unique(current, return_inverse=True)
     return classes, np.stack([functions[i] for i in used], axis=1)
+
+
+def _refuse_size(states: int) -> NoReturn:
+    raise InputError(
+        f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
+        "supported; lower the bounds of long texts and arrays, or split the grammar"
+    )
 
 
 def _used_states(automaton: TokenAutomaton) -> int:
@@ -268,7 +295,10 @@ def _used_states(automaton: TokenAutomaton) -> int:
 
 def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any) -> TokenAutomaton:
     states, kinds = transitions.shape
-    table = np.full(tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape), -1, np.int32)
+    shape = tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
+    if math.prod(shape) > LARGEST_TABLE:
+        _refuse_size(states)
+    table = np.full(shape, -1, np.int32)
     table[:states, :kinds] = transitions
     complete = np.zeros(len(table), bool)
     complete[:states] = accepting
@@ -283,11 +313,6 @@ def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray,
 
 def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
     """int32[states]: the length of the shortest path to an accepting state; large if there is none."""
-    never = np.int32(_NEVER)
-    length = np.where(accepting, np.int32(0), never)
-    while True:
-        after = np.where(table >= 0, length[table], never).min(axis=1)
-        shorter = np.minimum(length, np.minimum(after, never - 1) + 1)
-        if np.array_equal(shorter, length):
-            return length
-        length = shorter
+    source, target = edges(table)
+    length = distances(accepting, target, source)
+    return np.where(length < 0, np.int32(_NEVER), length)

@@ -11,6 +11,7 @@ from tokenizers import decoders, models
 
 from jaxgen import Tokenizer, demo
 from jaxgen.errors import InputError
+from jaxgen.grammar import token_automaton
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level, llama
@@ -110,7 +111,8 @@ def test_every_decision_is_that_of_the_library(tok, pattern):
         if text:
             texts.setdefault(text, []).append(index)
     eos = tok.eos_token_id
-    library = outlines_core.Index(rf"\x00\x00(?:{pattern})\z|", outlines_core.Vocabulary(eos, texts))
+    ours = pattern.replace(r"\w", "[0-9A-Za-z_]")  # as in ECMA
+    library = outlines_core.Index(rf"\x00\x00(?:{ours})\z|", outlines_core.Vocabulary(eos, texts))
     automaton, rng = automaton_of(pattern, tok), np.random.default_rng(3)
     for _ in range(6):
         theirs = library.get_next_state(library.get_initial_state(), len(tok))
@@ -208,6 +210,21 @@ def test_stacks_that_cannot_be(tok):
     assert automaton.begin(3).shape == (3,)
 
 
+def test_tables_are_bounded(tok, monkeypatch):
+    words = [automaton_of(f"[a-z]{{1,{size}}}", tok) for size in (20, 30)]
+    monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 100)
+    with pytest.raises(InputError, match=r"2 prompts have \d+ transitions together, and at most 100 .* stack fewer"):
+        TokenAutomaton.stack(words)
+    monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 1000)
+    with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions"):
+        automaton_of("[a-z]{200}", tok)
+    with pytest.raises(InputError, match="has 4 states, with too many kinds of tokens"):
+        automaton_of("[a-z]{3}", tok)  # the padded table is too large
+    monkeypatch.setattr(token_automaton, "MOST_WORK", 100)
+    with pytest.raises(InputError, match="too many kinds of tokens"):
+        automaton_of("[a-z]{3}", tok)
+
+
 def test_padding_is_invisible(tok):
     automaton = automaton_of(PATTERNS[0], tok)
     states, kinds = (int(jnp.max(table)) + 1 for table in (automaton.transitions, automaton.classes))
@@ -261,8 +278,8 @@ def test_ids_beyond_the_tokenizer(tok):
     assert may.shape == (1100,)
     assert np.flatnonzero(may[1024:]).tolist() == [26]
     assert not may[:3].any()
-    with pytest.raises(InputError, match="vocab_size is 1000, but the tokenizer has 1024"):
-        automaton_of("a", tok, vocab_size=1000)
+    few = automaton_of("[^x]*", tok, vocab_size=1000)
+    np.testing.assert_array_equal(few.allowed(few.begin(1), None)[0], may[:1000])
     for method in (automaton.allowed, lambda state, eos: automaton.push(state, state, eos)):
         with pytest.raises(InputError, match="vocab_size=1024"):
             method(automaton.begin(1), marks(1024))

@@ -1,0 +1,308 @@
+"""Expressions as tables over bytes, built within bounds.
+
+An expression becomes a nondeterministic automaton over bytes (Thompson), then a deterministic one (subsets of states),
+then equal states are merged. Sizes and work are counted while building, so a small expression with a huge automaton is
+refused early, with the part that it is due to.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.expression import Characters, Choice, Expression, Members, Part, Repeat, Sequence, Text
+from jaxgen.grammar.utf8 import spelled
+
+BYTES = 256
+# Bounds of one automaton. Building at all of them takes about a second and 150 MB.
+STATES = 2**15
+READ_STATES = 2**16  # of the nondeterministic automaton
+WORK = 2_000_000  # states and transitions that are visited while building
+HIGHEST = 400  # expressions inside each other
+MANY = 16  # repetitions
+MERGE_WORK = 20_000_000  # transitions compared while merging; beyond that, equal states stay apart
+
+
+class ByteAutomaton(NamedTuple):
+    """Deterministic automaton in which every state can be reached and leads to an accepting one.
+
+    `table int32[S, 256]` is the state after each byte, -1 for none; `accepting` is bool[S].
+    """
+
+    table: np.ndarray
+    accepting: np.ndarray
+    start: int
+
+
+def compile_expression(expression: Expression, name: str = "the pattern") -> ByteAutomaton:
+    """Compile an expression, which messages refer to by a name.
+
+    Raises:
+        InputError: an expression that matches nothing, or whose automaton is too large.
+    """
+    if expression.height > HIGHEST:
+        raise InputError(f"{name} has too many parts inside each other: simplify it")
+    if expression.size > READ_STATES:
+        _refuse_size(_largest(expression, name))
+    automaton = _determined(expression, name)
+    useful = useful_states(*automaton)
+    if not useful.any():
+        raise InputError(f"{name} matches no text, so nothing could be generated")
+    return _merged(ByteAutomaton(*restricted(*automaton, useful)))
+
+
+def useful_states(table: np.ndarray, accepting: np.ndarray, start: int) -> np.ndarray:
+    """Return the states that can be reached from the start and that lead to an accepting one, bool[S]."""
+    source, target = edges(table)
+    return (distances(np.arange(len(table)) == start, source, target) >= 0) & (
+        distances(accepting, target, source) >= 0
+    )
+
+
+def restricted(
+    table: np.ndarray, accepting: np.ndarray, start: int, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Remove all states except `kept bool[S]`, and the transitions into the others."""
+    number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1).astype(np.int32)  # -1 stays -1
+    return number[table[kept]], accepting[kept], int(number[start])
+
+
+def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index of each distinct row's first occurrence, and for each row the number of its distinct row."""
+    seen: dict[bytes, int] = {}
+    like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
+    return np.unique(like, return_index=True)[1], like
+
+
+def edges(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pairs of a state and a state that may follow it, each once."""
+    source, column = np.nonzero(table >= 0)
+    pairs = np.unique(source * len(table) + table[source, column])
+    return pairs // len(table), pairs % len(table)
+
+
+def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the number of edges from a state in `begin bool[S]` to each state, int32[S]; -1 without a way."""
+    order = np.argsort(source, kind="stable")
+    follower = target[order]
+    first = np.searchsorted(source[order], np.arange(len(begin) + 1))
+    distance = np.where(begin, 0, -1).astype(np.int32)
+    front, steps = np.flatnonzero(begin), 0
+    while front.size:
+        steps += 1
+        counts = first[front + 1] - first[front]
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        found = follower[np.repeat(first[front], counts) + offsets]
+        front = np.unique(found[distance[found] < 0])
+        distance[front] = steps
+    return distance
+
+
+def _largest(expression: Expression, name: str) -> str:
+    """Return the name of the smallest part that is too large by itself, or that has most of the size."""
+    while parts := expression.parts():
+        name = expression.name if isinstance(expression, Part) else name
+        expression = max(parts, key=lambda part: part.size)
+        if expression.size < READ_STATES // 2:
+            break
+    return name
+
+
+def _refuse_size(name: str) -> NoReturn:
+    raise InputError(
+        f"{name} is too large: an automaton may have {STATES} states; lower its bounds, or split or simplify it"
+    )
+
+
+class _Reading:
+    """Nondeterministic automaton: bytes that lead to states, and jumps without a byte.
+
+    `parts` has the name of the part that each state belongs to.
+    """
+
+    def __init__(self, name: str):
+        self.jumps: list[list[int]] = []
+        self.moves: list[list[tuple[int, int, int]]] = []  # first byte, last byte, target
+        self.parts: list[str] = []
+        self.name = name
+        self.repeated = False  # many times: parts inside are not named, because together they are large
+
+    def state(self) -> int:
+        self.jumps.append([])
+        self.moves.append([])
+        self.parts.append(self.name)
+        return len(self.jumps) - 1
+
+    def add(self, expression: Expression, start: int) -> int:
+        """Add states that read an expression from `start`; return the last. No transition to `start` is added."""
+        match expression:
+            case Text(text):
+                for byte in text:
+                    self.moves[start].append((byte, byte, self.state()))
+                    start = len(self.moves) - 1
+                return start
+            case Characters(ranges):
+                spellings = spelled(ranges)
+                new = [start, *(self.state() for _ in spellings[1:]), self.state()]
+                for state, moves in zip(new, spellings, strict=False):
+                    self.moves[state] += [(first, last, new[target]) for first, last, target in moves]
+                return new[-1]
+            case Sequence(items):
+                for item in items:
+                    start = self.add(item, start)
+                return start
+            case Choice(items):
+                end = self.state()
+                for item in items:
+                    self.jumps[self.add(item, start)].append(end)
+                return end
+            case Repeat(_, _, None):
+                return self.loop(expression, start)
+            case Repeat():
+                return self.copies(expression, start)
+            case Members():
+                return self.members(expression, start)
+            case Part(name, item):
+                outer, self.name = self.name, self.name if self.repeated else name
+                start = self.add(item, start)
+                self.name = outer
+                return start
+        raise AssertionError(expression)
+
+    def separated(self, item: Expression, separator: Expression | None, start: int) -> int:
+        return self.add(item, start if separator is None else self.add(separator, start))
+
+    def loop(self, expression: Repeat, start: int) -> int:
+        item, separator = expression.item, expression.separator
+        again, end = self.state(), self.state()
+        if expression.low == 0:
+            self.jumps[start].append(end)
+        for number in range(1, expression.low):
+            start = self.separated(item, separator if number > 1 else None, start)
+        if separator is not None and expression.low > 1:
+            start = self.add(separator, start)
+        self.jumps[start].append(again)
+        last = self.add(item, again)
+        self.jumps[last].append(end)
+        self.jumps[last if separator is None else self.add(separator, last)].append(again)
+        return end
+
+    def copies(self, expression: Repeat, start: int) -> int:
+        end = self.state()
+        outer, self.repeated = self.repeated, self.repeated or (expression.high or 0) >= MANY
+        for number in range(expression.high or 0):
+            if number >= expression.low:
+                self.jumps[start].append(end)
+            start = self.separated(expression.item, expression.separator if number else None, start)
+        self.jumps[start].append(end)
+        self.repeated = outer
+        return end
+
+    def members(self, expression: Members, start: int) -> int:
+        """Add two ways through the members: before the first that is present, and after it."""
+        before: int | None = start
+        after = self.state()
+        for item, needed in expression.items:
+            here = self.add(expression.separator, after)
+            if before is not None:
+                begin = self.state()
+                self.jumps[here].append(begin)
+                self.jumps[before].append(begin)
+                here = begin
+            end = self.add(item, here)
+            following = self.state()
+            self.jumps[end].append(following)
+            if needed:
+                before = None
+            else:
+                self.jumps[after].append(following)
+            after = following
+        if before is not None:
+            self.jumps[before].append(after)
+        return after
+
+
+def _determined(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """Form the sets of states that the same bytes lead to: the table, the accepting states and the start."""
+    reading = _Reading(name)
+    start = reading.state()
+    final = reading.add(expression, start)
+    cuts = sorted(
+        {0, BYTES, *(cut for moves in reading.moves for first, last, _ in moves for cut in (first, last + 1))}
+    )
+    kind = {cut: number for number, cut in enumerate(cuts)}
+    moves = [[(range(kind[first], kind[last + 1]), target) for first, last, target in row] for row in reading.moves]
+
+    sets: list[tuple[int, ...]] = []
+    number: dict[tuple[int, ...], int] = {}
+    closures: dict[tuple[int, ...], int] = {}
+    work = 0
+
+    def closure(begin: tuple[int, ...]) -> int:
+        """Return the number of the set of states that jumps lead to, of those that read a byte or accept."""
+        nonlocal work
+        if begin not in closures:
+            seen, rest = set(begin), list(begin)
+            while rest:
+                new = [target for target in reading.jumps[rest.pop()] if target not in seen]
+                seen.update(new)
+                rest += new
+            work += len(seen)
+            states = tuple(sorted(one for one in seen if moves[one] or one == final))
+            closures[begin] = number.setdefault(states, len(sets))
+            if len(number) > len(sets):
+                sets.append(states)
+        return closures[begin]
+
+    rows = []
+    closure((start,))
+    for states in sets:
+        targets: dict[int, list[int]] = collections.defaultdict(list)
+        for state in states:
+            for kinds, target in moves[state]:
+                work += len(kinds)
+                for one in kinds:
+                    targets[one].append(target)
+        row = np.full(len(cuts) - 1, -1, np.int32)
+        groups: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+        for one, reached in targets.items():
+            groups[tuple(reached)].append(one)
+        for reached, kinds in groups.items():
+            row[kinds] = closure(reached)
+        rows.append(row)
+        if len(sets) > STATES or work > WORK:
+            often = collections.Counter(reading.parts[state] for states in sets[-1000:] for state in states)
+            _refuse_size(often.most_common(1)[0][0])
+    table = np.stack(rows)
+    accepting = np.array([final in states for states in sets])
+    return np.repeat(table, np.diff(cuts), axis=1), accepting, 0
+
+
+def _merged(automaton: ByteAutomaton) -> ByteAutomaton:
+    """Merge states that accept the same texts (Moore): split by acceptance, then by the states after the next byte.
+
+    Classes of states are compared by sums of random numbers. If two sums are ever equal by chance, or if it takes too
+    long, nothing is merged.
+    """
+    table, accepting, start = automaton
+    columns, _ = distinct(np.ascontiguousarray(table.T))
+    narrow = table[:, columns]
+    random = np.random.default_rng(0)
+    weights = random.integers(2**63, size=len(columns), dtype=np.uint64) | np.uint64(1)
+    sums, parts, first, part = accepting.astype(np.uint64), 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for _ in range(max(MERGE_WORK // narrow.size, 1)):
+        first, part = np.unique(sums, return_index=True, return_inverse=True)[1:]
+        if len(first) == parts:
+            break
+        parts = len(first)
+        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last is that of -1
+        sums = name[part] + (name[np.append(part, -1)[narrow]] * weights).sum(axis=1)
+    else:
+        return automaton
+    number = np.append(part, -1).astype(np.int32)  # -1 stays -1
+    merged = ByteAutomaton(number[table[first]], accepting[first], int(part[start]))
+    exact = np.array_equal(merged.table[part], number[table]) and np.array_equal(merged.accepting[part], accepting)
+    return merged if exact else automaton

@@ -1,0 +1,177 @@
+"""Regular expressions as trees. A part of a tree may occur in several places; it is then one object.
+
+Expressions are compared by identity. `size` is the number of states that one needs before subsets are formed;
+`height` counts the expressions inside each other.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxgen.grammar.utf8 import Ranges, spelled
+
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
+
+
+class Expression:
+    """A set of texts."""
+
+    size: int
+    height: int
+
+    def __post_init__(self):
+        # Now, because a deep tree would need a deep recursion.
+        object.__setattr__(self, "size", self._count())
+        object.__setattr__(self, "height", 1 + max((part.height for part in self.parts()), default=0))
+
+    def parts(self) -> list[Expression]:
+        """Return the expressions that it consists of, without separators."""
+        match self:
+            case Sequence(items) | Choice(items):
+                return list(items)
+            case Members(items):
+                return [item for item, _ in items]
+            case Part(_, item) | Repeat(item):
+                return [item]
+        return []
+
+    def _count(self) -> int:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Characters(Expression):
+    """One of some characters."""
+
+    ranges: Ranges
+
+    def _count(self) -> int:
+        return len(spelled(self.ranges))
+
+
+@dataclass(frozen=True, eq=False)
+class Text(Expression):
+    """One text, in UTF-8."""
+
+    text: bytes
+
+    def _count(self) -> int:
+        return len(self.text)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence(Expression):
+    """One expression after another."""
+
+    items: tuple[Expression, ...]
+
+    def _count(self) -> int:
+        return sum(item.size for item in self.items)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice(Expression):
+    """Any of the expressions."""
+
+    items: tuple[Expression, ...]
+
+    def _count(self) -> int:
+        return 1 + sum(item.size for item in self.items)
+
+
+@dataclass(frozen=True, eq=False)
+class Repeat(Expression):
+    """An expression `low` to `high` times, or any number of times from `low` if `high` is None."""
+
+    item: Expression
+    low: int = 0
+    high: int | None = None
+    separator: Expression | None = None
+
+    def _count(self) -> int:
+        copies = max(self.low, 1) if self.high is None else self.high
+        return 2 + copies * (1 + self.item.size + (0 if self.separator is None else self.separator.size))
+
+
+@dataclass(frozen=True, eq=False)
+class Members(Expression):
+    """Expressions in order, of which those that are not needed may be absent; separators between those present."""
+
+    items: tuple[tuple[Expression, bool], ...]
+    separator: Expression
+
+    def _count(self) -> int:
+        return 1 + sum(item.size + self.separator.size + 2 for item, _ in self.items)
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor(Expression):
+    """`^` or `$`, as it was read; expressions that are compiled have none."""
+
+    sign: str
+
+    def _count(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Expression):
+    """An expression that messages refer to by a name."""
+
+    name: str
+    item: Expression
+
+    def _count(self) -> int:
+        return self.item.size
+
+
+EMPTY = Sequence(())
+NOTHING = Choice(())
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlong = 40
+
+
+def sequence(*items: Expression | str) -> Expression:
+    """Return one expression after another; a str is a text."""
+    return Sequence(tuple(Text(item.encode()) if isinstance(item, str) else item for item in items))
+
+
+def choice(items: Iterable[Expression | str]) -> Expression:
+    """Return a choice, or the expression if there is only one; a str is a text."""
+    options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items)
+    return options[0] if len(options) == 1 else Choice(options)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the characters in any of the ranges, without surrogates, which are not characters."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    low, high = SURROGATES
+    below = [(first, min(last, low - 1)) for first, last in merged if first < low]
+    return (*below, *((max(first, high + 1), last) for first, last in merged if last > high))
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """Return all other characters."""
+    ends = [-1, *(end for first, last in ranges for end in (first - 1, last)), LAST]
+    starts = [end + 1 for end in ends[::2]]
+    return union((first, last) for first, last in zip(starts, ends[1::2], strict=True) if first <= last)
+
+
+def common(first: Ranges, second: Ranges) -> Ranges:
+    """Return the characters in both."""
+    return complement(union([*complement(first), *complement(second)]))
+
+
+def shown(value: object) -> str:
+    """Return a value as text on one line, shortened in the middle."""
+    return _REPR.repr(value)

@@ -1,0 +1,179 @@
+"""The keywords of JSON schemas, read and checked: each function raises an `InputError` that names the schema."""
+
+from __future__ import annotations
+
+import collections
+import json
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.expression import shown
+
+LONGEST = 1_000_000  # characters of a schema
+DEEPEST = 64  # schemas inside each other
+
+ANNOTATIONS = frozenset(
+    "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
+    "discriminator".split()
+)
+# The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
+COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
+OF_TYPE = {
+    "string": "minLength maxLength pattern format",
+    "array": "items prefixItems minItems maxItems",
+    "object": "properties required additionalProperties",
+    **dict.fromkeys(("boolean", "null", "integer", "number"), ""),
+}
+
+
+def plain(schema: dict[str, Any] | str) -> Any:
+    """Return a schema, a dict or its JSON, as JSON has it: a copy, which has no object twice and no cycle."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        if len(text) > LONGEST:
+            raise InputError(f"the schema has {len(text)} characters: at most {LONGEST} are supported")
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
+        json.dumps(value, ensure_ascii=False).encode()
+    except InputError:
+        raise
+    except RecursionError as error:
+        raise InputError(f"the schema is nested too deeply: at most {DEEPEST} levels are supported") from error
+    except UnicodeEncodeError as error:
+        raise InputError("the schema has half of a surrogate pair, such as \\ud83d: write the character") from error
+    except (TypeError, ValueError) as error:
+        is_path = isinstance(schema, str) and schema.strip() and "{" not in schema
+        hint = "; pass a dict or the JSON itself, not its path" if is_path else ""
+        raise InputError(f"the schema is not valid JSON: {str(error)[:200]}{hint}") from error
+    return value
+
+
+def refuse(where: str, reason: str) -> NoReturn:
+    """Raise an error about the schema with the name `where`."""
+    raise InputError(f"{where if len(where) < 200 else f'{where[:80]}...{where[-80:]}'}{reason}")
+
+
+def inside(where: str, *names: str | int) -> str:
+    """Return the name of a part of a schema."""
+    return where + "".join(f"[{name}]" if isinstance(name, int) else f".{shown(name)[1:-1]}" for name in names)
+
+
+def target(root: Any, name: Any, where: str) -> Any:
+    """Return the schema that a reference stands for."""
+    if not isinstance(name, str) or (name != "#" and not name.startswith("#/")):
+        refuse(where, f" refers to {shown(name)}: only references inside the schema are supported, such as #/$defs/a")
+    found: Any = root
+    for part in name.split("/")[1:]:
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and part.isdecimal() and len(part) < 9:
+            found = found[int(part)] if int(part) < len(found) else None
+        else:
+            found = found.get(part) if isinstance(found, dict) else None
+        if found is None:
+            refuse(where, f" refers to {shown(name)}, which is not in the schema")
+    return found
+
+
+def types(schema: dict[str, Any], where: str = "") -> list[str]:
+    """Return the names of a schema's types; an object or an array may go without."""
+    if "type" not in schema:
+        if "properties" in schema or "prefixItems" in schema:
+            return ["object"] * ("properties" in schema) + ["array"] * ("prefixItems" in schema)
+        given = ", ".join(shown(name)[1:-1] for name in schema if name not in ANNOTATIONS)
+        refuse(where, f" needs one of type, {', '.join(COMPANIONS)}, properties, prefixItems; it has only {given}")
+    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if not names or not all(isinstance(name, str) and name in OF_TYPE for name in names):
+        refuse(where, f": type must be one of {', '.join(OF_TYPE)}, or a list of them, got {shown(schema['type'])}")
+    return list(dict.fromkeys(names))
+
+
+def types_of(value: Any) -> tuple[str, ...]:
+    """Return the types that a value has: a whole number has two."""
+    match value:
+        case None:
+            return ("null",)
+        case bool():
+            return ("boolean",)
+        case str():
+            return ("string",)
+        case dict():
+            return ("object",)
+        case list():
+            return ("array",)
+    return ("integer", "number") if isinstance(value, int) or value.is_integer() else ("number",)
+
+
+def literals(schema: dict[str, Any], where: str = "") -> list[Any]:
+    """Return the values of const or enum that are of the schema's type."""
+    values = [schema["const"]] if "const" in schema else items(schema, "enum", where)
+    if "type" in schema:
+        names = types(schema, where)
+        values = [value for value in values if any(name in names for name in types_of(value))]
+    if not values:
+        refuse(where, f" has no value of the type {shown(schema['type'])}")
+    return values
+
+
+def members(schema: dict[str, Any], where: str = "") -> tuple[dict[str, Any] | None, list[str]]:
+    """Return an object's properties, None if there are none, and the names of those that are required."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) and "properties" in schema:
+        refuse(where, f": properties must be an object, got {shown(properties)}")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        refuse(where, f": required must be a list of names, got {shown(required)}")
+    unknown = [name for name in required if name not in (properties or {})]
+    if unknown:
+        refuse(where, f" requires {shown(unknown)}, which are not in its properties: add them there")
+    further = schema.get("additionalProperties", True)
+    if not isinstance(further, bool | dict):
+        refuse(where, f": additionalProperties must be a schema or a boolean, got {shown(further)}")
+    return properties, required
+
+
+def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int | None]:
+    """Return the minimum and the maximum, or None, of a length or of a number of items."""
+    low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
+    for name, number in ((f"min{of}", low), (f"max{of}", high)):
+        if name in schema and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            refuse(where, f": {name} must be a whole number >= 0, got {shown(number)}")
+    if high is not None and high < low:
+        refuse(where, f": min{of} is {shown(low)} and max{of} is {shown(high)}: nothing satisfies both")
+    return low, high
+
+
+def items(schema: dict[str, Any], keyword: str, where: str = "") -> list[Any]:
+    """Return a keyword's list, which must not be empty."""
+    values = schema[keyword]
+    if not isinstance(values, list) or not values:
+        refuse(where, f": {keyword} must be a non-empty list, got {shown(values)}")
+    return values
+
+
+def check(keywords: list[str], allowed: str, where: str) -> None:
+    """Refuse keywords other than those allowed."""
+    known = allowed.split()
+    other = [shown(name)[1:-1] for name in keywords if name not in known]
+    if other:
+        refuse(
+            where,
+            f" has {', '.join(other[:5])}, which is not supported there; the supported keywords are {', '.join(known)} "
+            "and annotations. Leave it out and check the value afterwards, or list the values in an enum",
+        )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has {name}")
+
+
+def _finite(digits: str) -> float:
+    if abs(number := float(digits)) == float("inf"):
+        raise ValueError(f"the number {shown(digits)[1:-1]} is too large")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
+        raise InputError(f"the schema has an object with the key {shown(name)} twice: keep one")
+    return found

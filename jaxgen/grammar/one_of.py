@@ -1,0 +1,157 @@
+"""Schemas that no value can satisfy both, so that oneOf of them is the same as anyOf.
+
+All answers are on the safe side: False where it is not clear.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.keywords import ANNOTATIONS, DEEPEST, OF_TYPE, bounds, literals, members, target, types, types_of
+
+MOST = 200_000  # comparisons of two schemas, or of a value and a schema
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has one schema
+
+
+class Overlaps:
+    """The comparisons of one schema's parts, which must have been checked before."""
+
+    def __init__(self, root: Any):
+        self.root = root
+        self.known: dict[tuple[int, int], bool] = {}
+        self.keys: dict[int, set[str]] = {}  # of the schemas with literals
+        self.compared = 0
+
+    def excludes(self, one: Any, other: Any) -> bool:
+        """Return True if no text that is generated for `one` is valid against `other`.
+
+        Raises:
+            InputError: the schema has too many parts.
+        """
+        one, other = self.resolved(one), self.resolved(other)
+        pair = id(one), id(other)
+        if pair not in self.known:
+            self.known[pair] = False  # while a recursive schema is compared with itself
+            self.known[pair] = self._compare(one, other)
+        return self.known[pair]
+
+    def _count(self) -> None:
+        """Count a comparison."""
+        self.compared += 1
+        if self.compared > MOST:
+            raise InputError("the schema's oneOf has too many alternatives to compare: use anyOf")
+
+    def resolved(self, schema: Any) -> Any:
+        """Follow references."""
+        while isinstance(schema, dict) and "$ref" in schema:
+            self._count()
+            schema = target(self.root, schema["$ref"], "")
+        return schema
+
+    def _compare(self, one: Any, other: Any) -> bool:
+        self._count()
+        if _is_free(one) or _is_free(other):
+            return False
+        for keyword in ALTERNATIVES:
+            if keyword in one:
+                return all(self.excludes(part, other) for part in one[keyword])
+        for keyword in ALTERNATIVES:
+            if keyword in other:
+                return all(self.excludes(one, part) for part in other[keyword])
+        if _has_literals(one):
+            return not any(self.may_be(value, other) for value in literals(one))
+        if _has_literals(other):
+            return not any(self.may_be(value, one) for value in literals(other))
+        return all(self.differ(first, second, one, other) for first in types(one) for second in _valid_types(other))
+
+    def differ(self, first: str, second: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Return True if no value of `one` with the first type is a value of `other` with the second."""
+        if first != second:
+            return {first, second} != {"integer", "number"}
+        if first == "string":
+            return _apart(bounds(one, "Length"), bounds(other, "Length"))
+        if first == "array":
+            prefix = one.get("prefixItems", [])
+            sizes = (len(prefix), len(prefix)) if prefix else bounds(one, "Items")
+            pairs = zip(prefix, other.get("prefixItems", []), strict=False)
+            return _apart(sizes, bounds(other, "Items")) or any(self.excludes(*pair) for pair in pairs)
+        return first == "object" and self._objects_differ(one, other)
+
+    def _objects_differ(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        ours, needed = members(one)
+        theirs, required = members(other)
+        if ours is None:
+            return one.get("additionalProperties") is False and bool(required)
+        if any(name not in ours for name in required):
+            return True
+        if other.get("additionalProperties") is False and any(name not in (theirs or {}) for name in needed):
+            return True
+        shared = [name for name in ours if name in (theirs or {}) and (name in needed or name in required)]
+        return any(self.excludes(ours[name], (theirs or {})[name]) for name in shared)
+
+    def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
+        """Return False if a value is not valid against a schema; True if it is, or if that is not clear."""
+        self._count()
+        schema = self.resolved(schema)
+        if _is_free(schema) or depth > DEEPEST:
+            return True
+        for keyword in ALTERNATIVES:
+            if keyword in schema:
+                return any(self.may_be(value, part, depth + 1) for part in schema[keyword])
+        if _has_literals(schema):
+            if id(schema) not in self.keys:
+                self.keys[id(schema)] = {_key(literal) for literal in literals(schema)}
+            return _key(value) in self.keys[id(schema)]
+        if not any(name in _valid_types(schema) for name in types_of(value)):
+            return False
+        if isinstance(value, str):
+            return not _apart((len(value), len(value)), bounds(schema, "Length"))
+        if isinstance(value, list):
+            size = len(value), len(value)
+            pairs = zip(value, schema.get("prefixItems", []), strict=False)
+            return not _apart(size, bounds(schema, "Items")) and all(self.may_be(*pair, depth + 1) for pair in pairs)
+        if isinstance(value, dict):
+            properties, required = members(schema)
+            known = properties or {}
+            if any(name not in value for name in required):
+                return False
+            if schema.get("additionalProperties") is False and any(name not in known for name in value):
+                return False
+            return all(self.may_be(part, known[name], depth + 1) for name, part in value.items() if name in known)
+        return True
+
+
+def _is_free(schema: Any) -> bool:
+    return not isinstance(schema, dict) or all(name in ANNOTATIONS or name == "$id" for name in schema)
+
+
+def _valid_types(schema: dict[str, Any]) -> list[str]:
+    """Return the types of valid values: all without `type`, although fewer are generated."""
+    return types(schema) if "type" in schema else list(OF_TYPE)
+
+
+def _has_literals(schema: dict[str, Any]) -> bool:
+    return "const" in schema or "enum" in schema
+
+
+def _apart(one: tuple[int, int | None], other: tuple[int, int | None]) -> bool:
+    (low, high), (least, most) = one, other
+    return (high is not None and high < least) or (most is not None and most < low)
+
+
+def _key(value: Any) -> str:
+    """Return a text that two values share if they are equal for JSON schemas: 1 is 1.0, but true is not 1."""
+    return json.dumps(_rounded(value), sort_keys=True)
+
+
+def _rounded(value: Any) -> Any:
+    """Make all numbers floats, as many programs do; large whole numbers that become equal count as equal."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) < 10**300 else value
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    return value

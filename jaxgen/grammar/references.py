@@ -1,0 +1,68 @@
+"""References between the parts of a JSON schema, and those that lead back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.keywords import target
+
+MOST = 500  # parts that are referred to
+MOST_STEPS = 500_000  # values that are visited; a part inside another is visited with both
+
+
+class References:
+    """The parts that the parts of a schema refer to, by their ids."""
+
+    def __init__(self, root: Any):
+        self.root = root
+        self.named: dict[str, Any] = {}
+        self.direct: dict[int, list[Any]] = {}
+        self.reached: dict[int, dict[int, Any]] = {}
+        self.circles: dict[int, frozenset[int]] = {}
+        self.steps = 0
+
+    def circle(self, part: Any) -> frozenset[int]:
+        """Return the parts that refer to `part`, of those that it refers to; in both cases by way of others, too."""
+        if id(part) not in self.circles:
+            others = self._reach(part).items()
+            self.circles[id(part)] = frozenset(number for number, other in others if id(part) in self._reach(other))
+        return self.circles[id(part)]
+
+    def _reach(self, part: Any) -> dict[int, Any]:
+        """Return the parts that `part` refers to, by way of others too."""
+        if id(part) not in self.reached:
+            found: dict[int, Any] = {}
+            rest = [part]
+            while rest:
+                new = [other for other in self._inside(rest.pop()) if id(other) not in found]
+                found.update((id(other), other) for other in new)
+                rest += new
+            self.reached[id(part)] = found
+        return self.reached[id(part)]
+
+    def _inside(self, part: Any) -> list[Any]:
+        """Return the parts that are referred to inside `part`; values that only look like references, too."""
+        if id(part) not in self.direct:
+            if len(self.direct) >= MOST:
+                raise InputError(f"the schema refers to more than {MOST} of its parts: simplify it")
+            found, rest = {}, [part]
+            while rest:
+                here = rest.pop()
+                self.steps += 1
+                if self.steps > MOST_STEPS:
+                    raise InputError("the schema has too many references to parts inside each other: simplify it")
+                name = here.get("$ref") if isinstance(here, dict) else None
+                if isinstance(name, str) and (other := self._find(name)) is not None:
+                    found[id(other)] = other
+                rest += here.values() if isinstance(here, dict) else here if isinstance(here, list) else []
+            self.direct[id(part)] = list(found.values())
+        return self.direct[id(part)]
+
+    def _find(self, name: str) -> Any:
+        if name not in self.named:
+            try:
+                self.named[name] = target(self.root, name, "")
+            except InputError:  # refused where it is a reference
+                self.named[name] = None
+        return self.named[name]

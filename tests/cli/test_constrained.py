@@ -1,0 +1,57 @@
+import codecs
+import json
+import os
+
+import pytest
+
+
+def test_a_schema_in_a_file(run, checkpoint, tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_bytes(codecs.BOM_UTF8 + json.dumps({"enum": ["é", True]}).encode())
+    status, text, errors = run("--model", checkpoint, "A", "--max-new-tokens", 9, "--json-schema", file)
+    assert (status, errors) == (0, "")
+    assert json.loads(text) in ("é", True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x80\x81", "is not text in UTF-8: invalid start byte at byte 1"),
+        ('{"type": "null"}'.encode("utf-16"), "is not text in UTF-8"),
+        (b"", "the schema is not valid JSON: Expecting value"),
+        (b"[" * 20_000, "the schema is nested too deeply"),
+        (b" " * 9_000_000, "the schema has 4000004 characters"),
+        (b'{"type": "null", "type": "null"}', "an object with the key 'type' twice"),
+        (b'{"type": "string", "minLength": 1000000000}', "the schema is too large"),
+        (b'{"$ref": "#"}', "the schema matches no text"),
+        (b'{"type": "string", "pattern": "(?!a)"}', "has a look-ahead"),
+    ],
+)
+def test_bad_schemas(refused, checkpoint, tmp_path, content, words, monkeypatch):
+    monkeypatch.delattr("jaxgen.cli.answer.load_hf")  # the schema is read before the weights
+    file = tmp_path / "schema.json"
+    file.write_bytes(content)
+    line = refused("--model", checkpoint, "A", "--json-schema", file)
+    assert words in line
+    assert str(file) in line
+
+
+def test_files_that_cannot_be_read(refused, checkpoint, tmp_path, monkeypatch):
+    arguments = ("--model", checkpoint, "A", "--json-schema")
+    assert "is not a file" in refused(*arguments, tmp_path)
+    assert "is not a file" in refused(*arguments, tmp_path / "nowhere")
+    line = refused(*arguments, "x" * 5000)
+    assert "File name too long" in line
+    assert len(line) < 300
+    file = tmp_path / "schema.json"
+    file.write_text("{}")
+    file.chmod(0)
+    if os.access(file, os.R_OK):  # as root
+        pytest.skip("every file can be read")
+    assert "cannot be read: Permission denied" in refused(*arguments, file)
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", "[", r"(a)\1", "(a|b)*a(a|b){25}", "a{9999999}"])
+def test_bad_patterns(refused, checkpoint, pattern, monkeypatch):
+    monkeypatch.delattr("jaxgen.cli.answer.load_hf")
+    assert "the pattern" in refused("--model", checkpoint, "A", "--regex", pattern)

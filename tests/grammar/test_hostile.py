@@ -1,0 +1,371 @@
+"""Damaged and hostile schemas and patterns: each is refused in one line, or every text that it allows is valid."""
+
+import copy
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import regress
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.byte_automaton import compile_expression
+from jaxgen.grammar.json_schema import read_schema
+from jaxgen.grammar.regex import read_regex
+from tests.grammar.test_json_schema import texts
+from tests.grammar.test_regex import accepts
+from tests.support.schemas import RandomSchemas, problem
+
+ROOT = Path(__file__).resolve().parents[2]
+WRONG = [None, True, False, 0, -1, 1.5, 10**400, "", "x", "a\nb", [], [None], [[]], [1, "a"], ["a", "a"], {}, {"a": 1}]
+UNREAD = {"title", "$defs", "additionalProperties", "items"}  # where they have no effect
+KEYWORDS = (
+    "type properties required items prefixItems minItems maxItems minLength maxLength pattern format enum const anyOf "
+    "oneOf allOf $ref additionalProperties not if uniqueItems minimum $id $anchor $dynamicRef patternProperties"
+).split()
+
+
+def compile_schema(schema):
+    return compile_expression(read_schema(schema), "the schema")
+
+
+def refusal(build, given) -> str | None:
+    """The one line in which it is refused, None if it is accepted; at most two seconds of CPU time."""
+    start = time.process_time()
+    try:
+        build(given)
+        return None
+    except InputError as error:
+        line = str(error)
+        assert "\n" not in line
+        assert line.isprintable() or not line.isascii()
+        assert len(line) < 1000, line
+        return line
+    finally:
+        assert time.process_time() - start < 2, str(given)[:200]
+
+
+def parts(schema):
+    """All objects inside a schema, itself too."""
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    yield from ([schema] if isinstance(schema, dict) else [])
+    for part in inner:
+        yield from parts(part)
+
+
+def damaged(source: RandomSchemas):
+    """A schema with a wrong value, a wrong keyword, or a part that is missing."""
+    schema = copy.deepcopy(source.root())
+    part = source.random.choice(list(parts(schema)))
+    kind = source.random.randrange(4)
+    if kind == 0 or not part:
+        part[source.random.choice(KEYWORDS)] = source.random.choice(WRONG)
+    elif kind == 1:
+        part[source.random.choice(list(part))] = source.random.choice(WRONG)
+    elif kind == 2:
+        name = source.random.choice(list(part))
+        part[source.random.choice(KEYWORDS)] = part.pop(name)
+    else:
+        del part[source.random.choice(list(part))]
+    return schema
+
+
+def check_damaged(seed: int, count: int) -> tuple[int, int]:
+    source, rng, refused = RandomSchemas(seed), np.random.default_rng(seed), 0
+    for _ in range(count):
+        schema = damaged(source)
+        if refusal(compile_schema, schema) is not None:
+            refused += 1
+            continue
+        faults = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCHEMA).iter_errors(schema)
+        assert all(UNREAD & {*map(str, fault.path)} for fault in faults)
+        for text in texts(compile_schema(schema), 3, rng):
+            assert problem(schema, text) is None
+    return refused, count - refused
+
+
+def test_damaged_schemas():
+    refused, accepted = check_damaged(seed=0, count=100)
+    assert refused > 40
+    assert accepted > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_more_damaged_schemas(seed):
+    check_damaged(seed, 500)
+
+
+def test_damaged_texts():
+    source, refused = RandomSchemas(1), 0
+    for _ in range(100):
+        text = json.dumps(source.root())
+        place = source.random.randrange(len(text))
+        kind = source.random.randrange(3)
+        cut = text[:place] if kind == 0 else text[:place] + source.random.choice('{}[]",:\\\x00\ud800é1') + text[place:]
+        cut = text[:place] + text[place + 1 :] if kind == 2 else cut
+        refused += refusal(compile_schema, cut) is not None
+    assert refused > 60
+
+
+def nested(depth, inner=None):
+    schema = inner or {"type": "integer"}
+    for level in range(depth):
+        schema = {"type": "array", "items": schema} if level % 2 else {"properties": {"a": schema}}
+    return schema
+
+
+def mutual(size):
+    """Schemas that all refer to each other."""
+    properties = {f"p{i}": {"$ref": f"#/$defs/{i}"} for i in range(size)}
+    return {"$ref": "#/$defs/0", "$defs": {str(i): {"properties": properties} for i in range(size)}}
+
+
+def relay(chains, length):
+    """Chains of references, each of which ends in the one before."""
+    defs: dict = {"0": {"type": "null"}}
+    for i in range(1, chains * length):
+        defs[str(i)] = {"properties": {"a": {"$ref": f"#/$defs/{i - 1}"}}}
+    first = [{"$ref": f"#/$defs/{i}"} for i in range(0, chains * length, length)]
+    return {"prefixItems": first, "$defs": defs}
+
+
+def tower(height):
+    """Parts inside each other, all of which are referred to, with many values in the innermost."""
+    part = list(range(100_000))
+    for _ in range(height):
+        part = {"title": part}
+    return {"anyOf": [{"$ref": "#/$defs" + "/title" * i} for i in range(height)], "$defs": part}
+
+
+def doubling(keyword, levels, **more):
+    """A schema whose references double at each level."""
+    defs = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2, **more} for i in range(levels)}
+    return {"$ref": "#/$defs/a0", "$defs": {**defs, f"a{levels}": {"type": "boolean"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ("[" * 10_000, "nested too deeply"),
+        ('{"items":' * 10_000, "nested too deeply"),
+        ('{"a":[' * 400 + "]}" * 400, "needs one of type"),
+        (json.dumps(nested(65)), "more than 64 schemas inside each other"),
+        ({"enum": [json.loads("[" * 400 + "]" * 400)], "items": 1}, "has items"),
+        ({"type": "string", "minLength": 10**9}, "the schema is too large"),
+        ({"type": "string", "maxLength": 10**400}, "the schema is too large"),
+        ({"type": "array", "maxItems": 10**400, "items": {"type": "null"}}, "the schema is too large"),
+        ({"type": "array", "minItems": 10**400}, "the schema is too large"),
+        ('{"type": "array", "maxItems": 1' + "0" * 5000 + "}", "not valid JSON.*4300 digits"),
+        ('{"const": 1e400}', "number 1e400 is too large"),
+        ({"properties": {"a": {"properties": {"b": {"type": "string", "maxLength": 10**6}}}}},
+         r"the schema\.properties\.a\.properties\.b is too large"),
+        ({"type": "string", "pattern": "(a|b)*a(a|b){30}"}, r"'\(a\|b\)\{30\}' in the pattern of the schema .* large"),
+        (nested(12, {"type": "array", "minItems": 60, "items": {"type": "array", "minItems": 60}}), "is too large"),
+        (doubling("prefixItems", 28), "is too large"),
+        (doubling("anyOf", 28), "is too large"),
+        ({"enum": [f"value {i}" * 9 for i in range(9_000)]}, "is too large"),
+        ("[" + "1," * 600_000 + "1]", "the schema has 1200003 characters"),
+        ('{"type": "null", "type": "string"}', "the key 'type' twice"),
+        ('{"properties": {"a": {}, "a": {}}}', "the key 'a' twice"),
+        (json.dumps({"properties": {"a" * 30 + str(i): {} for i in range(9000)}})[:-2] + ', "a": {}, "a": {}}}',
+         "the key 'a' twice"),
+        ({"$ref": "#"}, "matches no text"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "matches no text"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "matches no text"),
+        (mutual(4), "is too large"),
+        (mutual(8), "more than 20000 parts, with those of its recursion"),
+        (mutual(30), "more than 64 schemas inside each other"),
+        ({"prefixItems": [{"$ref": f"#/$defs/{i}"} for i in range(600)], "$defs": {str(i): {} for i in range(600)}},
+         "refers to more than 500"),
+        (relay(20, 25), "too many parts inside each other"),
+        (tower(150), "too many references to parts inside each other"),
+        ({"properties": {f"p{i}": {} for i in range(60_000)}}, "more than 20000 parts"),
+        ({"properties": {f"p{i}": {} for i in range(15_000)}}, "is too large"),
+        ({"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(20_000)], "$defs": [None] * 30_000}, "not in the schema"),
+        ({"anyOf": [{"enum": list(range(i, i + 99))} for i in range(900)]}, "is too large"),
+        ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "too many alternatives to compare"),
+        ({"type": "string", "pattern": "|".join(r"[^\p{L}]" for _ in range(999))}, "more than 100 Unicode categories"),
+        ({"$ref": "#a"}, "only references inside the schema"),
+        ({"$ref": "#/$defs/9/0", "$defs": [{}]}, "not in the schema"),
+        ({"$ref": ["#"]}, "only references inside"),
+        ({"properties": {"a": {"$id": "b", "type": "null"}}}, r"has \$id"),
+        ({"$id": 0, "type": "null"}, r"has \$id"),
+        ({"properties": {"line\nbreak": 3}}, r"properties\.line\\nbreak must be an object"),
+        ({"required": [["a"]], "properties": {}}, "required must be a list of names"),
+        ({"type": "string", "enum": [1, None]}, "no value of the type 'string'"),
+        ({"type": "string", "properties": {}}, "has properties, which is not supported there"),
+        ({"const": "\ud800"}, "half of a surrogate pair"),
+        ({"type": "string", "pattern": 3}, "pattern must be a string"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]},
+         "schema 0 may also be valid against schema 1"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "may also be valid"),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "may also be valid"),
+        ({"oneOf": [{}, {"type": "null"}]}, "may also be valid"),
+        ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, "may also be valid"),
+        ({"oneOf": [{"type": "string"}, {"properties": {}}]}, "may also be valid"),
+        ({"oneOf": [{"const": i} for i in range(1000)]}, "too many alternatives to compare"),
+        ("a/path.json", "not its path"),
+        ("", r"not valid JSON: Expecting value: line 1 column 1 \(char 0\)$"),
+        ("\ufeff{}", "not valid JSON"),
+    ],
+)  # fmt: skip
+def test_hostile_schemas(schema, words):
+    line = refusal(compile_schema, schema)
+    assert line is not None
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    "schemas",
+    [
+        [{"type": "string"}, {"type": "integer"}, {"type": ["null", "array"]}],
+        [{"const": 1}, {"enum": [True, "1", None, [1]]}],
+        [{"enum": [{"a": 1}]}, {"properties": {"a": {"type": "string"}}, "type": "object"}],
+        [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}, {"type": "array"}],
+        [{"type": "array", "maxItems": 1}, {"type": "array", "minItems": 2}],
+        [{"prefixItems": [{"const": 1}], "type": "array"}, {"prefixItems": [{"const": 2}], "type": "array"}],
+        [{"type": "object", "properties": {name: {}}, "required": [name]} for name in "ab"],
+        [{"type": "object", "properties": {"k": {"const": k}, "v": {}}, "required": ["k"]} for k in range(4)],
+        [
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["b"]},
+            {"type": "object", "properties": {"a": {}}, "required": ["a"], "additionalProperties": False},
+        ],
+        [{"type": "object", "additionalProperties": False}, {"properties": {"a": {}}, "required": ["a"]}],
+        [{"anyOf": [{"type": "null"}, {"$ref": "#/$defs/s"}]}, {"allOf": [{"type": "boolean"}]}],
+    ],
+)
+def test_one_of_schemas_that_differ(schemas):
+    schema = {"oneOf": schemas, "$defs": {"s": {"type": "string"}}}
+    if any("properties" in part and "type" not in part for part in schemas):
+        schemas[-1]["type"] = "object"
+    joint, rng = compile_schema(schema), np.random.default_rng(0)
+    assert all(problem(schema, text) is None for text in texts(joint, 40, rng))
+    for part in schemas:
+        assert all(accepts(joint, text) for text in texts(compile_schema({**part, "$defs": schema["$defs"]}), 5, rng))
+
+
+def test_a_level_adds_as_much_as_the_one_before():
+    sizes = [len(compile_schema(nested(depth)).table) for depth in range(4, 61, 8)]
+    assert len(set(np.diff(sizes))) == 1
+
+
+def hostile_patterns(seed: int, count: int):
+    """Repetitions inside repetitions, with bounds of all sizes."""
+    source = random.Random(seed)
+
+    def bound() -> str:
+        low = source.choice([0, 1, 2, 3, 9, 30, 1000, 10**9])
+        return source.choice(["*", "+", "?", f"{{{low}}}", f"{{{low},}}", f"{{0,{low}}}", f"{{{low},{2 * low}}}"])
+
+    def part(depth: int) -> str:
+        if not depth or source.random() < 0.2:
+            return source.choice(
+                ["a", "b", ".", r"\w", r"\D", r"\p{L}", "[^a]", "", "é", "(?=a)", r"\1", "^", "$", "["]
+            )
+        inner = source.choice(["", "|"]).join(part(depth - 1) for _ in range(source.randint(1, 3)))
+        return f"({inner}){bound()}"
+
+    for _ in range(count):
+        yield "".join(part(source.randint(1, 3)) for _ in range(source.randint(1, 3)))
+
+
+def check_patterns(seed: int, count: int) -> tuple[int, int]:
+    refused = sum(
+        refusal(lambda pattern: compile_expression(read_regex(pattern)), pattern) is not None
+        for pattern in hostile_patterns(seed, count)
+    )
+    return refused, count - refused
+
+
+def test_hostile_patterns():
+    refused, accepted = check_patterns(seed=0, count=80)
+    assert refused > 40
+    assert accepted > 10
+
+
+PIECES = [
+    *'ab-[]()|*+?^$.{}&=#/ é👋"',
+    *["[^", "(?:", "(?<n>", "(?=", "{2}", "{1,3}", "{,2}", "[a-c]", r"[^\d]", r"[\w-]", "[-a]", "[a^]", "[$]", "]]"],
+    *[r"\d", r"\w", r"\s", r"\S", r"\-", r"\]", r"\b", r"\B", r"\0", r"\x41", r"\u0041", r"\u{1F600}", r"\cA", r"\/"],
+    *[r"\p{Lu}", r"\^", r"\.", r"\t", r"\u00e9", r"\ud83d\udc4b", r"\1", r"\"", r"\#", r"\ "],
+]
+
+
+def check_pieces(seed: int, count: int) -> tuple[int, int]:
+    """Texts of patterns that are put together at random are found by an ECMA engine, with its flag u or without."""
+    source, rng, refused = random.Random(seed), np.random.default_rng(seed), 0
+    for _ in range(count):
+        pattern = "".join(source.choices(PIECES, k=source.randint(1, 7)))
+        if refusal(lambda given: compile_expression(read_regex(given)), pattern) is not None:
+            refused += 1
+            continue
+        try:
+            ecma = regress.Regex(pattern, "u")
+        except regress.RegressError:
+            if any(piece in pattern for piece in (r"\p", r"\u", "👋")):
+                continue  # without the flag these are something else
+            ecma = regress.Regex(pattern)
+        for text in texts(compile_expression(read_regex(pattern)), 3, rng):
+            assert ecma.find(text) is not None, (pattern, text)
+    return refused, count - refused
+
+
+def test_pieces_of_patterns():
+    refused, accepted = check_pieces(seed=0, count=600)
+    assert refused > 200
+    assert accepted > 150
+
+
+@pytest.mark.slow
+def test_more_pieces_of_patterns():
+    check_pieces(seed=1, count=20_000)
+
+
+@pytest.mark.slow
+def test_more_hostile_patterns():
+    check_patterns(seed=1, count=400)
+
+
+LARGE = [
+    "(a|b)*a(a|b){25}",
+    ".{0,4000}",
+    "[a-z]{0,60000}",
+    "(a?){9000}",
+    r"(\p{L}+ ?){0,50}",
+    "(?i)" + r"[\p{L}x]" * 150,
+    "(.*a){999}",
+    "((((a{1,9}){1,9}){1,9}){1,9}){1,9}",
+    "(a|b|c)*" * 300 + "(.*c){60}",
+    "|".join(f"{i}.{{{i}}}" for i in range(1000)),
+]
+MEASURE = """
+import resource, sys, time
+from jaxgen.errors import InputError
+from jaxgen.grammar.byte_automaton import compile_expression
+from jaxgen.grammar.regex import read_regex
+for pattern in sys.argv[1:]:
+    start = time.process_time()
+    try:
+        compile_expression(read_regex(pattern))
+    except InputError:
+        pass
+    print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+@pytest.mark.slow
+def test_large_patterns_cost_little():
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURE, *LARGE], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    figures = np.array([line.split() for line in measured.stdout.splitlines()], float)
+    assert figures.shape == (len(LARGE), 2)
+    assert figures[:, 0].max() < 2, dict(zip(LARGE, figures[:, 0], strict=True))
+    assert figures[:, 1].max() < 500

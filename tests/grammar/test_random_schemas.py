@@ -1,0 +1,84 @@
+"""Text of the bundled model under random schemas, one schema per prompt, judged by the library jsonschema."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from convert import load_hf
+from jaxgen import StopReason, TokenAutomaton, Tokenizer, demo, generate
+from jaxgen.errors import InputError
+from tests.grammar.test_json_schema import compile_schema, texts
+from tests.support.schemas import RandomSchemas, problem
+
+ROWS, BUDGET = 50, 256
+# The refusals of some of the random schemas: their oneOf, and what they recursively require.
+EXPECTED = re.compile("may also be valid against|matches no text|is too large|of its recursion")
+
+
+@pytest.fixture(scope="module")
+def storyteller():
+    return *load_hf(demo.PATH, dtype="float32"), Tokenizer.from_pretrained(demo.PATH)
+
+
+def supported(source: RandomSchemas, tokenizer: Tokenizer):
+    """Schemas and their automata; those that are refused are left out."""
+    while True:
+        schema = source.root()
+        try:
+            yield schema, TokenAutomaton.from_json_schema(schema, tokenizer)
+        except InputError as error:
+            if not EXPECTED.search(str(error)):
+                raise
+
+
+def check(storyteller, batches: int, seed: int) -> set[StopReason]:
+    """Generate text for `ROWS` schemas in each batch, half of the batches at a high temperature."""
+    params, cfg, tokenizer = storyteller
+    pairs, reasons = supported(RandomSchemas(seed), tokenizer), set()
+    ids = np.repeat(tokenizer.chat([[{"role": "user", "content": "Tell me a story about an owl"}]]).ids, ROWS, axis=0)
+    cfg = cfg.replace(max_new_tokens=BUDGET, do_sample=True, top_p=1.0)
+    for number in range(batches):
+        schemas, automata = zip(*(next(pairs) for _ in range(ROWS)), strict=True)
+        key = jax.random.key(number)
+        hot = cfg.replace(temperature=[0.7, 3.0][number % 2])
+        out = generate(params, ids, key, hot, prefix_allowed_tokens_fn=TokenAutomaton.stack(automata))
+        for schema, text in zip(schemas, tokenizer.decode_batch(out), strict=True):
+            assert problem(schema, text) is None
+        reasons |= set(map(StopReason, out.stop_reasons.tolist()))
+    return reasons
+
+
+@pytest.mark.slow
+def test_fifty_schemas(storyteller):
+    assert check(storyteller, batches=1, seed=1) <= {StopReason.EOS, StopReason.LENGTH}
+
+
+@pytest.mark.slow
+def test_three_hundred_schemas(storyteller):
+    assert check(storyteller, batches=6, seed=0) == {StopReason.EOS, StopReason.LENGTH}
+
+
+def check_texts(count: int, seed: int) -> None:
+    source, rng, checked = RandomSchemas(seed), np.random.default_rng(seed), 0
+    while checked < count:
+        schema = source.root()
+        try:
+            automaton = compile_schema(schema)
+        except InputError as error:
+            if not EXPECTED.search(str(error)):
+                raise
+            continue
+        for text in texts(automaton, 4, rng):
+            assert problem(schema, text) is None
+        checked += 1
+
+
+def test_random_texts():
+    check_texts(40, seed=0)
+
+
+@pytest.mark.slow
+def test_more_random_texts():
+    check_texts(1000, seed=1)
