@@ -18,8 +18,8 @@ from convert.errors import CheckpointError
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
 from convert.tensors import DTYPES, Tensor, same_bits
-from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError
+from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of, warn
+from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.sharding import shardings
@@ -31,6 +31,8 @@ TOKENIZER_FILES = (
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
+_LARGEST_CONFIG = 1_000_000  # bytes
+_SPARE = 1 << 24  # parameters, beyond those of the files, up to which mismatches are listed tensor by tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,8 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     config.json are used, as in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no
     token.
 
+    An `eos_token_id` that is not in the vocabulary causes a warning: it can never end a text.
+
     Raises:
         CheckpointError: all problems of the checkpoint.
         InputError: a mesh that the model cannot be divided over.
@@ -84,6 +88,10 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     wanted = float_dtype(dtype)
     checkpoint = open_checkpoint(path)
     model = model_of(checkpoint.cfg)
+    if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
+        warn(
+            f"{path}: eos_token_id has {endless}, which never end a text: the vocabulary is 0 to {model.vocab_size - 1}"
+        )
     divided = None if mesh is None else shardings(model, mesh)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
@@ -158,11 +166,11 @@ def open_checkpoint(path) -> Checkpoint:
     """
     path = checkpoint_directory(path)
     tensors, listed, problems = find_tensors(path)
-    config, faults = read_json(path / "config.json")
+    config, faults = read_json(path / "config.json", _LARGEST_CONFIG)
     problems += faults
     if config is None and not faults:
         problems.append(f"{path / 'config.json'} is missing: copy it from the source of the checkpoint")
-    generation, faults = read_json(path / "generation_config.json")
+    generation, faults = read_json(path / "generation_config.json", _LARGEST_CONFIG)
     problems += faults
     model = cfg = None
     if config is not None:
@@ -271,9 +279,22 @@ def _parameters(
                 f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though tie_word_embeddings is true in "
                 "config.json: set it to false to keep both, or remove the tensor"
             )
+    stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    described = _parameter_count(model)
+    if described > 2 * stored + _SPARE:  # tracing the model would take as much memory as it describes
+        fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
+        return tensors, [*problems, f"{path / 'config.json'}: {fault}"]
     where = {name: tensor.file for name, tensor in tensors.items()}
     problems += _mismatch({name: tensor.shape for name, tensor in tensors.items()}, model, path, where, listed)
     return tensors, problems
+
+
+def _parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters in matrices, computed without tracing the model."""
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    layer = model.hidden_size * (3 * model.intermediate_size + heads * model.head_dim)
+    tables = 1 if model.tie_word_embeddings else 2
+    return tables * model.vocab_size * model.hidden_size + model.num_hidden_layers * layer
 
 
 def _mismatch(
