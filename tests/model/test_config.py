@@ -138,7 +138,7 @@ def test_faults_of_every_kind_are_reported_together():
         ModelConfig.from_hf(without(CONFIG, "hidden_act") | wrong)
     assert str(caught.value).split("; ") == [
         "missing: hidden_act",
-        "vocab_size must be a whole number >= 1 and < 2\\*\\*31, got 0",
+        "vocab_size must be a whole number >= 1 and < 2**31, got 0",
         "architectures must be a list with Qwen2ForCausalLM, got ['Other']",
         "use_mrope=True is not implemented",
         "mlp_bias=True: only model_type llama can have it",
