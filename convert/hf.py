@@ -23,6 +23,7 @@ from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.sharding import shardings
+from jaxgen.text.json_file import fetch_again
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
@@ -180,7 +181,7 @@ def open_checkpoint(path) -> Checkpoint:
         tensors, faults = _parameters(path, tensors, listed, model)
         problems += faults
     if problems or config is None or cfg is None:
-        raise CheckpointError(problems)
+        raise CheckpointError([*problems, *fetch_again(path, problems)])
     return Checkpoint(path, config, generation, cfg, tensors)
 
 

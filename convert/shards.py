@@ -146,7 +146,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str], list[str]]:
             return [], {}, problems
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
-            fault = "weight_map must map each tensor to the name of a file in the same directory, which ends in .safetensors"
+            fault = "weight_map must map each tensor to the name of a file of the directory, which ends in .safetensors"
             return [], {}, [f"{path / INDEX}: {fault}"]
         if os.path.lexists(path / SINGLE) and SINGLE not in weight_map.values():
             problems.append(f"{path} has {SINGLE} and an {INDEX} that does not list it: remove the outdated one")

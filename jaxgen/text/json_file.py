@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def json_object(source: str, data: bytes) -> dict[str, Any]:
     if _is_deep(value):
         raise ConfigError(f"{source}: not valid JSON: nested too deeply")
     return value
+
+
+def fetch_again(directory: Path, problems: Iterable[str]) -> list[str]:
+    """Return how to repair a directory with these problems, if its files are damaged and a hub has them."""
+    damaged = any(sign in problem for problem in problems for sign in ("damaged", "truncated", "not valid JSON"))
+    if not damaged or directory.parent.name != "snapshots":
+        return []
+    return [f"{directory} was downloaded: delete {directory.parent.parent}, and the next use downloads it again"]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise TooMuch("formats with a width of more than 999 characters")
         self.check(form.count(sign) * size_of(values, _limits.get().largest) + len(form))
 
-    def call(__self, __context: Any, __obj: Any, *arguments: Any, **named: Any) -> Any:  # noqa: N805 - as in the base
+    def call(__self, __context: Any, __obj: Any, *arguments: Any, **named: Any) -> Any:
         """Call a function, method or macro."""
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str | bytes | int):
