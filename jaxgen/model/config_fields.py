@@ -21,11 +21,13 @@ class Field:
         wanted: the valid values in words that complete "must be ...".
         fits: tells whether a value (never null) is valid.
         default: the value if the key is missing or null; with `REQUIRED` that is an error.
+        read: returns the normal form of a valid value.
     """
 
     wanted: str
     fits: Callable[[Any], bool]
     default: Any = REQUIRED
+    read: Callable[[Any], Any] = lambda value: value
 
 
 def whole(least: int, default: Any = REQUIRED, most: int = _LARGEST_WHOLE) -> Field:
@@ -37,12 +39,14 @@ def whole(least: int, default: Any = REQUIRED, most: int = _LARGEST_WHOLE) -> Fi
 
 def positive(default: Any = REQUIRED) -> Field:
     """Number above 0 that float32 can store."""
-    return Field("a number > 0 that fits into float32", lambda value: _is_number(value, _SMALLEST, _LARGEST), default)
+    return Field(
+        "a number > 0 that fits into float32", lambda value: _is_number(value, _SMALLEST, _LARGEST), default, float
+    )
 
 
 def fraction(default: Any = REQUIRED) -> Field:
     """Number from 0 to 1."""
-    return Field("a number from 0 to 1", lambda value: _is_number(value, 0, 1), default)
+    return Field("a number from 0 to 1", lambda value: _is_number(value, 0, 1), default, float)
 
 
 def flag(default: Any = REQUIRED) -> Field:
@@ -78,7 +82,7 @@ def read_fields(fields: Mapping[str, Field], config: Mapping[str, Any]) -> tuple
         if value is None:
             values[name] = field.default
         elif field.fits(value):
-            values[name] = value
+            values[name] = field.read(value)
         else:
             problems.append(f"{name} must be {field.wanted}, got {shown(value)}")
     return values, problems

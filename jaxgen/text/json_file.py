@@ -14,6 +14,7 @@ from jaxgen.errors import ConfigError, one_line
 
 LARGEST = 10_000_000  # bytes of JSON; the index of the largest known checkpoint has 9 MB
 _DEEPEST = 100  # lists and objects in each other
+_MOST = 500_000  # brackets: each list and object takes far more memory than text
 
 
 def read_file(file: Path, largest: int) -> bytes | None:
@@ -59,9 +60,11 @@ def json_object(source: str, data: bytes) -> dict[str, Any]:
     """Return the object that JSON text describes; `source` begins the text of an error.
 
     Raises:
-        ConfigError: not valid JSON, not an object, a key twice in one object, half of a surrogate pair, or nested
-            too deeply.
+        ConfigError: not valid JSON, not an object, a key twice in one object, half of a surrogate pair, nested too
+            deeply, or too many lists and objects.
     """
+    if data.count(b"[") + data.count(b"{") > _MOST:
+        raise ConfigError(f"{source}: not valid JSON: more than {_MOST:,} lists and objects")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
         if b"\\u" in data:

@@ -11,8 +11,13 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import json
+import os
+import pprint
 import re
+import string
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -23,9 +28,11 @@ import jinja2.compiler
 import jinja2.nodes
 import jinja2.sandbox
 import jinja2.utils
+import markupsafe
 
 SECONDS = 1.0  # of CPU time, and as much again for each million of characters of input
-LARGEST = 10_000_000  # characters of one value, to which come a number for each character of input
+# Characters of the output and of a value, to which come some for each character of input.
+LARGEST_OUTPUT, LARGEST = 1_000_000, 10_000_000
 _PER_INPUT = 60
 _ALL = 5  # times the largest value: the sum of all
 _OBJECT = 50  # characters that count as much as an object
@@ -37,6 +44,12 @@ _LARGEST_INDENT = 16
 # Fields with a width of four digits or more, or of a width that is a value.
 _WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(:[^{}]*\d{4}|\{)")
+
+
+# The code in which a template spends its time. An error raised elsewhere, as in a callback of the garbage collector,
+# would be lost.
+_TRACED = ("<template>", *(os.path.dirname(module.__file__) for module in (jinja2, markupsafe, json)))
+_TRACED += tuple(module.__file__ for module in (textwrap, pprint, string))
 
 
 class TooMuch(BaseException):
@@ -55,7 +68,7 @@ _limits: contextvars.ContextVar[_Limits] = contextvars.ContextVar("limits")
 
 @contextlib.contextmanager
 def limited(given: Any = (), *, rendering: bool = True) -> Iterator[int]:
-    """Limit a template that is compiled or rendered in this block; yield the most characters of a value.
+    """Limit a template that is compiled or rendered in this block; yield the most characters of output.
 
     The limits grow with the size of `given`, the template's input. The deadline is checked at each line of Python while
     rendering, which makes it ten times slower, and else at each call.
@@ -70,13 +83,15 @@ def limited(given: Any = (), *, rendering: bool = True) -> Iterator[int]:
     token, tracer = _limits.set(limits), sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_TRACED):
+            return None
         if time.thread_time() > limits.deadline:
             raise TooMuch(f"takes longer than {seconds:.3g} s")
-        return trace if rendering and frame.f_code.co_filename != __file__ else None
+        return trace if rendering else None
 
     sys.settrace(trace)
     try:
-        yield largest
+        yield LARGEST_OUTPUT + _PER_INPUT * size
     finally:
         sys.settrace(tracer)
         _limits.reset(token)

@@ -16,12 +16,14 @@ from typing import Any
 
 import tokenizers
 
-from jaxgen.errors import ConfigError, JaxgenError
+from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.json_file import json_object, read_file
 
 LARGEST = 50_000_000  # bytes; those of known checkpoints have 35 MB at most
 _MOST_GROWTH = 1000  # by which a normalizer or decoder may multiply a text
 
+# Escapes and classes of characters, which have no operators, and single characters.
+_REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 # A table that the library trusts, or an escape that may hide its name.
 _CHARSMAP = re.compile(rb"precompiled_charsmap|\\u00[2-7]", re.IGNORECASE)
 
@@ -39,9 +41,16 @@ def read_backend(file: Path) -> tokenizers.Tokenizer | None:
         _check_charsmaps(file, json_object(str(file), data))
     with library_errors(str(file)), _without_panic_messages():
         backend = tokenizers.Tokenizer.from_buffer(data)
-    for part in (backend.normalizer, backend.decoder):
-        if part is not None and _growth(json.loads(part.__getstate__())) > _MOST_GROWTH:
+    for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
+        steps = {} if part is None else json.loads(part.__getstate__())
+        if _growth(steps) > _MOST_GROWTH:
             raise ConfigError(f"{file}: its replacements make a text more than {_MOST_GROWTH} times as long")
+        for node in _objects(steps):
+            if isinstance(pattern := node.get("Regex"), str) and _is_explosive(pattern):
+                raise ConfigError(
+                    f"{file}: the regular expression {shown(pattern)} repeats a group that has choices or repetitions, "
+                    "which can take for ever"
+                )
     return backend
 
 
@@ -95,12 +104,17 @@ def _without_panic_messages() -> Iterator[None]:
 
 def _check_charsmaps(file: Path, content: Any) -> None:
     """Refuse a table whose first number, its size, exceeds it: the library would allocate as much."""
+    for node in _objects(content):
+        charsmap = node.get("precompiled_charsmap")
+        if charsmap is not None and not _fits(charsmap):
+            raise ConfigError(f"{file}: precompiled_charsmap is damaged")
+
+
+def _objects(content: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all JSON objects in a value."""
     level = [content]
     while level:
-        for node in level:
-            charsmap = node.get("precompiled_charsmap") if isinstance(node, Mapping) else None
-            if charsmap is not None and not _fits(charsmap):
-                raise ConfigError(f"{file}: precompiled_charsmap is damaged")
+        yield from (node for node in level if isinstance(node, Mapping))
         children = (node.values() if isinstance(node, Mapping) else node for node in level)
         level = [child for group in children for child in group if isinstance(child, Mapping | list)]
 
@@ -115,11 +129,29 @@ def _fits(charsmap: Any) -> bool:
 
 def _growth(part: Mapping[str, Any]) -> float:
     """Return an upper bound of how many times longer a normalizer or decoder makes a text."""
-    if part["type"] == "Sequence":
+    if part.get("type") == "Sequence":
         return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
-    if part["type"] == "Replace":
+    if part.get("type") == "Replace":
         replaced = len(part["pattern"].get("String", "x"))  # a regular expression may match a single character
         return max(1, len(part["content"]) / replaced) if replaced else math.inf
-    if part["type"] == "Prepend":
+    if part.get("type") == "Prepend":
         return max(1, len(part["prepend"]))
     return 1
+
+
+def _is_explosive(pattern: str) -> bool:
+    """Return True if a group with `|`, `*`, `+` or `{` in it is repeated: the time may be exponential."""
+    inner = [False]  # for each open group, whether it has one of these
+    closed = False  # the group that has just ended has one
+    for token in _REGEX.findall(pattern):
+        if token in "*+{" and closed:
+            return True
+        closed = False
+        if token == "(":
+            inner.append(False)
+        elif token == ")" and len(inner) > 1:
+            closed = inner.pop()
+            inner[-1] |= closed
+        elif token in "|*+{":
+            inner[-1] = True
+    return False
