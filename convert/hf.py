@@ -19,6 +19,7 @@ from convert.parts import read_parts, shared_directory, write_parts
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
 from convert.tensors import DTYPES, Tensor, same_bits
 from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of, warn
+from jaxgen.config.kinds import is_tracer
 from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
@@ -90,9 +91,9 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     checkpoint = open_checkpoint(path)
     model = model_of(checkpoint.cfg)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
-        warn(
-            f"{path}: eos_token_id has {endless}, which never end a text: the vocabulary is 0 to {model.vocab_size - 1}"
-        )
+        file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
+        vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
+        warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
     divided = None if mesh is None else shardings(model, mesh)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
@@ -149,6 +150,11 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     """
     arrays, problems = _flatten(params)
     problems += _mismatch({name: array.shape for name, array in arrays.items()}, model, "params")
+    problems += [
+        f"params: {name} was deleted, being donated to a compiled function: use the function's result"
+        for name, array in arrays.items()
+        if isinstance(array, jax.Array) and array.is_deleted()
+    ]
     problems += [
         f"params: {name} has dtype {array.dtype}, which must be one of {_ALLOWED}"
         for name, array in arrays.items()
@@ -344,7 +350,9 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if set(params) == {"params"}:
         return {}, ["params: these are the model's variables: pass their entry, variables['params']"]
     for name, value in walk(params):
-        if isinstance(value, np.ndarray | jax.Array):
+        if is_tracer(value):
+            problems.append(f"params: {name} is traced: call save_hf outside of jax.jit")
+        elif isinstance(value, np.ndarray | jax.Array):
             arrays[name] = value
         else:
             problems.append(f"params: {name} must be an array, got {type(value).__name__}")

@@ -38,6 +38,48 @@ def environment(programs):
     return {**os.environ, **programs, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
+# One of two processes, of which the second cannot write its parts.
+FAILING = """
+import sys
+
+import jax
+from convert import load_hf, save_hf
+from convert.tensors import Tensor
+
+process, port, source, target = int(sys.argv[1]), *sys.argv[2:]
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=10)
+params, cfg = load_hf(source, mesh=jax.make_mesh((1, 8), ("data", "model")))
+
+def fail(*arguments):
+    raise OSError("no space left")
+
+if process == 1:
+    Tensor.write = fail
+try:
+    save_hf(params, cfg, target)
+except (OSError, ValueError) as error:
+    print("RESULT", type(error).__name__, error, flush=True)
+"""
+
+
+def test_a_process_that_cannot_write_stops_all(tmp_path, port, environment):
+    save_hf(random_params(MODEL), CFG, tmp_path / "one")
+    command = [sys.executable, "-c", FAILING]
+    both = [
+        subprocess.Popen(
+            [*command, str(number), str(port), str(tmp_path / "one"), str(tmp_path / "two")],
+            **{"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": ROOT},
+        )
+        for number in range(2)
+    ]
+    first, second = (process.communicate(timeout=120)[0].split("RESULT ")[1] for process in both)
+    assert first.startswith("CheckpointError")
+    assert "process 1 could not write its parts: see its message" in first
+    assert second == "OSError no space left\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
 def test_two_processes(tmp_path, port, environment, shape):
     params = random_params(MODEL, scale=0.2)

@@ -113,9 +113,9 @@ class GenerationConfig(GenerationOptions):
         """
         fields = {name: value for name, value in config.items() if name not in _BOOKKEEPING}
         _refuse_unknown(fields)
-        config = cls(**fields)
-        config._set({"model": model})
-        return config
+        result = cls(**fields)
+        result._set({"model": model})
+        return result
 
     def to_hf(self) -> dict[str, Any]:
         """Return all options of transformers that differ from their defaults, as for generation_config.json.

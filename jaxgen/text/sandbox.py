@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import pprint
@@ -48,8 +49,12 @@ _WIDE_BRACES = re.compile(r"\{[^{}]*(:[^{}]*\d{4}|\{)")
 
 # The code in which a template spends its time. An error raised elsewhere, as in a callback of the garbage collector,
 # would be lost.
-_TRACED = ("<template>", *(os.path.dirname(module.__file__) for module in (jinja2, markupsafe, json)))
-_TRACED += tuple(module.__file__ for module in (textwrap, pprint, string))
+_PACKAGES, _MODULES = (jinja2, markupsafe, json), (textwrap, pprint, string)
+_TRACED = (
+    "<template>",
+    *(os.path.dirname(inspect.getfile(package)) for package in _PACKAGES),
+    *map(inspect.getfile, _MODULES),
+)
 
 
 class TooMuch(BaseException):

@@ -24,8 +24,8 @@ _MOST_GROWTH = 1000  # by which a normalizer or decoder may multiply a text
 
 # Escapes and classes of characters, which have no operators, and single characters.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# A table that the library trusts, or an escape that may hide its name.
-_CHARSMAP = re.compile(rb"precompiled_charsmap|\\u00[2-7]", re.IGNORECASE)
+# A table that the library trusts, and escapes that may hide its name.
+_CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer | None:
@@ -37,7 +37,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer | None:
     data = read_file(file, LARGEST)
     if data is None:
         return None
-    if _CHARSMAP.search(data):
+    if _CHARSMAP in data or _ESCAPE.search(data):
         _check_charsmaps(file, json_object(str(file), data))
     with library_errors(str(file)), _without_panic_messages():
         backend = tokenizers.Tokenizer.from_buffer(data)
