@@ -18,7 +18,7 @@ from typing import Any
 from convert.hf import TOKENIZER_FILES
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.config import ModelConfig
-from jaxgen.text.json_file import read_json
+from jaxgen.text.json_file import fetch_again, read_json
 
 # All files that are read or copied, except the weights.
 SMALL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *TOKENIZER_FILES)
@@ -125,7 +125,10 @@ def _check_config(model: str, directory: Path) -> None:
     file = directory / "config.json"
     if not file.is_file():
         raise InputError(f"{model} has no config.json, so it is not a transformers checkpoint{_IF_INTERRUPTED}")
-    content = read_json(file) or {}
+    try:
+        content = read_json(file) or {}
+    except ConfigError as error:
+        raise ConfigError("; ".join([str(error), *fetch_again(directory, [str(error)])])) from error
     try:
         ModelConfig.from_hf(content)
     except JaxgenError as error:

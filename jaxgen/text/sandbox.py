@@ -171,7 +171,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if isinstance(other, int):
                 _check_integer(count.bit_length() + other.bit_length())
             elif not isinstance(other, float):
-                self.check(max(count, 0) * (size_of(other, LARGEST + _limits.get().largest) + 1))
+                self.check(max(count, 0) * max(size_of(other, _limits.get().largest), 1))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check_integer(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str | bytes):

@@ -121,7 +121,7 @@ class Tokenizer:
             raise InputError(f"{directory} is not a directory: from_pretrained reads a local HF directory")
         file = directory / "tokenizer.json"
         try:
-            backend = read_backend(file)
+            backend, config = read_backend(file), _read_config(directory)
         except ConfigError as error:
             raise ConfigError("; ".join([str(error), *fetch_again(directory, [f"damaged: {error}"])])) from error
         if backend is None:
@@ -130,7 +130,6 @@ class Tokenizer:
                 f"{directory} has no tokenizer.json (it has: {found}). Slow tokenizers (tokenizer.model, "
                 "vocab.json with merges.txt) cannot be read: save a fast one there"
             )
-        config = _read_config(directory)
         try:
             tokenizer = cls(backend, config)
         except ConfigError as error:
