@@ -126,6 +126,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     """
     model = model_of(cfg)
     arrays = check_params(params, model)
+    _check_values(arrays)
     generation = cfg.to_hf()
     config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
@@ -151,11 +152,6 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     arrays, problems = _flatten(params)
     problems += _mismatch({name: array.shape for name, array in arrays.items()}, model, "params")
     problems += [
-        f"params: {name} was deleted, being donated to a compiled function: use the function's result"
-        for name, array in arrays.items()
-        if isinstance(array, jax.Array) and array.is_deleted()
-    ]
-    problems += [
         f"params: {name} has dtype {array.dtype}, which must be one of {_ALLOWED}"
         for name, array in arrays.items()
         if array.dtype not in DTYPES.values()
@@ -163,6 +159,16 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     if problems:
         raise CheckpointError(problems)
     return arrays
+
+
+def _check_values(arrays: Mapping[str, Any]) -> None:
+    """Raise an error for arrays whose values cannot be read."""
+    if any(map(is_tracer, arrays.values())):
+        raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
+    deleted = [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]
+    if deleted:
+        reason = "being donated to a compiled function: use the function's result"
+        raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
 
 
 def open_checkpoint(path) -> Checkpoint:
@@ -350,9 +356,7 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if set(params) == {"params"}:
         return {}, ["params: these are the model's variables: pass their entry, variables['params']"]
     for name, value in walk(params):
-        if is_tracer(value):
-            problems.append(f"params: {name} is traced: call save_hf outside of jax.jit")
-        elif isinstance(value, np.ndarray | jax.Array):
+        if isinstance(value, np.ndarray | jax.Array):
             arrays[name] = value
         else:
             problems.append(f"params: {name} must be an array, got {type(value).__name__}")
