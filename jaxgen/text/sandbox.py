@@ -90,7 +90,10 @@ def limited(given: Any = (), *, rendering: bool = True) -> Iterator[int]:
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_TRACED):
             return None
-        if time.thread_time() > limits.deadline:
+        resumed = (
+            event != "line" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        )  # perhaps to be closed: errors are lost
+        if not resumed and time.thread_time() > limits.deadline:
             raise TooMuch(f"takes longer than {seconds:.3g} s")
         return trace if rendering else None
 

@@ -424,7 +424,7 @@ def use(path: Path, tokenizer: bool) -> str:
         return f"config: {wrong}"
     file = path / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
-    numbers = {name: value for name, value in given.items() if isinstance(value, int | float | str)}
+    numbers = {name: value for name, value in given.items() if isinstance(value, int | float | str) and value == value}
     wrong = [name for name, value in numbers.items() if getattr(cfg, name) != value]
     return f"generation config: {wrong}" if wrong else ""
 
