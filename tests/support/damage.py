@@ -425,7 +425,7 @@ def use(path: Path, tokenizer: bool) -> str:
     file = path / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float | str) and value == value}
-    wrong = [name for name, value in numbers.items() if getattr(cfg, name) != value]
+    wrong = [name for name, value in numbers.items() if (getattr(cfg, name) or 0) != value]  # None: off
     return f"generation config: {wrong}" if wrong else ""
 
 
