@@ -425,7 +425,8 @@ def use(path: Path, tokenizer: bool) -> str:
     file = path / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float | str) and value == value}
-    wrong = [name for name, value in numbers.items() if (getattr(cfg, name) or 0) != value]  # None: off
+    off = {name for name, value in numbers.items() if value == 0 and getattr(cfg, name) is None}
+    wrong = [name for name, value in numbers.items() if name not in off and getattr(cfg, name) != value]
     return f"generation config: {wrong}" if wrong else ""
 
 
