@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from convert.atomic_directory import new_directory
-from convert.errors import CheckpointError
+from convert.errors import SHOWN_PROBLEMS, CheckpointError
 from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint, write_checkpoint
 from convert.kv_heads import pool_checkpoint
 from convert.shards import find_tensors, in_order
 from convert.tensors import DTYPES, same_bits
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
-from jaxgen.errors import JaxgenError
+from jaxgen.errors import JaxgenError, one_line
 
 PROGRAM = "python -m convert"
 
@@ -39,8 +39,9 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
         return BROKEN_PIPE
     except (JaxgenError, OSError) as error:
-        problems = error.problems if isinstance(error, CheckpointError) else [str(error)]
-        print(f"{PROGRAM}: {'; '.join(problems)}", file=sys.stderr)
+        problems = error.problems if isinstance(error, CheckpointError) else [one_line(str(error))]
+        more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
+        print(f"{PROGRAM}: {'; '.join(problems[:SHOWN_PROBLEMS] + more)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

@@ -18,11 +18,13 @@ from convert.errors import CheckpointError
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
 from convert.tensors import DTYPES, Tensor, same_bits
-from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError
+from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of, warn
+from jaxgen.config.kinds import is_tracer
+from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.sharding import shardings
+from jaxgen.text.json_file import fetch_again
 
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
@@ -31,6 +33,8 @@ TOKENIZER_FILES = (
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
+_LARGEST_CONFIG = 1_000_000  # bytes
+_SPARE = 1 << 24  # parameters, beyond those of the files, up to which mismatches are listed tensor by tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,8 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     config.json are used, as in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no
     token.
 
+    An `eos_token_id` that is not in the vocabulary causes a warning: it can never end a text.
+
     Raises:
         CheckpointError: all problems of the checkpoint.
         InputError: a mesh that the model cannot be divided over.
@@ -84,6 +90,10 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     wanted = float_dtype(dtype)
     checkpoint = open_checkpoint(path)
     model = model_of(checkpoint.cfg)
+    if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
+        file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
+        vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
+        warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
     divided = None if mesh is None else shardings(model, mesh)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
@@ -116,6 +126,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     """
     model = model_of(cfg)
     arrays = check_params(params, model)
+    _check_values(arrays)
     generation = cfg.to_hf()
     config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
@@ -150,6 +161,16 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     return arrays
 
 
+def _check_values(arrays: Mapping[str, Any]) -> None:
+    """Raise an error for arrays whose values cannot be read."""
+    if any(map(is_tracer, arrays.values())):
+        raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
+    deleted = [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]
+    if deleted:
+        reason = "being donated to a compiled function: use the function's result"
+        raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
+
+
 def open_checkpoint(path) -> Checkpoint:
     """Read and check everything in a checkpoint except the values of its weights.
 
@@ -158,11 +179,11 @@ def open_checkpoint(path) -> Checkpoint:
     """
     path = checkpoint_directory(path)
     tensors, listed, problems = find_tensors(path)
-    config, faults = read_json(path / "config.json")
+    config, faults = read_json(path / "config.json", _LARGEST_CONFIG)
     problems += faults
     if config is None and not faults:
         problems.append(f"{path / 'config.json'} is missing: copy it from the source of the checkpoint")
-    generation, faults = read_json(path / "generation_config.json")
+    generation, faults = read_json(path / "generation_config.json", _LARGEST_CONFIG)
     problems += faults
     model = cfg = None
     if config is not None:
@@ -172,7 +193,7 @@ def open_checkpoint(path) -> Checkpoint:
         tensors, faults = _parameters(path, tensors, listed, model)
         problems += faults
     if problems or config is None or cfg is None:
-        raise CheckpointError(problems)
+        raise CheckpointError([*problems, *fetch_again(path, problems)])
     return Checkpoint(path, config, generation, cfg, tensors)
 
 
@@ -271,9 +292,22 @@ def _parameters(
                 f"{head.file}: {_HEAD} differs from {_EMBEDDING}, though tie_word_embeddings is true in "
                 "config.json: set it to false to keep both, or remove the tensor"
             )
+    stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    described = _parameter_count(model)
+    if described > 2 * stored + _SPARE:  # tracing the model would take as much memory as it describes
+        fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
+        return tensors, [*problems, f"{path / 'config.json'}: {fault}"]
     where = {name: tensor.file for name, tensor in tensors.items()}
     problems += _mismatch({name: tensor.shape for name, tensor in tensors.items()}, model, path, where, listed)
     return tensors, problems
+
+
+def _parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters in matrices, computed without tracing the model."""
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    layer = model.hidden_size * (3 * model.intermediate_size + heads * model.head_dim)
+    tables = 1 if model.tie_word_embeddings else 2
+    return tables * model.vocab_size * model.hidden_size + model.num_hidden_layers * layer
 
 
 def _mismatch(

@@ -6,15 +6,19 @@ HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from convert.hf import TOKENIZER_FILES
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.config import ModelConfig
+from jaxgen.text.json_file import fetch_again, read_json
 
 # All files that are read or copied, except the weights.
 SMALL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", *TOKENIZER_FILES)
@@ -22,6 +26,10 @@ WEIGHTS = ("*.safetensors",)
 
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
+_LONGEST_ID = 96  # as on the hub
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w./+=-]{,199}", re.ASCII)
+# What a server sends and the library uses as the name of a file in its cache.
+_COMMIT, _ETAG = re.compile(r"[0-9a-f]{40}"), re.compile(r"(W/)?\"?[\w-][\w.+=-]{,199}\"?", re.ASCII)
 _LOG_IN = "log in (hf auth login) or set HF_TOKEN"
 # Offline, older releases of huggingface_hub return a model's directory even if only some of its files are cached.
 _IF_INTERRUPTED = "; if its download was interrupted, repeat it online"
@@ -45,9 +53,11 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     if os.path.exists(model):
         raise InputError(f"{model} is a file: pass the directory that it is in")
     match = _ID.fullmatch(model)
-    if match is None:
-        raise InputError(f"{model!r} is neither a directory nor a hub id, such as Qwen/Qwen2.5-0.5B-Instruct")
+    if match is None or len(match[1]) > _LONGEST_ID:
+        raise InputError(f"{shown(model)} is neither a directory nor a hub id, such as Qwen/Qwen2.5-0.5B-Instruct")
     name, revision = match.groups()
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
     directory = _fetch(name, revision, SMALL_FILES)
     _check_config(model, directory)
     directory = _fetch(name, directory.name, WEIGHTS)  # of the same commit, which is the directory's name
@@ -61,18 +71,54 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.utils import get_session
     except ImportError as error:
         advice = 'to download it from the Hugging Face Hub, pip install "jaxgen[hub]"'
         raise InputError(f"{name} is not a directory: {advice}") from error
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"])
+        with _checked_responses(get_session()):
+            folder = snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=["*/*"])
+    except JaxgenError:
+        raise
     except Exception as error:
         # The base of HfHubHTTPError is that of all errors of the HTTP library, which differs between releases.
         # RuntimeError is what hf_xet raises.
         if not isinstance(error, (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)):
             raise
         raise InputError(_explain(error, name, revision)) from error
+    if not _COMMIT.fullmatch(Path(folder).name):
+        raise InputError(f"{name}: the cache {folder} is damaged: delete it, and it is downloaded again")
     return Path(folder)
+
+
+@contextlib.contextmanager
+def _checked_responses(client: Any) -> Iterator[None]:
+    """Refuse responses, in this block, whose names of commits and files could lead out of the cache."""
+
+    def check(response: Any) -> None:
+        found = [(name, response.headers.get(name), _ETAG) for name in ("ETag", "X-Linked-ETag")]
+        found += [("commit", response.headers.get("X-Repo-Commit"), _COMMIT), ("commit", _commit(response), _COMMIT)]
+        for name, value, allowed in found:
+            if value is not None and not allowed.fullmatch(value):
+                raise InputError(f"{response.url.host} sends a damaged {name}: {shown(value)}")
+
+    before = client.event_hooks
+    client.event_hooks = {**before, "response": [*before.get("response", []), check]}
+    try:
+        yield
+    finally:
+        client.event_hooks = before
+
+
+def _commit(response: Any) -> str | None:
+    """Return the commit that the hub's description of a model names."""
+    if not response.url.path.startswith("/api/") or "json" not in response.headers.get("Content-Type", ""):
+        return None
+    try:
+        content = json.loads(response.read())
+    except (ValueError, RecursionError):  # the library reports what is not JSON
+        return None
+    return str(content["sha"]) if isinstance(content, dict) and "sha" in content else None
 
 
 def _check_config(model: str, directory: Path) -> None:
@@ -80,8 +126,12 @@ def _check_config(model: str, directory: Path) -> None:
     if not file.is_file():
         raise InputError(f"{model} has no config.json, so it is not a transformers checkpoint{_IF_INTERRUPTED}")
     try:
-        ModelConfig.from_hf(json.loads(file.read_bytes()))
-    except (ValueError, TypeError, RecursionError) as error:
+        content = read_json(file) or {}
+    except ConfigError as error:
+        raise ConfigError("; ".join([str(error), *fetch_again(directory, [str(error)])])) from error
+    try:
+        ModelConfig.from_hf(content)
+    except JaxgenError as error:
         raise ConfigError(f"{model}: config.json: {error}") from error
 
 

@@ -34,19 +34,23 @@ def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sh
 
 
 def write_parts(directory: Path, arrays: Mapping[str, Any]) -> None:
-    """Write arrays to the files of a checkpoint: all processes call this, and each writes the parts that it has."""
+    """Write arrays to the files of a checkpoint: all processes call this, and each writes the parts that it has.
+
+    Raises:
+        CheckpointError: another process failed.
+    """
     sizes = {name: array.nbytes for name, array in arrays.items()}
     files = plan(sizes)
-    if jax.process_index() == 0:
-        for name, tensors in files.items():
-            allocate_file(directory / name, {tensor: arrays[tensor] for tensor in tensors})
-        write_index(directory, files, sizes)
-    _wait("allocated")
-    for name in files:
-        for tensor in read_header(directory / name).values():
-            for index, part in _own_parts(arrays[tensor.name]):
-                tensor.write(index, part)
-    _wait("written")
+    with _together(directory):
+        if jax.process_index() == 0:
+            for name, tensors in files.items():
+                allocate_file(directory / name, {tensor: arrays[tensor] for tensor in tensors})
+            write_index(directory, files, sizes)
+    with _together(directory):
+        for name in files:
+            for tensor in read_header(directory / name).values():
+                for index, part in _own_parts(arrays[tensor.name]):
+                    tensor.write(index, part)
 
 
 @contextlib.contextmanager
@@ -73,6 +77,24 @@ def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
             )
         yield Path(path)
     _wait("moved")
+
+
+@contextlib.contextmanager
+def _together(directory: Path) -> Iterator[None]:
+    """Run a block in all processes and wait for all; if one fails, raise its error there and one in the others."""
+    error = None
+    try:
+        yield
+    except Exception as failure:  # raised below, when the others know
+        error = failure
+    failed = np.ravel([error is not None])
+    if jax.process_count() > 1:
+        failed = np.ravel(multihost_utils.process_allgather(failed))
+    if error is not None:
+        raise error
+    if failed.any():
+        number = int(np.flatnonzero(failed)[0])
+        raise CheckpointError([f"{directory}: process {number} could not write its parts: see its message"])
 
 
 def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 from convert.atomic_directory import replaced
 from convert.errors import CheckpointError
 from convert.tensors import Tensor, read_header, write_file
+from jaxgen.errors import ConfigError
+from jaxgen.text import json_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
@@ -30,10 +33,11 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     """
     path = checkpoint_directory(path)
     files, weight_map, problems = _files(path)
+    there = set(os.listdir(path))
     tensors: dict[str, Tensor] = {}
     headers: dict[str, dict[str, Tensor]] = {}
     for file in files:
-        if weight_map and not file.exists():
+        if weight_map and file.name not in there:
             problems.append(f"{file}: absent, though {INDEX} names it")
             continue
         try:
@@ -90,7 +94,11 @@ def write_index(directory: Path, files: Mapping[str, Iterable[str]], sizes: Mapp
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Sort names with layer 2 before layer 10."""
-    return sorted(names, key=lambda name: [(int(part) if part.isdecimal() else 0, part) for part in name.split(".")])
+    return sorted(names, key=lambda name: [(_number(part), part) for part in name.split(".")])
+
+
+def _number(part: str) -> int:
+    return int(part) if part.isdecimal() and len(part) < 20 else 0
 
 
 def checkpoint_directory(path) -> Path:
@@ -100,11 +108,14 @@ def checkpoint_directory(path) -> Path:
         CheckpointError: it is not a directory.
     """
     given, path = path, Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise CheckpointError([f"{path}: Permission denied"])
         return path
-    if path.exists():
-        raise CheckpointError([f"{path} is a file: pass the directory that it is in"])
-    if replaced(path).is_dir():
+    if os.path.lexists(path):
+        kind = "a file" if path.is_file() else "not a directory"
+        raise CheckpointError([f"{path} is {kind}: pass the directory that it is in"])
+    if path.name and os.path.isdir(replaced(path)):
         raise CheckpointError(
             [f"{path}: replacing it was interrupted; {replaced(path)} is the old one: rename it back"]
         )
@@ -114,19 +125,12 @@ def checkpoint_directory(path) -> Path:
     raise CheckpointError([f"{given} is not a directory: {advice}"])
 
 
-def read_json(file: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def read_json(file: Path, largest: int = json_file.LARGEST) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the object in a JSON file, None if there is no file or it is damaged, and its problems."""
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        return None, []
-    except OSError as error:
-        return None, [f"{file}: {error.strerror}"]
-    except (ValueError, RecursionError) as error:
-        return None, [f"{file}: not valid JSON: {error}"]
-    if not isinstance(content, dict):
-        return None, [f"{file}: must contain a JSON object, contains {type(content).__name__}"]
-    return content, []
+        return json_file.read_json(file, largest), []
+    except ConfigError as error:
+        return None, [str(error)]
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -136,15 +140,15 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str], list[str]]:
     """Return the files with weights, the index's file name for each tensor if there is an index, and problems."""
-    if (path / INDEX).exists():
+    if os.path.lexists(path / INDEX):
         index, problems = read_json(path / INDEX)
         if index is None:
             return [], {}, problems
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
-            fault = "weight_map must map each tensor to the name of a file in the same directory"
+            fault = "weight_map must map each tensor to the name of a file of the directory, which ends in .safetensors"
             return [], {}, [f"{path / INDEX}: {fault}"]
-        if (path / SINGLE).exists() and SINGLE not in weight_map.values():
+        if os.path.lexists(path / SINGLE) and SINGLE not in weight_map.values():
             problems.append(f"{path} has {SINGLE} and an {INDEX} that does not list it: remove the outdated one")
         return [path / shard for shard in sorted(set(weight_map.values()))], weight_map, problems
     found = sorted(path.glob("*.safetensors"))
@@ -164,7 +168,9 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str], list[str]]:
 
 
 def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\"} & set(name)
+    if not isinstance(name, str) or not name.endswith(".safetensors") or len(name.encode(errors="replace")) > 255:
+        return False
+    return name.isprintable() and not {"/", "\\"} & set(name)
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

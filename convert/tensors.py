@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from convert.errors import CheckpointError
+from jaxgen.errors import ConfigError, shown
+from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
 
-_MAX_HEADER = 100_000_000  # bytes, as in the library
+_MAX_NUMBER = 2**63  # sizes and offsets are below
 _MAX_TRANSFER = 1 << 30  # bytes read or written by one call of the system
 _CHUNK = 1 << 20  # elements cast at once: they stay in the processor's cache
 
@@ -118,6 +121,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
         CheckpointError: all problems of the file.
     """
     try:
+        if not stat.S_ISREG(os.stat(file).st_mode):  # before it is opened: a pipe would wait for its writer
+            raise CheckpointError([f"{file}: not a regular file: {kind_of(file)}"])
         header, start, size = _parse(file)
         if problems := _faults(file, header, start, size):
             raise CheckpointError(problems)
@@ -192,31 +197,23 @@ def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         start = 8 + length
-        if size < 8 or length > _MAX_HEADER or start > size:
+        if size < 8 or start > size:
             raise CheckpointError([f"{file}: truncated or damaged: {size} bytes cannot contain a header of {length}"])
+        if length > LARGEST:
+            raise CheckpointError([f"{file}: damaged: a header of {length:,} bytes; at most {LARGEST:,} are read"])
         text = stream.read(length)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-        if not isinstance(header, dict):
-            raise ValueError("it is not an object")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError([f"{file}: damaged: its header cannot be read: {error}"]) from error
+        header = json_object(f"{file}: damaged: its header", text)
+    except ConfigError as error:
+        raise CheckpointError([str(error)]) from error
     header.pop("__metadata__", None)
     return header, start, size
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate names: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
-    return result
 
 
 def _faults(file: Path, header: dict[str, Any], start: int, size: int) -> list[str]:
     """List malformed entries, or else the tensors that a truncated file has lost."""
     problems = [
-        f"{file}: {name}: damaged header: {entry!r} must be dtype, shape and data_offsets, in whole numbers"
+        f"{file}: {name}: damaged header: {shown(entry)} must be dtype, shape and data_offsets, in whole numbers"
         for name, entry in header.items()
         if not _well_formed(entry)
     ]
@@ -232,5 +229,5 @@ def _faults(file: Path, header: dict[str, Any], start: int, size: int) -> list[s
 def _well_formed(entry: Any) -> bool:
     match entry:
         case {"dtype": str(), "shape": [*shape], "data_offsets": [begin, end]} if len(entry) == 3:
-            return all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+            return all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (*shape, begin, end))
     return False

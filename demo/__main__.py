@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -60,9 +61,8 @@ CHAT_TEMPLATE = (
 def main() -> None:
     """Make corpus, tokenizer, model and card."""
     options = _arguments()
-    options.out.mkdir(parents=True, exist_ok=True)
     work = options.out.with_name(options.out.name + ".training")
-    work.mkdir(exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(work, options.seed)
     conversations = itertools.islice(corpus.conversations(options.seed), options.conversations)
     data, cut = pack((chat_example(tokenizer, conversation) for conversation in conversations), WIDTH)
@@ -77,8 +77,9 @@ def main() -> None:
 
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     generation |= {"max_new_tokens": WIDTH // 2, "do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9}
-    save(params, GenerationConfig.from_hf(generation, model=model), work, options.out)
-    card(options.out, options)
+    written = save(params, GenerationConfig.from_hf(generation, model=model), work)
+    card(written, options)
+    written.rename(options.out)
 
 
 def make_tokenizer(directory: Path, seed: int) -> Tokenizer:
@@ -108,12 +109,13 @@ def make_tokenizer(directory: Path, seed: int) -> Tokenizer:
     return Tokenizer.from_pretrained(directory)
 
 
-def save(params, cfg: GenerationConfig, work: Path, out: Path) -> None:
-    """Write the checkpoint in bfloat16 and put its files, one by one, among those that `out` has."""
+def save(params, cfg: GenerationConfig, work: Path) -> Path:
+    """Write the checkpoint in bfloat16, with its tokenizer, and return its directory."""
     written = work / "checkpoint"
     save_hf(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), cfg, written, overwrite=True)
-    for file in (*written.iterdir(), work / "tokenizer.json", work / "tokenizer_config.json"):
-        shutil.copyfile(file, out / file.name)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(work / name, written / name)
+    return written
 
 
 def card(path: Path, options: argparse.Namespace) -> None:
@@ -178,12 +180,15 @@ def _say(line: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("out", type=Path, help="the directory for the checkpoint's files")
+    parser.add_argument("out", type=Path, help="the directory to make for the checkpoint; must not exist")
     parser.add_argument("--steps", type=int, default=2200, help=f"of {ROWS} x {WIDTH} tokens each (default: 2200)")
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate (default: 0.003)")
     parser.add_argument("--conversations", type=int, default=100_000, help="to train on (default: 100000)")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if os.path.lexists(options.out):
+        parser.error(f"{options.out} exists: choose another name")
+    return options
 
 
 CARD = """\

@@ -1,8 +1,14 @@
 """The errors that jaxgen raises and the one category of its warnings."""
 
+LONGEST = 2000  # characters of a message
+LONGEST_VALUE = 100
+
 
 class JaxgenError(ValueError):
-    """Base of every error that a wrong value causes; a wrong type raises `TypeError`."""
+    """Base of every error that a wrong value causes; a wrong type raises `TypeError`. Its text is one line."""
+
+    def __init__(self, text: object = ""):
+        super().__init__(one_line(str(text)))
 
 
 class ConfigError(JaxgenError):
@@ -23,3 +29,21 @@ class GenerationError(JaxgenError):
 
 class JaxgenWarning(UserWarning):
     """The category of every warning that jaxgen emits."""
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """Return a text as one line of printable characters, cut off if it is longer than `longest`.
+
+    >>> one_line("a\\nb\\x00")
+    'a b\\\\x00'
+    """
+    cut = text[: longest + 1]
+    if not cut.isprintable():
+        line = " ".join(part.strip() for part in cut.splitlines())
+        cut = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return cut if len(cut) <= longest else f"{cut[: longest - 4]} ..."
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)`, shortened, for a message about a value that comes from a file."""
+    return one_line(repr(value), LONGEST_VALUE)

@@ -61,6 +61,15 @@ def both(port, environment):
     return both
 
 
+def test_a_process_that_cannot_write_stops_all(tmp_path, both):
+    save_hf(random_params(MODEL), CFG, tmp_path / "one")
+    first, second = both("fail", (1, 8), tmp_path / "one", tmp_path / "two")
+    assert first["error"].startswith("CheckpointError")
+    assert "process 1 could not write its parts: see its message" in first["error"]
+    assert second["error"] == "OSError no space left"
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
 def test_two_processes(tmp_path, both, shape):
     params = random_params(MODEL, scale=0.2)

@@ -37,7 +37,8 @@ from jaxgen.config.options import (
     GenerationOptions,
     Option,
 )
-from jaxgen.errors import ConfigError, JaxgenWarning
+from jaxgen.config.tables import eos_list
+from jaxgen.errors import ConfigError, JaxgenWarning, shown
 from jaxgen.model.config import ModelConfig
 
 # Written by transformers in addition to the options, without effect.
@@ -74,6 +75,7 @@ class GenerationConfig(GenerationOptions):
     def __post_init__(self):
         given = {option.name: getattr(self, option.name) for option in OPTIONS.values()}
         self._set({name: value for name, value in given.items() if value is not OPTIONS[name].default})
+        _refuse_endless(self)
 
     def _set(self, fields: Mapping[str, Any]) -> None:
         for name, value in fields.items():
@@ -95,18 +97,25 @@ class GenerationConfig(GenerationOptions):
         vars(config).update(vars(self))
         vars(config).pop("_flat", None)
         config._set(fields)
+        if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
+            _refuse_endless(config)
         return config
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
         """Read the dict of a generation_config.json. Bookkeeping fields of transformers are left out.
 
+        Ids of `eos_token_id` that are not in the model's vocabulary are kept, because some checkpoints have them;
+        elsewhere they are refused.
+
         Raises:
             ConfigError: an unknown field, or a value that is not allowed.
         """
         fields = {name: value for name, value in config.items() if name not in _BOOKKEEPING}
         _refuse_unknown(fields)
-        return cls(**fields, model=model)
+        result = cls(**fields)
+        result._set({"model": model})
+        return result
 
     def to_hf(self) -> dict[str, Any]:
         """Return all options of transformers that differ from their defaults, as for generation_config.json.
@@ -226,6 +235,23 @@ def model_of(cfg: GenerationConfig) -> ModelConfig:
     return cfg.model
 
 
+def endless_ids(eos_token_id: Any, model: ModelConfig) -> list[int]:
+    """Return those ids of a concrete `eos_token_id` that are not in the vocabulary: they can never end a text."""
+    return [token for token in eos_list(eos_token_id) if token >= model.vocab_size]
+
+
+def _refuse_endless(cfg: GenerationConfig) -> None:
+    if cfg.model is not None and (endless := endless_ids(cfg.eos_token_id, cfg.model)):
+        raise ConfigError(
+            f"eos_token_id has the token {endless[0]}, which can never end a text: the vocabulary is 0 to "
+            f"{cfg.model.vocab_size - 1}"
+        )
+
+
+def _vocabulary(cfg: GenerationConfig) -> int | None:
+    return None if cfg.model is None else cfg.model.vocab_size
+
+
 def _on_host(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, jax.Array) else value
 
@@ -233,8 +259,8 @@ def _on_host(value: Any) -> Any:
 def _refuse_unknown(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name not in _NAMES:
-            near = difflib.get_close_matches(name, _NAMES, n=1)
-            raise ConfigError(f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+            near = difflib.get_close_matches(name[:100], _NAMES, n=1)
+            raise ConfigError(f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else ""))
 
 
 def _check(cfg: GenerationConfig) -> None:
@@ -286,8 +312,8 @@ def warn_unused(cfg: GenerationConfig) -> None:
 
 
 def warn(message: str) -> None:
-    """Emit a JaxgenWarning, attributed to the caller's line outside jaxgen."""
+    """Emit a JaxgenWarning, attributed to the caller's line outside jaxgen and convert."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "jaxgen":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("jaxgen", "convert"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, JaxgenWarning, stacklevel=level)

@@ -168,8 +168,8 @@ class Seconds(Static):
         value = frozen(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} must be a number of seconds, got {value!r}")
-        if not value >= 0:
-            raise ConfigError(f"{name} must be >= 0 seconds, got {value}")
+        if not 0 <= value <= sys.float_info.max:
+            raise ConfigError(f"{name} must be >= 0 seconds and finite, got {value}: leave it out for no limit")
         return value
 
 
@@ -279,7 +279,7 @@ class _Number(Kind):
         if must_be_whole and np.any((array > (limits := np.iinfo(self.array_dtype)).max) | (array < limits.min)):
             raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
         with np.errstate(over="ignore"):  # a value that becomes infinite is refused
-            array = array.astype(self.array_dtype)
+            array = np.asarray(np.inf) if array.dtype == object else array.astype(self.array_dtype)  # 400 digits
         compared = (_COMPARE[sign](array, bound) for sign, bound in self._bounds.items())
         if not all(map(np.all, (np.isfinite(array), *compared))):
             raise ConfigError(f"{name} must be {self.allowed}{self.hint and f' ({self.hint})'}, got {value!r}")

@@ -16,6 +16,7 @@ from jaxgen.config.kinds import INT32_MAX, FrozenDict, Kind, is_array, is_tracer
 from jaxgen.errors import ConfigError
 
 _LEAST = 4  # entries of a table
+_LARGEST_BIAS = int(np.finfo(np.float32).max)
 
 
 def as_lists(value: Any) -> Any:
@@ -197,8 +198,10 @@ class SequenceBias(_Table):
             ids = as_lists(ids)
             if not isinstance(ids, list) or not ids:
                 raise ConfigError(f"{name} must have tuples of ids as keys, with at least one id, got {given!r}")
-            if isinstance(bias, bool) or not isinstance(bias, int | float | np.number) or np.isnan(bias):
+            if isinstance(bias, bool) or not isinstance(bias, int | float | np.number) or bias != bias:
                 raise TypeError(f"{name} must have numbers as biases, got {given!r}")
+            if isinstance(bias, int) and abs(bias) > _LARGEST_BIAS:
+                raise ConfigError(f"{name} must have biases that fit into float32, got {given!r}")
             table[tuple(checked_id(name, token, given) for token in ids)] = float(bias)
         return FrozenDict(table)
 

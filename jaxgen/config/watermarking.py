@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxgen.config.kinds import Choice, Number, Real, StaticInteger, Unsigned
-from jaxgen.errors import ConfigError
+from jaxgen.errors import ConfigError, shown
 
 _KINDS = {
     "greenlist_ratio": Real(above=0, below=1, per_prompt=False),
@@ -68,9 +68,9 @@ class WatermarkingConfig:
         """
         for name in config:
             if name not in _KINDS:
-                near = difflib.get_close_matches(str(name), _KINDS, n=1)
+                near = difflib.get_close_matches(str(name)[:100], _KINDS, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_KINDS)}"
-                raise ConfigError(f"watermarking_config has the unknown field {name!r}: {hint}")
+                raise ConfigError(f"watermarking_config has the unknown field {shown(name)}: {hint}")
         return cls(**config)
 
     def to_hf(self) -> dict[str, Any]:

@@ -504,6 +504,12 @@ def _apply(module: CausalLM, params, x: jax.Array | None, **inputs) -> Any:  # f
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter under its Hugging Face name, "model.embed_tokens.weight" and so on."""
-    variables = jax.eval_shape(lambda: CausalLM(cfg).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    one = dataclasses.replace(cfg, num_hidden_layers=1, windows=cfg.windows[:1])  # all layers have the same parameters
+    variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))
-    return {name: leaf.shape for name, leaf in flat.items()}
+    prefix = "model.layers."
+    return {
+        f"{prefix}{layer}.{name.removeprefix(f'{prefix}0.')}" if name.startswith(prefix) else name: leaf.shape
+        for layer in range(cfg.num_hidden_layers)
+        for name, leaf in flat.items()
+    }

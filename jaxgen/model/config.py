@@ -6,19 +6,20 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxgen.errors import ConfigError
+from jaxgen.errors import ConfigError, shown
 from jaxgen.model.activations import ACTIVATIONS
 from jaxgen.model.config_fields import REQUIRED, Field, flag, fraction, list_of, one_of, positive, read_fields, whole
 from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_LAYERS = 10_000  # a limit for damaged files: each layer is a part of the program
 
 # A field that affects results has no default; transformers would guess one.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1),
     "hidden_size": whole(1),
     "intermediate_size": whole(1),
-    "num_hidden_layers": whole(1),
+    "num_hidden_layers": whole(1, most=MOST_LAYERS),
     "num_attention_heads": whole(1),
     "num_key_value_heads": whole(1),
     "head_dim": whole(1, None),
@@ -114,8 +115,8 @@ class RopeConfig:
         source, given = _rope_entry(config)
         rope_type = given.pop("rope_type", None)
         theta = given.pop("rope_theta")
-        if rope_type not in _ROPE_TYPES:
-            raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}")
+        if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
+            raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {shown(rope_type)}")
         if rope_type == "default":  # transformers writes the original length there and ignores it
             given.pop("original_max_position_embeddings", None)
         if rope_type == "yarn":
@@ -125,7 +126,11 @@ class RopeConfig:
         fields = {name: positive() for name in required} | {name: positive(None) for name in optional}
         if "truncate" in fields:
             fields["truncate"] = flag(None)
+        if "original_max_position_embeddings" in fields:
+            fields["original_max_position_embeddings"] = whole(1)
         values, problems = read_fields(fields, given)
+        if rope_type == "llama3" and not problems and values["low_freq_factor"] >= values["high_freq_factor"]:
+            problems.append("low_freq_factor must be less than high_freq_factor")
         if given.pop("partial_rotary_factor", 1) != 1:
             problems.append("partial_rotary_factor other than 1 is not implemented")
         if unknown := sorted(set(given) - set(fields)):
@@ -133,6 +138,8 @@ class RopeConfig:
         problems = [f"{source} (rope_type {rope_type}): {problem}" for problem in problems]
         base, faults = read_fields({"rope_theta": positive(None)}, {"rope_theta": theta})
         problems += faults
+        if not faults and theta is not None and theta <= 1:
+            problems.append(f"rope_theta must be > 1, got {theta}")
         if theta is None:
             problems.append("missing: rope_theta, the base of the rotary angles; transformers would assume 10000.0")
         if problems:
@@ -192,7 +199,8 @@ class ModelConfig:
     def context_length(self) -> int:
         """Number of tokens that the model was trained for; a scaled RoPE stretches it."""
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings
-        return max(self.max_position_embeddings, int(original * (self.rope.factor or 1)))
+        stretched = min(original * (self.rope.factor or 1), 2**31 - 1)
+        return max(self.max_position_embeddings, int(stretched))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -210,8 +218,10 @@ class ModelConfig:
         if not isinstance(config, Mapping):
             raise TypeError(f"config must be the content of a config.json, a dict, got {type(config).__name__}")
         model_type = config.get("model_type")
-        if model_type not in FAMILIES:
-            raise ConfigError(f"model_type {model_type!r} is not implemented; it must be one of {', '.join(FAMILIES)}")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise ConfigError(
+                f"model_type {shown(model_type)} is not implemented; it must be one of {', '.join(FAMILIES)}"
+            )
         family = FAMILIES[model_type]
         values, problems = _read(config, family)
         if problems:
@@ -259,10 +269,10 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
         for name, field in _FIELDS.items()
     }
     dtypes = {name: config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None}
-    dtypes = {name: str(value).removeprefix("torch.") for name, value in dtypes.items()}
+    dtypes = {name: value.removeprefix("torch.") if isinstance(value, str) else value for name, value in dtypes.items()}
     fields |= {name: one_of(DTYPES) for name in dtypes}
     values, problems = read_fields(fields, {**config, **dtypes})
-    if len(set(dtypes.values())) > 1:
+    if not problems and len(set(dtypes.values())) > 1:
         problems.append(f"dtype {dtypes['dtype']} and torch_dtype {dtypes['torch_dtype']} differ: keep one")
     if not problems:
         values["dtype"] = next(iter(dtypes.values()), "float32")
@@ -271,14 +281,14 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
 
     architectures = config.get("architectures") or [family.architecture]
     if not isinstance(architectures, list | tuple) or family.architecture not in architectures:
-        problems.append(f"architectures must be a list with {family.architecture}, got {architectures!r}")
+        problems.append(f"architectures must be a list with {family.architecture}, got {shown(architectures)}")
     for key, allowed in _CONSTANTS.items():
-        if key in config and config[key] not in allowed:
-            problems.append(f"{key}={config[key]!r} is not implemented")
+        if key in config and not any(_same(config[key], value) for value in allowed):
+            problems.append(f"{key}={shown(config[key])} is not implemented")
     for key in sorted(set().union(*(other.keys for other in FAMILIES.values())) - family.keys):
         if config.get(key) not in (None, False):
             readers = [name for name, other in FAMILIES.items() if key in other.keys]
-            problems.append(f"{key}={config[key]!r}: only model_type {', '.join(readers)} can have it")
+            problems.append(f"{key}={shown(config[key])}: only model_type {', '.join(readers)} can have it")
     if unknown := sorted(set(config) - _KNOWN):
         problems.append(f"unknown keys, which may change what the model computes: {', '.join(unknown)}")
     return values, problems + _errors(RopeConfig.from_hf, config)
@@ -298,8 +308,15 @@ def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family
         problems.append(f"head_dim must be even for RoPE, got {values['head_dim']}")
     types = values["layer_types"]
     if types is not None and len(types) != layers:
-        return [*problems, f"layer_types must name each of the {layers} layers, got {types!r}"]
+        return [*problems, f"layer_types must name each of the {layers} layers, got {shown(types)}"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(rope, Mapping) and "dynamic" in (rope.get("type"), rope.get("rope_type")) and values["head_dim"] == 2:
+        problems.append("dynamic RoPE needs a head_dim of at least 4")
     return problems + _errors(family.windows.read, config)
+
+
+def _same(value: Any, known: Any) -> bool:
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> list[str]:
@@ -315,7 +332,7 @@ def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     for name, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{name} must be a dict or null, got {value!r}")
+            raise ConfigError(f"{name} must be a dict or null, got {shown(value)}")
     if old is not None and new is not None and old != new:
         raise ConfigError("rope_scaling and rope_parameters differ: keep one")
     source = "rope_scaling" if new is None else "rope_parameters"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxgen.errors import shown
+
 REQUIRED: Any = object()
+_LARGEST_WHOLE = 2**31 - 1  # positions and ids are int32
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # of a positive number: normal in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,26 +21,32 @@ class Field:
         wanted: the valid values in words that complete "must be ...".
         fits: tells whether a value (never null) is valid.
         default: the value if the key is missing or null; with `REQUIRED` that is an error.
+        read: returns the normal form of a valid value.
     """
 
     wanted: str
     fits: Callable[[Any], bool]
     default: Any = REQUIRED
+    read: Callable[[Any], Any] = lambda value: value
 
 
-def whole(least: int, default: Any = REQUIRED) -> Field:
-    """Whole number that is at least `least`."""
-    return Field(f"a whole number >= {least}", lambda value: type(value) is int and value >= least, default)
+def whole(least: int, default: Any = REQUIRED, most: int = _LARGEST_WHOLE) -> Field:
+    """Whole number from `least` to `most`."""
+    limit = f"<= {most}" if most < _LARGEST_WHOLE else "< 2**31"
+    wanted = f"a whole number >= {least} and {limit}"
+    return Field(wanted, lambda value: type(value) is int and least <= value <= most, default)
 
 
 def positive(default: Any = REQUIRED) -> Field:
-    """Finite number above 0."""
-    return Field("a number > 0", lambda value: _is_number(value) and value > 0, default)
+    """Number above 0 that float32 can store."""
+    return Field(
+        "a number > 0 that fits into float32", lambda value: _is_number(value, _SMALLEST, _LARGEST), default, float
+    )
 
 
 def fraction(default: Any = REQUIRED) -> Field:
     """Number from 0 to 1."""
-    return Field("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, default)
+    return Field("a number from 0 to 1", lambda value: _is_number(value, 0, 1), default, float)
 
 
 def flag(default: Any = REQUIRED) -> Field:
@@ -73,11 +82,11 @@ def read_fields(fields: Mapping[str, Field], config: Mapping[str, Any]) -> tuple
         if value is None:
             values[name] = field.default
         elif field.fits(value):
-            values[name] = value
+            values[name] = field.read(value)
         else:
-            problems.append(f"{name} must be {field.wanted}, got {value!r}")
+            problems.append(f"{name} must be {field.wanted}, got {shown(value)}")
     return values, problems
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most  # exact, also for an int too large for a float

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -10,26 +10,32 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from jaxgen.errors import ConfigError, InputError
+from jaxgen.text import sandbox
+
+LARGEST = 100_000  # characters of a template; those of known checkpoints have 30,000 at most
 
 
 def named(template: Any) -> dict[str, str]:
     """Return the templates of a config's `chat_template` by name; a single one is named "default".
 
     Raises:
-        ConfigError: neither a string nor a list of objects with a name and a template each.
+        ConfigError: neither a string nor a list of objects with a name and a template each, or one that is too large.
     """
     if template is None:
         return {}
+    entries = template if isinstance(template, list | tuple) else [template]
     if isinstance(template, str):
-        return {"default": template}
+        entries = [{"name": "default", "template": template}]
     templates = {}
-    for entry in template if isinstance(template, list | tuple) else [template]:
+    for entry in entries:
         fields = entry if isinstance(entry, Mapping) else {}
         if not all(isinstance(fields.get(key), str) for key in ("name", "template")):
             raise ConfigError("chat_template must be a string or a list of objects with a name and a template each")
+        if len(fields["template"]) > LARGEST:
+            size = len(fields["template"])
+            raise ConfigError(f"chat_template has {size:,} characters, more than the {LARGEST:,} that are read")
         templates[fields["name"]] = fields["template"]
     return templates
 
@@ -42,32 +48,50 @@ def render(
     documents: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
+    source: str = "",
 ) -> str:
     """Render one conversation with its template; see `Tokenizer.render_chat`.
 
+    `source` is the file of the template, for messages.
+
     Raises:
         InputError: a conversation that is malformed or that the template rejects, or no template for it.
-        ConfigError: a template that is not valid jinja.
+        ConfigError: a template that is not valid jinja, or that exceeds the limits of the sandbox.
         TypeError: an argument that is not a list of dicts.
     """
     _check_conversation(conversation)
     for name, given in (("tools", tools), ("documents", documents)):
         if given is not None and (isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)):
             raise TypeError(f"{name} must be a list of dicts, got {given!r}")
+    chosen = _choose(templates, tools)
+    name = f"the chat template{f' of {source}' if source else ''}"
+    given = {"messages": conversation, "tools": tools, "documents": documents, **variables}
     try:
-        template = _compile(_choose(templates, tools))
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the chat template cannot be compiled: {error}") from error
-    try:
-        return template.render(
-            messages=conversation,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-    except Exception as error:  # the template is the checkpoint's code and can raise anything
-        raise InputError(f"the chat template fails on this conversation: {error}") from error
+        try:
+            template = _compile(chosen)
+        except Exception as error:  # jinja's parser and Python's compiler raise many kinds
+            raise ConfigError(f"{name} cannot be compiled: {_reason(error)}") from error
+        try:
+            with sandbox.limited(list(given.values())) as largest:
+                return _joined(template.generate(add_generation_prompt=add_generation_prompt, **given), largest)
+        except Exception as error:  # the template is the checkpoint's code and can raise anything
+            raise InputError(f"{name} fails on this conversation: {_reason(error)}") from error
+    except sandbox.TooMuch as error:
+        raise ConfigError(f"{name} {error}") from error
+
+
+def _joined(pieces: Iterable[str], largest: int) -> str:
+    output, size = [], 0
+    for piece in pieces:
+        size += len(piece)
+        if size > largest:
+            raise sandbox.TooMuch(f"writes more than {largest:,} characters")
+        output.append(piece)
+    return "".join(output)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _choose(templates: Mapping[str, str], tools: Any) -> str:
@@ -108,12 +132,14 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @functools.lru_cache
 def _compile(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = sandbox.Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
     environment.filters["tojson"] = _tojson
+    environment.limit_filters()
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    return environment.from_string(template)
+    with sandbox.limited(rendering=False):
+        return environment.from_string(template)
 
 
 def _raise_exception(message: str) -> None:

@@ -14,6 +14,8 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
 
+_MOST_IDS = 10_000_000
+
 FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -26,7 +28,10 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
     to_bytes = _decoder(backend)
     special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    largest = max(vocabulary.values(), default=-1)
+    if largest > _MOST_IDS:
+        raise ConfigError(f"tokenizer.json has a token with the id {largest}; ids must be at most {_MOST_IDS}")
+    table: list[bytes | None] = [None] * (largest + 1)
     for token, index in vocabulary.items():
         if index not in special:
             table[index] = to_bytes(token)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-import json
+import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,10 +13,12 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
+from jaxgen.text.json_file import fetch_again, read_file, read_json
 from jaxgen.text.token_bytes import token_bytes
+from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -37,7 +39,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "model_max_length": (int, float),
     "truncation_side": str,
     "added_tokens_decoder": Mapping,
-    "additional_special_tokens": Sequence,
+    "additional_special_tokens": (list, tuple),
     **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
     **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
 }
@@ -55,6 +57,8 @@ ELSEWHERE = {
 }
 # transformers writes int(1e30) where a checkpoint states no limit
 NO_MAX_LENGTH = 10**20
+_MOST_ADDING = 20_000_000  # added tokens times the runs in which they are added
+_LARGEST_ID = 2**31 - 1
 
 
 class Batch(NamedTuple):
@@ -78,6 +82,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
         config = dict(config or {})
         _check_types(config)
+        self.source = "tokenizer"
         tokenizer_class = (config.get("tokenizer_class") or "").removesuffix("Fast")
         if backend.padding:
             config.setdefault("pad_token", backend.padding["pad_token"])
@@ -102,6 +107,8 @@ class Tokenizer:
         if self.truncation_side not in ("left", "right"):
             raise ConfigError(f'truncation_side must be "left" or "right", got {self.truncation_side!r}')
         max_length = config.get("model_max_length")
+        if isinstance(max_length, bool) or (max_length is not None and not 1 <= max_length < float("inf")):
+            raise ConfigError(f"model_max_length must be a number >= 1, got {shown(max_length)}")
         self.model_max_length = None if max_length is None or max_length > NO_MAX_LENGTH else int(max_length)
         self._templates = chat_template.named(config.get("chat_template"))
         self.chat_template = self._templates.get("default")
@@ -122,20 +129,26 @@ class Tokenizer:
             ConfigError: damaged files.
         """
         directory = Path(path)
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             raise InputError(f"{directory} is not a directory: from_pretrained reads a local HF directory")
         file = directory / "tokenizer.json"
-        if not file.is_file():
+        try:
+            backend, config = read_backend(file), _read_config(directory)
+        except ConfigError as error:
+            raise ConfigError("; ".join([str(error), *fetch_again(directory, [f"damaged: {error}"])])) from error
+        if backend is None:
             found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
             raise InputError(
                 f"{directory} has no tokenizer.json (it has: {found}). Slow tokenizers (tokenizer.model, "
                 "vocab.json with merges.txt) cannot be read: save a fast one there"
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
-        return cls(backend, _read_config(directory))
+            tokenizer = cls(backend, config)
+        except ConfigError as error:
+            raise ConfigError(f"{directory}: {error}") from error
+        probe(str(file), backend)
+        tokenizer.source = str(file)
+        return tokenizer
 
     def __call__(self, *_: Any, **__: Any) -> None:
         """Refuse, and name the methods that encode."""
@@ -176,7 +189,8 @@ class Tokenizer:
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         backend = self._splitting_backend if split else self.backend
         # In two steps, because the backend's own truncation is a setting of the whole tokenizer
-        encoding = backend.encode(text, add_special_tokens=False)
+        with library_errors(self.source):
+            encoding = backend.encode(text, add_special_tokens=False)
         if max_length is not None:
             added = backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
             if max_length < max(added, 1):
@@ -185,7 +199,11 @@ class Tokenizer:
                     f"got {max_length}"
                 )
             encoding.truncate(max_length - added, direction=self.truncation_side)
-        return backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
+        with library_errors(self.source):
+            ids = backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
+        if max(ids, default=0) > _LARGEST_ID:
+            raise ConfigError(f"{self.source}: a token has the id {max(ids)}; ids must be below 2**31")
+        return ids
 
     def decode(
         self, ids: Any, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
@@ -196,7 +214,8 @@ class Tokenizer:
         config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in HF, because models pad
         their vocabularies; a negative id is an error.
         """
-        text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
+        with library_errors(self.source):
+            text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
         return clean_up(text) if self.cleans_up(clean_up_tokenization_spaces) else text
 
     def batch(self, texts: Sequence[str], *, max_length: int | None = None) -> Batch:
@@ -258,6 +277,7 @@ class Tokenizer:
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             variables={**self.special_tokens, **template_kwargs},
+            source="" if self.source == "tokenizer" else os.path.dirname(self.source),
         )
 
     def decode_batch(
@@ -360,42 +380,38 @@ def id_list(ids: Any) -> list[int]:
     return array.tolist()
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} must contain a JSON object, got {type(content).__name__}")
-    return content
-
-
 def _read_config(directory: Path) -> dict[str, Any]:
     """Merge the directory's files into the form of a modern tokenizer_config.json."""
-    config = _read_json(directory / "tokenizer_config.json")
+    config = read_json(directory / "tokenizer_config.json") or {}
     if not config.get("tokenizer_class"):
-        model = _read_json(directory / "config.json")
-        family = FAMILIES.get(model.get("model_type", ""))
+        model = read_json(directory / "config.json") or {}
+        family = FAMILIES.get(str(model.get("model_type")))
         config["tokenizer_class"] = model.get("tokenizer_class") or (family.tokenizer if family else None)
     if "added_tokens_decoder" not in config:
-        additional = list(config.get("additional_special_tokens") or ())
-        config.update(_read_json(directory / "special_tokens_map.json"))
-        additional += [t for t in config.get("additional_special_tokens") or () if t not in additional]
+        additional = _additional(directory, config)
+        config.update(read_json(directory / "special_tokens_map.json") or {})
+        known = {repr(token) for token in additional}
+        additional += [token for token in _additional(directory, config) if repr(token) not in known]
         config["additional_special_tokens"] = additional
         special = [_content(token) for token in (*map(config.get, SPECIAL_NAMES), *additional)]
         config["added_tokens_decoder"] = {
-            index: {"content": token, "special": token in special, "normalized": token not in special}
-            for token, index in _read_json(directory / "added_tokens.json").items()
+            str(index): {"content": token, "special": token in special, "normalized": token not in special}
+            for token, index in (read_json(directory / "added_tokens.json") or {}).items()
         }
     template = directory / "chat_template.jinja"
-    if template.is_file():
+    if (data := read_file(template, 4 * chat_template.LARGEST)) is not None:
         try:
-            config["chat_template"] = template.read_text(encoding="utf-8")
+            config["chat_template"] = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{template} is damaged: {error}") from error
     return config
+
+
+def _additional(directory: Path, config: Mapping[str, Any]) -> list[Any]:
+    tokens = config.get("additional_special_tokens") or []
+    if not isinstance(tokens, list):
+        raise ConfigError(f"{directory}: additional_special_tokens must be a list, got {shown(tokens)}")
+    return list(tokens)
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
@@ -403,7 +419,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not isinstance(value, kind):
             wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ConfigError(f"{name} of the tokenizer's config must be of type {wanted}, got {value!r}")
+            raise ConfigError(f"{name} of the tokenizer's config must be of type {wanted}, got {shown(value)}")
 
 
 def _content(token: Any) -> str | None:
@@ -413,6 +429,8 @@ def _content(token: Any) -> str | None:
 def _added_token(token: Any, special: bool) -> AddedToken:
     flags = dict(token) if isinstance(token, Mapping) else {"normalized": False}
     flags = {name: flags[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in flags}
+    if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
+        raise ConfigError(f"{', '.join(wrong)} of the added token {shown(_content(token))} must be true or false")
     return AddedToken(_content(token) or "", special=special, **flags)
 
 
@@ -422,13 +440,14 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
     additional = list(config.get("additional_special_tokens") or ())
     for name, token in (*named.items(), *(("additional_special_tokens", token) for token in additional)):
         if not isinstance(_content(token), str):
-            raise ConfigError(f"{name} of the tokenizer's config must be a string, got {token!r}")
+            raise ConfigError(f"{name} of the tokenizer's config must be a string, got {shown(token)}")
     special = {_content(token): token for token in (*named.values(), *additional)}
 
     listed: dict[int, Mapping[str, Any]] = {}
     for index, token in (config.get("added_tokens_decoder") or {}).items():
-        if not str(index).isdecimal() or not isinstance(token, Mapping) or "content" not in token:
-            raise ConfigError(f"added_tokens_decoder must map ids to tokens, got {index!r}: {token!r}")
+        is_token = isinstance(token, Mapping) and isinstance(token.get("content"), str)
+        if not is_token or not str(index).isdecimal() or len(str(index)) > 10:
+            raise ConfigError(f"added_tokens_decoder must map ids to tokens, got {shown(index)}: {shown(token)}")
         listed[int(index)] = token
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     known |= {_content(token) for token in listed.values()}
@@ -438,12 +457,16 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dic
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
     # In runs, because the order gives the ids and older releases of the library read no flag in add_tokens
-    for is_special, run in itertools.groupby(tokens, key=lambda token: token.special):
-        (backend.add_special_tokens if is_special else backend.add_tokens)(list(run))
+    runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
+    if len(runs) * len(tokens) > _MOST_ADDING:
+        raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")
+    with library_errors("the added tokens"):
+        for is_special, run in runs:
+            (backend.add_special_tokens if is_special else backend.add_tokens)(run)
     for index, token in listed.items():
         if backend.token_to_id(token["content"]) != index:
             raise ConfigError(
-                f"the added token {token['content']!r} has the id {index} in tokenizer_config.json and "
+                f"the added token {shown(token['content'])} has the id {index} in tokenizer_config.json and "
                 f"{backend.token_to_id(token['content'])} with this tokenizer.json: the files do not match"
             )
     names: dict[str, Any] = {name: _content(token) for name, token in named.items()}

@@ -34,6 +34,33 @@ def test_fields_and_defaults_are_those_of_transformers():
     assert {name: getattr(cfg, name) for name in DEFAULTS_441} == DEFAULTS_441
 
 
+def test_an_eos_token_outside_the_vocabulary_is_refused_where_the_user_gives_it():
+    model, smaller = model_config(vocab_size=50), model_config(vocab_size=30)
+    for ids in (50, [1, 50], [[1], [50]], np.array([1, 50]), jnp.array([50])):
+        for make in (
+            lambda ids: GenerationConfig(model=model, eos_token_id=ids),
+            lambda ids: GenerationConfig(model=model).replace(eos_token_id=ids),
+            lambda ids: GenerationConfig(eos_token_id=ids).replace(model=model),
+        ):
+            with pytest.raises(ConfigError, match="eos_token_id has the token 50, which can never end a text"):
+                make(ids)
+    cfg = GenerationConfig(model=model, eos_token_id=[1, 49])
+    with pytest.raises(ConfigError, match="the vocabulary is 0 to 29"):
+        cfg.replace(model=smaller)
+    stray = GenerationConfig.from_hf({"eos_token_id": 50}, model)  # as some checkpoints have it
+    assert stray.replace(temperature=0.5, do_sample=True).eos_token_id == 50
+    assert jax.tree.map(lambda leaf: leaf, stray) == stray
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), -(10**400), float("nan"), True])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "max_time", "max_new_tokens", "repetition_penalty", "length_penalty"]
+)
+def test_numbers_are_finite_and_not_booleans(name, value):
+    with pytest.raises((ConfigError, TypeError), match=f"{name} must"):
+        GenerationConfig(**{name: value})
+
+
 NEUTRAL = {
     "temperature": [1.0, 1, np.float32(1), None], "top_p": [1.0, 1, None], "top_k": [0, None],
     "min_p": [None, 0.0, 0], "repetition_penalty": [1.0, 1, None], "min_length": [0, None],

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOAT16 = np.dtype(np.float16)
 
 
-def start(*arguments, **options) -> subprocess.Popen:
+def start(*arguments, program=("-m", "convert"), **options) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "convert", *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -54,15 +55,21 @@ def test_bad_input_as_a_process():
     assert "convert.hub.local_directory" in err
 
 
+# The command, which reads a checkpoint for as long as its stdin is open.
+READING = """
+import sys
+import convert.__main__ as command
+
+command.open_checkpoint = lambda source: print("reading", flush=True) or sys.stdin.read()
+sys.exit(command.main())
+"""
+
+
 def test_interrupted(qwen2, tmp_path):
-    os.mkfifo(tmp_path / "fifo")  # a file that never comes to its end
-    (qwen2 / "generation_config.json").unlink()
-    (qwen2 / "generation_config.json").symlink_to(tmp_path / "fifo")
-    with start(qwen2, tmp_path / "out") as process:
-        writer = os.open(tmp_path / "fifo", os.O_WRONLY)  # returns when the command reads
+    with start(qwen2, tmp_path / "out", program=("-c", READING)) as process:
+        assert process.stdout.readline() == "reading\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        os.close(writer)
     assert process.returncode == 130
     assert (out, err) == ("", "python -m convert: interrupted\n")
     assert not (tmp_path / "out").exists()

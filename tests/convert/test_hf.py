@@ -3,6 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
-from jaxgen.errors import ConfigError, InputError, NotBuiltYetError
+from jaxgen.errors import ConfigError, InputError, JaxgenWarning, NotBuiltYetError
 from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +175,27 @@ def test_config_json(qwen2):
     assert "config.json is missing" in problems(qwen2)[0]
     (qwen2 / SINGLE).unlink()
     assert len(problems(qwen2)) == 2
+
+
+def test_an_eos_token_that_can_never_come(qwen2):
+    edit(qwen2 / "generation_config.json", eos_token_id=[2, 40, 10**9])
+    with pytest.warns(
+        JaxgenWarning, match=r"generation_config\.json: eos_token_id has \[40, 1000000000\], which never"
+    ):
+        _, cfg = load_hf(qwen2)
+    assert cfg.eos_token_id == (2, 40, 10**9)
+    assert cfg.replace(do_sample=False).eos_token_id == (2, 40, 10**9)
+    with pytest.raises(ConfigError, match="eos_token_id has the token 40, which can never end a text"):
+        cfg.replace(eos_token_id=40)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10_000}, {"head_dim": 10**9}, {"vocab_size": 2**31 - 1}])
+def test_a_config_far_larger_than_the_files(qwen2, changes):
+    edit(qwen2 / "config.json", **changes)
+    start = time.process_time()
+    found = problems(qwen2)
+    assert time.process_time() - start < 2
+    assert f"{qwen2 / 'config.json'}: describes " in found[0] or "is missing" in found[0]
 
 
 def test_generation_config_json(qwen2):
@@ -348,6 +370,8 @@ def test_a_wrong_tree_is_refused_with_all_that_is_wrong(tmp_path, qwen2):
 
 def test_what_save_cannot_take(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
+    with pytest.raises(CheckpointError, match=r"params are traced: call save_hf outside of jax\.jit"):
+        jax.jit(lambda params: save_hf(params, cfg, tmp_path / "b"))(params)
     with pytest.raises(ConfigError, match=r"cfg.model is None"):
         save_hf(params, cfg.replace(model=None), tmp_path / "b")
     with pytest.raises(TypeError, match="cfg must be a GenerationConfig, got ModelConfig"):
@@ -377,7 +401,7 @@ def test_an_array_that_is_gone_leaves_the_old_checkpoint(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     before = (qwen2 / SINGLE).read_bytes()
     params["model"]["norm"]["weight"].delete()
-    with pytest.raises(RuntimeError, match="deleted"):
+    with pytest.raises(CheckpointError, match=r"params: model\.norm\.weight was deleted, being donated to"):
         save_hf(params, cfg, qwen2, overwrite=True)
     assert (qwen2 / SINGLE).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2"]

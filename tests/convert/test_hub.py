@@ -14,10 +14,11 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 
-from convert import load_hf
+from convert import CheckpointError, load_hf
 from convert.hub import local_directory
-from jaxgen import InputError, Tokenizer
+from jaxgen import ConfigError, InputError, Tokenizer
 from tests.support.checkpoints import GENERATION, QWEN2, weights, write
+from tests.support.models import slow
 from tests.support.tokenizers import CHATML, byte_level_backend, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ class Hub(ThreadingHTTPServer):
     """Serves `models`, each a dict of files, and refuses the ids in `refused` with a status and an error code.
 
     A code of None is about all of a model, "GatedRepo" about its files. `cuts` responses with weights are broken off
-    half-way; `asked` lists the files whose content was asked for.
+    half-way; `commit` and `etag` (None: the right one) are sent; `asked` lists the files whose content was asked for.
     """
 
     def __init__(self):
@@ -68,6 +69,7 @@ class Hub(ThreadingHTTPServer):
         self.models: dict[str, dict[str, bytes]] = {}
         self.refused: dict[str, tuple[int, str | None]] = {}
         self.cuts = 0
+        self.commit, self.etag = COMMIT, None
         self.asked: list[str] = []
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -100,7 +102,9 @@ class Handler(BaseHTTPRequestHandler):
         if match.re is FILE:
             return self.send_file(match["file"], files[match["file"]])
         if match["what"] == "revision":
-            return self.send_json({"id": model, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
+            return self.send_json(
+                {"id": model, "sha": self.server.commit, "siblings": [{"rfilename": name} for name in files]}
+            )
         return self.send_json(
             [{"type": "file", "path": n, "size": len(c), "oid": digest(c)[:40]} for n, c in files.items()]
         )
@@ -111,7 +115,8 @@ class Handler(BaseHTTPRequestHandler):
         self.respond(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
 
     def send_file(self, name: str, content: bytes):
-        headers = {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT}
+        etag = self.server.etag or f'"{digest(content)}"'
+        headers = {"ETag": etag, "X-Repo-Commit": self.server.commit}
         status, size = 200, len(content)
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
         if asked:
@@ -291,6 +296,34 @@ def test_a_connection_that_is_interrupted(fetch, hub, checkpoint, tmp_path):
     assert files_of(Path(path)) == files_of(checkpoint)
 
 
+@pytest.mark.parametrize("sent", ["../../../../evil", *slow("/tmp/evil", "..", ".", "x" * 5000, "a/b", "\\\\host\\x")])
+@pytest.mark.parametrize("field", ["commit", "etag"])
+def test_a_server_cannot_name_files_outside_of_the_cache(fetch, hub, tmp_path, monkeypatch, field, sent):
+    monkeypatch.setattr(hub, field, sent)
+    for kind, text in fetch("owner/model", f"owner/model@{COMMIT}"):
+        assert kind == "InputError"
+        assert len(text) < 600
+        assert "\n" not in text
+    outside = {path.name for path in tmp_path.iterdir()} - {"home", "stdout", "stderr"}
+    assert not outside
+    assert not [path for path in tmp_path.glob("home/**/*") if "evil" in path.name]
+
+
+def test_a_damaged_download_says_how_to_fetch_it_again(fetch):
+    ((_, path),) = fetch("owner/model")
+    shard = sorted(Path(path).glob("*.safetensors"))[0]
+    content = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(content[:-1])
+    advice = rf"was downloaded: delete {Path(path).parents[1]}, and the next use downloads it again"
+    with pytest.raises(CheckpointError, match=advice):
+        load_hf(path)
+    (Path(path) / "tokenizer.json").unlink()
+    (Path(path) / "tokenizer.json").write_bytes(b"{")
+    with pytest.raises(ConfigError, match=advice):
+        Tokenizer.from_pretrained(path)
+
+
 def test_a_directory_is_returned_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "model").mkdir(parents=True)
@@ -299,11 +332,39 @@ def test_a_directory_is_returned_as_it_is(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "./absent", "/absent", "~/absent", "../absent", "a/b/c", "a/", "a b", "a@", "ä/b"]
+    "text",
+    [
+        "",
+        "./absent",
+        "/absent",
+        "~/absent",
+        "../absent",
+        "a/b/c",
+        "a/",
+        "a b",
+        "a@",
+        "ä/b",
+        "../../absent",
+        "a\0b",
+        "a/b\n",
+        "/" * 9999,
+    ],
 )
 def test_neither_a_directory_nor_an_id(text):
     with pytest.raises(InputError, match="is neither a directory nor a hub id, such as"):
         local_directory(text)
+
+
+@pytest.mark.parametrize("revision", ["../../x", "/x", "a\0b", "a\n", "x" * 300, "a/../b", "é"])
+def test_what_is_not_a_revision(revision):
+    with pytest.raises(InputError, match=r"is not a revision of owner/model|is neither a directory"):
+        local_directory(f"owner/model@{revision}")
+
+
+def test_a_very_long_id():
+    with pytest.raises(InputError) as caught:
+        local_directory("a" * 5000)
+    assert len(str(caught.value)) < 600
 
 
 def test_a_file(checkpoint):

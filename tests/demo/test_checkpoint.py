@@ -10,7 +10,7 @@ import pytest
 
 from convert import load_hf
 from demo import corpus
-from demo.__main__ import held_out_loss, tell
+from demo.__main__ import held_out_loss, main as make_demo, tell
 from jaxgen import Tokenizer
 from jaxgen.demo import PATH
 
@@ -22,6 +22,15 @@ CARD = (PATH / "README.md").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def demo():
     return *load_hf(PATH), Tokenizer.from_pretrained(PATH)
+
+
+def test_an_existing_directory_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["demo", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        make_demo()
+    assert f"error: {tmp_path} exists: choose another name" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert not tmp_path.with_name(tmp_path.name + ".training").exists()
 
 
 def test_it_is_small(demo):

@@ -91,7 +91,7 @@ def test_both_spellings_of_the_dtype():
         ({"model_type": "qwen3"}, "missing: head_dim"),
         ({**QWEN3, "mlp_bias": True}, "mlp_bias=True: only model_type llama can have it"),
         ({"model_type": "mistral"}, "missing: sliding_window"),
-        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a whole number >= 1, got 0"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be a whole number >= 1 and < 2\\*\\*31, got 0"),
         ({**MISTRAL, "attention_bias": True}, "attention_bias=True: only model_type qwen3, llama can have it"),
         ({**MISTRAL, "use_sliding_window": True}, "use_sliding_window=True"),
         ({**MISTRAL, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
@@ -138,12 +138,12 @@ def test_faults_of_every_kind_are_reported_together():
         ModelConfig.from_hf(without(CONFIG, "hidden_act") | wrong)
     assert str(caught.value).split("; ") == [
         "missing: hidden_act",
-        "vocab_size must be a whole number >= 1, got 0",
+        "vocab_size must be a whole number >= 1 and < 2**31, got 0",
         "architectures must be a list with Qwen2ForCausalLM, got ['Other']",
         "use_mrope=True is not implemented",
         "mlp_bias=True: only model_type llama can have it",
         "unknown keys, which may change what the model computes: typo",
-        "rope_scaling (rope_type linear): factor must be a number > 0, got -1",
+        "rope_scaling (rope_type linear): factor must be a number > 0 that fits into float32, got -1",
         "rope_scaling (rope_type linear): unknown: typo",
     ]
 

@@ -63,6 +63,22 @@ def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
     return result
 
 
+def fail_to_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
+    """The second process cannot write its parts."""
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    params, cfg = load_hf(checkpoint, mesh=mesh)
+    if jax.process_index() == 1:
+        Tensor.write = fail
+    try:
+        save_hf(params, cfg, target)
+    except (OSError, ValueError) as error:
+        return {"error": f"{type(error).__name__} {error}"}
+    return {}
+
+
 def memory_of_load(mesh: Mesh, checkpoint: str) -> dict:
     jax.block_until_ready(jnp.zeros(8))  # what jax takes once
     before = peak()
@@ -116,7 +132,7 @@ OPTIONS = {
     "greedy": {"do_sample": False, "output_scores": True},
 }
 
-TASKS = {"generate": load_generate_save, "load": memory_of_load, "train": train_and_resume}
+TASKS = {"generate": load_generate_save, "fail": fail_to_save, "load": memory_of_load, "train": train_and_resume}
 
 if __name__ == "__main__":
     process, port, data, model = map(int, sys.argv[2:6])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer, clean_up
@@ -565,10 +565,53 @@ class TestFiles:
         with pytest.raises(ConfigError, match=name):
             Tokenizer.from_pretrained(tmp_path)
 
+    def test_a_panic_is_one_error_and_prints_nothing(self, tmp_path, capfd):
+        save(tmp_path, byte_level_backend())
+        content = json.loads((tmp_path / "tokenizer.json").read_text())
+        content["model"]["continuing_subword_prefix"] = "##"
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"tokenizer\.json: the tokenizer fails: .*slice"):
+            Tokenizer.from_pretrained(tmp_path)
+        content["model"]["continuing_subword_prefix"] = ""
+        content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match="chunk size must be non-zero"):
+            Tokenizer.from_pretrained(tmp_path)
+        assert capfd.readouterr().err == ""
+
+    @pytest.mark.parametrize(
+        ("pattern", "explosive"),
+        [
+            ("(a+)+$", True),
+            ("(a|a)*", True),
+            ("((a*))*", True),
+            ("(?:(?:a| )+)+", True),
+            ("(a{2}){3}", True),
+            ("(ab)+|c", False),
+            ("[(+]+", False),
+            (r"\(a+\)+", False),
+            ("[]+]+[^])*]*", False),
+            ("(?i:'s|'t)?", False),
+            (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+", False),
+        ],
+    )
+    def test_regular_expressions_that_may_take_for_ever(self, tmp_path, pattern, explosive):
+        backend = byte_level_backend()
+        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        save(tmp_path, backend)
+        if explosive:
+            with pytest.raises(ConfigError, match="repeats a group"):
+                Tokenizer.from_pretrained(tmp_path)
+        else:
+            Tokenizer.from_pretrained(tmp_path)
+
     @pytest.mark.parametrize(
         "config",
         [
             {"truncation_side": "middle"},
+            {"model_max_length": True},
+            {"model_max_length": float("nan")},
+            {"model_max_length": 0},
             {"eos_token": 3},
             {"additional_special_tokens": [{"a": 1}]},
             {"additional_special_tokens": 3},

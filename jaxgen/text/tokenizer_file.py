@@ -1,0 +1,157 @@
+"""tokenizer.json, read without trust: the Rust library panics, or takes all memory, where files are damaged."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxgen.errors import ConfigError, JaxgenError, shown
+from jaxgen.text.json_file import json_object, read_file
+
+LARGEST = 50_000_000  # bytes; those of known checkpoints have 35 MB at most
+_MOST_GROWTH = 1000  # by which a normalizer or decoder may multiply a text
+
+# Escapes and classes of characters, which have no operators, and single characters.
+_REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+# A table that the library trusts, and escapes that may hide its name.
+_CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
+
+
+def read_backend(file: Path) -> tokenizers.Tokenizer | None:
+    """Return the tokenizer in a tokenizer.json, or None if there is no such file.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    data = read_file(file, LARGEST)
+    if data is None:
+        return None
+    if _CHARSMAP in data or _ESCAPE.search(data):
+        _check_charsmaps(file, json_object(str(file), data))
+    with library_errors(str(file)), _without_panic_messages():
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
+        steps = {} if part is None else json.loads(part.__getstate__())
+        if _growth(steps) > _MOST_GROWTH:
+            raise ConfigError(f"{file}: its replacements make a text more than {_MOST_GROWTH} times as long")
+        for node in _objects(steps):
+            if isinstance(pattern := node.get("Regex"), str) and _is_explosive(pattern):
+                raise ConfigError(
+                    f"{file}: the regular expression {shown(pattern)} repeats a group that has choices or repetitions, "
+                    "which can take for ever"
+                )
+    return backend
+
+
+def probe(source: str, backend: tokenizers.Tokenizer) -> None:
+    """Encode and decode a short text: what panics on every text is found here.
+
+    Raises:
+        ConfigError: the library fails; the text begins with `source`.
+    """
+    with library_errors(source), _without_panic_messages():
+        backend.decode(backend.encode("a text").ids)
+
+
+@contextlib.contextmanager
+def library_errors(source: str) -> Iterator[None]:
+    """Turn what the library raises into errors whose text begins with `source`.
+
+    Raises:
+        ConfigError: the library failed.
+    """
+    try:
+        yield
+    except JaxgenError:
+        raise
+    except BaseException as error:
+        # The library raises bare Exception and ValueError. A panic of Rust is not an Exception.
+        if type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException":
+            raise ConfigError(f"{source}: the tokenizer fails: {error}") from error
+        raise
+
+
+@contextlib.contextmanager
+def _without_panic_messages() -> Iterator[None]:
+    """Drop what is written to stderr if the block fails: Rust prints panics, which become errors anyway."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        written.seek(0)
+        if text := written.read():
+            os.write(2, text)
+
+
+def _check_charsmaps(file: Path, content: Any) -> None:
+    """Refuse a table whose first number, its size, exceeds it: the library would allocate as much."""
+    for node in _objects(content):
+        charsmap = node.get("precompiled_charsmap")
+        if charsmap is not None and not _fits(charsmap):
+            raise ConfigError(f"{file}: precompiled_charsmap is damaged")
+
+
+def _objects(content: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all JSON objects in a value."""
+    level = [content]
+    while level:
+        yield from (node for node in level if isinstance(node, Mapping))
+        children = (node.values() if isinstance(node, Mapping) else node for node in level)
+        level = [child for group in children for child in group if isinstance(child, Mapping | list)]
+
+
+def _fits(charsmap: Any) -> bool:
+    try:
+        table = base64.b64decode(charsmap, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        return False
+    return len(table) >= 4 and 4 + int.from_bytes(table[:4], "little") <= len(table)
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """Return an upper bound of how many times longer a normalizer or decoder makes a text."""
+    if part.get("type") == "Sequence":
+        return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
+    if part.get("type") == "Replace":
+        replaced = len(part["pattern"].get("String", "x"))  # a regular expression may match a single character
+        return max(1, len(part["content"]) / replaced) if replaced else math.inf
+    if part.get("type") == "Prepend":
+        return max(1, len(part["prepend"]))
+    return 1
+
+
+def _is_explosive(pattern: str) -> bool:
+    """Return True if a group with `|`, `*`, `+` or `{` in it is repeated: the time may be exponential."""
+    inner = [False]  # for each open group, whether it has one of these
+    closed = False  # the group that has just ended has one
+    for token in _REGEX.findall(pattern):
+        if token in "*+{" and closed:
+            return True
+        closed = False
+        if token == "(":
+            inner.append(False)
+        elif token == ")" and len(inner) > 1:
+            closed = inner.pop()
+            inner[-1] |= closed
+        elif token in "|*+{":
+            inner[-1] = True
+    return False

@@ -1,0 +1,116 @@
+"""Damaged and hostile checkpoints, generated: each is refused in one line, or loads with a correct result."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from convert import CheckpointError
+from convert.errors import SHOWN_PROBLEMS
+from jaxgen.errors import LONGEST, ConfigError, InputError, JaxgenError, one_line
+from jaxgen.text import json_file
+from tests.support.damage import cases
+from tests.support.templates import HOSTILE
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS, BYTES = 2.0, 500 << 20
+# Faults of the conversation, not of a file.
+OF_THE_CONVERSATION = ("prompt 0 has no tokens", "this tokenizer has no chat template")
+
+
+def seed() -> int:
+    """CI's seed, else 0."""
+    return int(os.environ.get("JAXGEN_SLOW_TESTS", "1:0").partition(":")[2] or 0)
+
+
+def outcomes(folder: Path, count: int) -> list[dict]:
+    """Try `count` cases of each group, or all, in one process of their own."""
+    command = [sys.executable, "-m", "tests.support.damage", str(seed()), str(count), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RUST_BACKTRACE": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "Traceback" not in done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(outcome: dict) -> None:
+    text, lines = outcome["text"], outcome["text"].split("\n")
+    assert outcome["seconds"] < SECONDS, outcome
+    assert outcome["bytes"] < BYTES, outcome
+    if outcome["kind"] == "loaded":
+        assert not text, outcome
+        return
+    assert text.replace("\n  - ", "").isprintable(), outcome
+    assert max(map(len, lines)) <= LONGEST, outcome
+    assert len(lines) == 1 or ("problems" in lines[0] and len(lines) <= 1 + SHOWN_PROBLEMS), outcome
+    assert outcome["path"] in text or text.startswith(OF_THE_CONVERSATION), outcome
+
+
+def check_all(found: list[dict], tried: int, record_property) -> None:
+    for outcome in found:
+        check(outcome)
+    table = collections.Counter((outcome["group"], outcome["kind"]) for outcome in found)
+    record_property("damaged", {f"{group}, {kind}": count for (group, kind), count in sorted(table.items())})
+    assert len(found) == tried
+    refused = sum(count for (_, kind), count in table.items() if kind == "refused")
+    assert 0.7 * tried < refused < tried
+
+
+def test_some_of_each_group(tmp_path, record_property):
+    expected = cases(seed(), 75)
+    assert len(expected) > 500
+    assert len({case.group for case in expected}) == 8
+    check_all(outcomes(tmp_path, 75), len(expected), record_property)
+
+
+@pytest.mark.slow
+def test_all(tmp_path, record_property):
+    expected = cases(seed(), 0)
+    assert len(expected) > 9000
+    check_all(outcomes(tmp_path, 0), len(expected), record_property)
+
+
+def test_there_are_enough_templates():
+    assert len(HOSTILE) >= 60
+
+
+# What the generated cases rely on
+
+
+def test_one_line():
+    assert one_line("a\n  b\x00\ud800") == "a b\\x00\\ud800"
+    assert one_line("x" * 50, 10) == "xxxxxx ..."
+    assert one_line("é ☃") == "é ☃"
+    for error in (JaxgenError, ConfigError, InputError):
+        assert str(error("a\r\nb")) == "a b"
+
+
+def test_problems_beyond_the_first_are_counted():
+    error = CheckpointError([f"p{n}\n{n}" for n in range(30)])
+    assert len(error.problems) == 30
+    lines = str(error).split("\n  - ")
+    assert lines[:2] == ["30 problems, the first 20 of which are:", "p0 0"]
+    assert len(lines) == 21
+    assert str(CheckpointError(["one"])) == "one"
+
+
+@pytest.mark.parametrize("count", [10_000, 100_000])
+def test_duplicate_keys_take_linear_time(tmp_path, count):
+    file = tmp_path / "x.json"
+    file.write_text("{" + ",".join(f'"{n}":1,"{n}":1' for n in range(count)) + "}")
+    start = time.process_time()
+    with pytest.raises(ConfigError, match="duplicate names: 0, 1, 10, "):
+        json_file.read_json(file)
+    assert time.process_time() - start < count * 2e-5
+
+
+def test_json_that_is_fine(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text('{"a": {"b": [1, "\\ud83d\\ude00"]}, "b": -Infinity}')
+    assert json_file.read_json(file) == {"a": {"b": [1, "😀"]}, "b": float("-inf")}
+    assert json_file.read_json(tmp_path / "absent") is None

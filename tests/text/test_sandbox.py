@@ -1,0 +1,112 @@
+"""The limits of chat templates. tests/convert/test_damaged.py has hostile ones."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.text import chat_template, sandbox
+from tests.support.tokenizers import CHATML
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def render(template: str, conversation=USER, **variables) -> str:
+    return chat_template.render(
+        {"default": template},
+        conversation,
+        tools=None,
+        documents=None,
+        add_generation_prompt=True,
+        variables=variables,
+        source="DIR",
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ [1] * 2 }}{{ 7 % 4 }}", "ababab1024[1, 1]3"),
+        ("{{ '%s-%05.1f' % ('a', 2) }}{{ '%d'|format(3) }}{{ '{:>4}{}'.format(1, 'x') }}", "a-002.03   1x"),
+        ("{{ ','.join(['a', 'b']) }}{{ ['a', 'b']|join('+') }}{{ [{'x': 1}, {'x': 2}]|join(',', 'x') }}", "a,ba+b1,2"),
+        ("{{ 'a-a'.replace('-', '+') }}{{ 'a-a'|replace('a', 'bb') }}{{ 'a b'.split() }}", "a+abb-bb['a', 'b']"),
+        ("{{ 'a'.center(5) }}|{{ 'a'|center(3) }}|{{ 'a\nb'|indent(2) }}", "  a  | a |a\n  b"),
+        ("{{ {'a': [1, 'ü']}|tojson }}{{ [1]|tojson(indent=2) }}", '{"a": [1, "ü"]}[\n  1\n]'),
+        ("{{ messages[0:] | length }}{{ 'abc'[::-1] }}{{ (1, 2) }}", "1cba(1, 2)"),
+        ("{% set ns = namespace(n=0) %}{% for i in range(5) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "10"),
+        ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}{% set b %}{{ 1 }}2{% endset %}{{ b ~ 3 }}", "<a>123"),
+        ("{{ [[1, 2], [3]]|map('length')|list }}{{ messages|map(attribute='role')|join }}", "[2, 1]user"),
+        ("{% for a, b in [(1, 2), (3, 4)] %}{{ a }}{{ b }}{{ loop.last }}{% endfor %}", "12False34True"),
+        ("{{ [1, 2]|sum }}{{ [3, 1]|sort }}{{ 'x' in 'xyz' }}{{ 1.5|round|int }}", "3[1, 3]True2"),
+        (
+            "{{ {'a': 1, 'b': 2}.items()|list }}{{ {'b': 2, 'a': 1}|dictsort }}",
+            "[('a', 1), ('b', 2)][('a', 1), ('b', 2)]",
+        ),
+    ],
+)
+def test_what_good_templates_do(template, text):
+    assert render(template) == text
+
+
+def test_a_long_conversation_is_no_attack():
+    long = [{"role": "user", "content": "word " * 400_000}, *USER * 2000]
+    start = time.process_time()
+    text = render(CHATML, long)
+    assert time.process_time() - start < 5
+    assert len(text) > 2_000_000
+    accumulating = "{% set ns = namespace(s='') %}{% for m in messages %}{% set ns.s = ns.s ~ m.content %}{% endfor %}"
+    assert render(accumulating + "{{ ns.s|length }}", USER * 3000) == "6000"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes longer than 0.1 s"),
+        ("{{ 'a' * 10**12 }}", "makes a value of more than"),
+        ("{{ 'abc' * 500000 }}", "writes more than"),
+        ("{% set a = 'a' * 9000000 %}" * 8, "in all"),
+        ("{{ 3 ** (10 ** 9) }}", "makes an integer of more than"),
+        ("{% set ns = namespace(x=1) %}{% for i in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}", "200 deep"),
+        ("{{ ''|tojson(indent=99) }}", "indents JSON"),
+        ("{{ '%9999d' % 1 }}", "a width of more than 999"),
+        ("{{ 'x'.translate({}) }}", "translate"),
+    ],
+)
+def test_limits(template, reason, monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 0.1)
+    with pytest.raises(ConfigError, match=rf"^the chat template of DIR .*{reason}"):
+        render(template)
+
+
+def test_a_template_that_cannot_be_compiled_or_fails():
+    with pytest.raises(ConfigError, match="of DIR cannot be compiled: maximum recursion depth"):
+        render("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+    with pytest.raises(InputError, match="of DIR fails on this conversation: division by zero"):
+        render("{{ 1 / 0 }}")
+    with pytest.raises(ConfigError, match="chat_template has 100,001 characters"):
+        chat_template.named("x" * 100_001)
+
+
+def test_limits_hold_in_any_thread_and_leave_its_tracer_alone(monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 0.1)
+    seen = []
+
+    def run():
+        for template in (CHATML, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"):
+            try:
+                seen.append(render(template))
+            except ConfigError as error:
+                seen.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    before = sys.gettrace()
+    for thread in threads:
+        thread.start()
+    run()
+    for thread in threads:
+        thread.join()
+    assert sys.gettrace() is before
+    assert len(seen) == 10
+    assert len(set(seen)) == 2
