@@ -108,7 +108,7 @@ def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
     """Apply the processors, and the warpers if tokens are drawn, to `scores float32[rows, V]`."""
     extensions = run.extensions
     with jax.named_scope("process"):
-        transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed)
+        transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed, run.mesh)
         return transform(rows.history, scores)
 
 

@@ -1,8 +1,9 @@
 """Order statistics of scores without sorting them.
 
-Sorting a vocabulary costs as much as a small model's forward pass. The warpers need only one value, a threshold, which
-bisection finds exactly: floats are mapped to integers of the same order, and the bits of the threshold are determined
-one by one, from the highest, each in one pass over the scores.
+Sorting a vocabulary costs as much as a small model's forward pass. The warpers need only one value, a threshold. It is
+usually one of the highest scores, which take a few passes to find. Otherwise bisection finds it, exactly too: floats
+are mapped to integers of the same order, and the bits of the threshold are determined one by one, from the highest,
+each in one pass over the scores.
 """
 
 from __future__ import annotations
@@ -12,6 +13,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+
+from jaxgen.model import sharding
+
+CANDIDATES = 256
+
+
+def candidates(scores: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Return the highest scores of each row, from the highest on: float32[rows, min(CANDIDATES, V)]."""
+    return sharding.largest(scores[:, None], min(CANDIDATES, scores.shape[-1]), mesh)[0]
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:
@@ -19,6 +30,12 @@ def ordered_bits(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # XLA drops an addition of 0.0
     sign = jnp.uint32(1) << 31
     return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def from_ordered_bits(bits: jax.Array) -> jax.Array:
+    """Return the float32 that `ordered_bits` maps to these bits."""
+    sign = jnp.uint32(1) << 31
+    return lax.bitcast_convert_type(jnp.where(bits >= sign, bits ^ sign, ~bits), jnp.float32)
 
 
 def largest(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.errors import ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError
+from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import AFTER_GRAMMAR, BEFORE_GRAMMAR, RENORMALIZE, WARP, of_stage
@@ -27,7 +28,11 @@ Processor = Callable[[History, jax.Array], jax.Array]
 
 
 def build_transform(
-    cfg: GenerationConfig, values: OptionValues, custom: Sequence[Processor] = (), allowed: Any = None
+    cfg: GenerationConfig,
+    values: OptionValues,
+    custom: Sequence[Processor] = (),
+    allowed: Any = None,
+    mesh: Mesh | None = None,
 ) -> Processor:
     """Return `(history, scores) -> scores`: transformers' processors and warpers as one function.
 
@@ -36,8 +41,9 @@ def build_transform(
         values: the values of the options for each row.
         custom: the caller's own processors.
         allowed: a `TokenAutomaton`, or a function from the history to the tokens that may follow, bool[rows, V].
+        mesh: what the scores are divided over, or None.
     """
-    options = RowOptions(cfg, values)
+    options = RowOptions(cfg, values, mesh)
     steps = _processors(BEFORE_GRAMMAR, options)
     if allowed is not None:
         steps.append(functools.partial(_grammar, options, allowed))
@@ -96,10 +102,11 @@ def _processor(name: str, options: RowOptions, history: History, scores: jax.Arr
 
 
 def _warper(name: str, options: RowOptions, history: History, scores: jax.Array) -> jax.Array:
+    more: dict[str, Any] = {"mesh": options.mesh} if name in ("top_k", "top_p") else {}
+    if options.cfg.num_beams > 1 and name not in ("temperature", "top_h"):
+        more["min_tokens_to_keep"] = options.at_least(scores.shape[0])
     with jax.named_scope(name):
-        if options.cfg.num_beams > 1 and name not in ("temperature", "top_h"):
-            return getattr(warpers, name)(scores, options.number(name), options.at_least(scores.shape[0]))
-        return getattr(warpers, name)(scores, options.number(name))
+        return getattr(warpers, name)(scores, options.number(name), **more)
 
 
 def _grammar(options: RowOptions, allowed: Any, history: History, scores: jax.Array) -> jax.Array:

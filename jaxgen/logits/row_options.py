@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import TRACED
@@ -34,10 +35,10 @@ def _per_row(value, rows: int, rank: int) -> jax.Array:
 
 
 class RowOptions:
-    """The options of a run in the forms that processors need: one value per row."""
+    """The options of a run in the forms that processors need: one value per row; and the mesh that scores are on."""
 
-    def __init__(self, cfg: GenerationConfig, values: OptionValues):
-        self.cfg, self.values = cfg, values
+    def __init__(self, cfg: GenerationConfig, values: OptionValues, mesh: Mesh | None = None):
+        self.cfg, self.values, self.mesh = cfg, values, mesh
 
     def value(self, name: str) -> jax.Array:
         """`[rows]`."""

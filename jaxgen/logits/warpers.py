@@ -1,7 +1,7 @@
 """Logits warpers: functions `(scores, value) -> scores` that shape the distribution that sampling draws from.
 
 Each is named after its option. Scores are float32[rows, V], −inf for a token that cannot be drawn. The value is
-`[rows, 1]`, one per row.
+`[rows, 1]`, one per row. `mesh` is what the scores are divided over, None if they are on one device.
 """
 
 from __future__ import annotations
@@ -9,8 +9,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-from jaxgen.logits.order_statistics import kth_largest, largest, last_of, ordered_bits
+from jaxgen.logits.order_statistics import (
+    candidates,
+    from_ordered_bits,
+    kth_largest,
+    largest,
+    last_of,
+    ordered_bits,
+)
 from jaxgen.logits.processors import BANNED
 from jaxgen.shapes import put
 
@@ -20,41 +28,75 @@ def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
     return scores / value
 
 
-def top_k(scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+def top_k(
+    scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
+) -> jax.Array:
     """Keep the k highest scores and all that equal the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
     vocab = scores.shape[-1]
     k = jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
-    bits = ordered_bits(scores)
-    return jnp.where(bits >= kth_largest(bits, k[:, 0])[:, None], scores, BANNED)
+    best = candidates(scores, mesh)
+    known = (k <= best.shape[-1]) | (k == vocab)
+
+    def by_candidates() -> jax.Array:
+        kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
+        return jnp.where(k == vocab, -jnp.inf, kth)
+
+    def by_bisection() -> jax.Array:
+        return from_ordered_bits(kth_largest(ordered_bits(scores), k[:, 0]))[:, None]
+
+    return jnp.where(scores >= lax.cond(jnp.all(known), by_candidates, by_bisection), scores, BANNED)
 
 
-def top_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
+def top_p(
+    scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
+) -> jax.Array:
     """Keep the smallest set of most likely tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
     A token is kept if the tokens above it have less mass than p. At least `min_tokens_to_keep` tokens are kept. Ties at
     the boundary keep the highest ids, as in a stable ascending sort. p = 1 keeps all.
     """
-    rows, p = scores.shape[0], p[:, 0]
+    rows, vocab = scores.shape
+    at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1, 1)), (rows, 1))
+    best = candidates(scores, mesh)
+    size = best.shape[-1]
+    total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    reached = jnp.cumsum(jnp.exp(best - total), axis=-1) >= p
+    known = (jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size)) | (p >= 1) | (size == vocab)
+
+    def by_candidates() -> tuple[jax.Array, jax.Array]:
+        last = jnp.minimum(jnp.sum(~reached, axis=-1, dtype=jnp.int32, keepdims=True), size - 1)
+        last = jnp.clip(last, at_least - 1, size - 1)
+        threshold = jnp.take_along_axis(best, last, axis=-1)
+        return threshold, last + 1 - jnp.sum(best > threshold, axis=-1, dtype=jnp.int32, keepdims=True)
+
+    def by_bisection() -> tuple[jax.Array, jax.Array]:
+        return _boundary(scores, jnp.exp(scores - total), p, at_least)
+
+    # The lowest score that is kept, and how many tokens with just this score are.
+    threshold, count = lax.cond(jnp.all(known), by_candidates, by_bisection)
+    above, equal = scores > threshold, scores == threshold
+    some = jnp.any(count < jnp.sum(equal, axis=-1, dtype=jnp.int32, keepdims=True))
+    equal = lax.cond(some, lambda: last_of(equal, count[:, 0]), lambda: equal)
+    return jnp.where(above | equal | (p >= 1.0), scores, BANNED)
+
+
+def _boundary(scores: jax.Array, probs: jax.Array, p: jax.Array, at_least: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the lowest score that top_p keeps, float32[rows, 1], and how many tokens with it, int32[rows, 1]."""
     bits = ordered_bits(scores)
-    probs = jax.nn.softmax(scores, axis=-1)
 
     def mass(chosen: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(chosen, probs, 0.0), axis=-1)
+        return jnp.sum(jnp.where(chosen, probs, 0.0), axis=-1, keepdims=True)
 
-    threshold = largest(lambda value: mass(bits >= value[:, None]) >= p, rows)
-    at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1,)), (rows,))
-    least = kth_largest(bits, at_least)
-    threshold = jnp.minimum(threshold, least)
-
-    above, equal = bits > threshold[:, None], bits == threshold[:, None]
-    # The number of ties to keep at the threshold: enough to reach p, and enough for min_tokens_to_keep.
-    each = jnp.max(jnp.where(equal, probs, 0.0), axis=-1)
+    threshold = largest(lambda value: (mass(bits >= value[:, None]) >= p)[:, 0], scores.shape[0])
+    threshold = jnp.minimum(threshold, kth_largest(bits, at_least[:, 0]))[:, None]
+    above, equal = bits > threshold, bits == threshold
+    # Enough to reach p, and enough for min_tokens_to_keep.
+    each = jnp.max(jnp.where(equal, probs, 0.0), axis=-1, keepdims=True)
     wanted = jnp.ceil((p - mass(above)) / jnp.where(each > 0, each, 1.0))
-    lacking = at_least - jnp.sum(above, axis=-1, dtype=jnp.int32)
-    ties = jnp.sum(equal, axis=-1, dtype=jnp.int32)
-    count = jnp.clip(jnp.maximum(wanted, lacking.astype(jnp.float32)), 1, ties.astype(jnp.float32)).astype(jnp.int32)
-    equal = lax.cond(jnp.any(count < ties), lambda: last_of(equal, count), lambda: equal)
-    return jnp.where(above | equal | (p >= 1.0)[:, None], scores, BANNED)
+    lacking = at_least - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
+    ties = jnp.sum(equal, axis=-1, dtype=jnp.int32, keepdims=True)
+    count = jnp.clip(jnp.maximum(wanted, lacking.astype(jnp.float32)), 1, ties.astype(jnp.float32))
+    return from_ordered_bits(threshold), count.astype(jnp.int32)
 
 
 def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:

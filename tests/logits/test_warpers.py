@@ -2,6 +2,7 @@
 
 import json
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxgen.logits import processors, warpers
+from jaxgen.logits import order_statistics, processors, warpers
 from tests.support.rows import history_of, process
 
 ROWS, VOCAB = 2, 29
@@ -24,11 +25,12 @@ SCORES = hnp.arrays(
 KEEP = st.sampled_from([1, 2, 5])
 
 
-def with_one_value(name):
-    """A warper that also takes one value for all rows."""
+def with_one_value(name, candidates=order_statistics.CANDIDATES):
+    """A warper that also takes one value for all rows, and looks at so many candidates before it bisects."""
 
     def warp(scores, value, *keep):
-        return getattr(warpers, name)(scores, jnp.broadcast_to(value, (scores.shape[0], 1)), *keep)
+        with mock.patch.object(order_statistics, "CANDIDATES", candidates):
+            return getattr(warpers, name)(scores, jnp.broadcast_to(value, (scores.shape[0], 1)), *keep)
 
     return jax.jit(warp, static_argnums=2)
 
@@ -39,22 +41,27 @@ top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, temperature, top_h =
 )
 
 
+ALL_OF = {name: [with_one_value(name, candidates) for candidates in (256, 3, 1)] for name in ("top_k", "top_p")}
+
+
 def kept(scores):
     return np.isfinite(np.asarray(scores))
 
 
+@pytest.mark.parametrize("top_k", ALL_OF["top_k"])
 @settings(max_examples=200, deadline=None)
 @given(SCORES, st.integers(0, VOCAB + 3), KEEP)
-def test_top_k_keeps_all_that_reach_the_kth(scores, k, keep):
+def test_top_k_keeps_all_that_reach_the_kth(top_k, scores, k, keep):
     out = np.asarray(top_k(scores, np.int32(k), keep))
     k = VOCAB if k == 0 else min(max(k, keep), VOCAB)
     expected = np.where(scores >= np.sort(scores)[:, [-k]], scores, -np.inf)
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("top_p", ALL_OF["top_p"])
 @settings(max_examples=300, deadline=None)
 @given(SCORES, st.floats(0, 1, width=32), KEEP)
-def test_top_p_keeps_what_a_stable_sort_keeps(scores, p, keep):
+def test_top_p_keeps_what_a_stable_sort_keeps(top_p, scores, p, keep):
     out = kept(top_p(scores, np.float32(p), keep))
     for row, got in zip(scores, out, strict=True):
         order = np.argsort(row, kind="stable")
