@@ -45,6 +45,8 @@ def parser() -> arguments.Parser:
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
     add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
     add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
+    add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
+    add("--debug", action="store_true", help="show the traceback of an error")
     add("--seed", type=arguments.natural, default=0, help="seed of row order, updates and dropout (default: 0)")
     return result
 

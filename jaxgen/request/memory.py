@@ -47,6 +47,11 @@ def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def default_device() -> Any:
+    """Return the device on which jax puts arrays."""
+    return next(iter(jax.device_put(np.float32(0)).devices()))
+
+
 def check_memory(
     path: str | PathLike[str],
     cfg: GenerationConfig,
@@ -70,7 +75,7 @@ def check_memory(
         CheckpointError: a faulty checkpoint; only the weights' values are not checked.
         ConfigError: a dtype that `load_hf` does not accept.
     """
-    device = jax.local_devices()[0]
+    device = default_device()
     free = free_bytes(device)
     if free is None:
         return
