@@ -155,13 +155,13 @@ def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationCo
     """Return the checkpoint's config with the options of the command line."""
     given = generation_fields(options)
     try:
-        cfg = source.cfg.replace(**given)
+        cfg = source.cfg.replace(**given, output_logprobs="logits" if options.logprobs else None, top_logprobs=0)
     except TypeError as error:  # a value in JSON that is of the wrong type
         raise InputError(str(error)) from error
     if options.chat and cfg.num_return_sequences > 1:
         raise InputError(
-            f"--chat gives one answer per message, and the checkpoint sets num_return_sequences="
-            f"{cfg.num_return_sequences}: add --num-return-sequences 1"
+            f"--chat gives one answer per message, and the checkpoint asks for {cfg.num_return_sequences}: add "
+            "--num-return-sequences 1"
         )
     refuse_unavailable(cfg)
     if options.chat:  # whose options can be changed

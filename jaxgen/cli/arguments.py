@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if arguments is None else arguments
         known = [name for action in self._actions for name in action.option_strings]
         for word in words[: words.index("--")] if "--" in words else words:
-            if f"-{word.partition('=')[0]}" in known and not word.startswith("--"):
+            if f"-{word.partition('=')[0]}" in known and word.startswith("-"):
                 self.error(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
@@ -89,6 +89,11 @@ def path(text: str) -> Path:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a file's name")
     return Path(text)
+
+
+def source(text: str) -> str:
+    """Read the name of a file, or "-" for stdin."""
+    return str(path(text))
 
 
 def file(text: str) -> Path:

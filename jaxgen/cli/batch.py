@@ -45,8 +45,6 @@ def read_lines(
     Raises:
         InputError: a line that is neither, by its number, or no line at all.
     """
-    if "\0" in source:
-        raise InputError(f"--input {source!r} is not a file's name")
     data = stdin_bytes() if source == "-" else Path(source).read_bytes()
     lines = text_lines(f"--input {source}", data)
     if not lines:

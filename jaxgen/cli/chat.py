@@ -84,9 +84,10 @@ class Chat:
                 out = generate_and_print(params, [ids], key, cfg, stats, printer=printer, **given)
             except KeyboardInterrupt:
                 printer.end()
-                if printer.text.strip():
-                    self.turns = [*turns, {"role": "assistant", "content": printer.text.strip()}]
-                raise
+                if not printer.text.strip():
+                    raise KeyboardInterrupt("Interrupted before the answer began: the message is forgotten.") from None
+                self.turns = [*turns, {"role": "assistant", "content": printer.text.strip()}]
+                raise KeyboardInterrupt("The answer was interrupted.") from None
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
@@ -218,8 +219,8 @@ class _Conversation:
                 return
             try:
                 self.react(message)
-            except KeyboardInterrupt:
-                _note("The answer was interrupted.")
+            except KeyboardInterrupt as interrupt:
+                _note(str(interrupt))
             except JaxgenError as error:
                 _note(in_flags(str(error)))
 
@@ -281,8 +282,9 @@ class _Conversation:
     def set(self, text: str) -> None:
         """Change an option, or list those that are set."""
         if not text:
-            shown = {name: getattr(self.cfg, name) for name in sorted(self.given)}
-            _note("\n".join(in_flags(f"{name}={value}")[2:] for name, value in shown.items()) or "Nothing is set.")
+            values = {name: getattr(self.cfg, name) for name in sorted(self.given)}
+            shown = [f"{name}={value}" for name, value in values.items() if value is False or self.cfg.on(name)]
+            _note(in_flags("\n".join(shown)) or "Nothing is set.")
             return
         fields = setting(text)
         try:
@@ -293,7 +295,7 @@ class _Conversation:
         self.cfg, self.given = cfg, self.given | set(fields)
         (name, value), *_ = fields.items()
         unread = name in [option.name for option in cfg.unread()]
-        _note(in_flags(f"{name}={value}")[2:] + (f", which {cfg.mode} does not read" if unread else ""))
+        _note(in_flags(f"{name}={value}") + (f", which {cfg.mode} does not read" if unread else ""))
 
 
 def _path(name: str, command: str) -> Path:

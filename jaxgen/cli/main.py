@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -68,7 +67,7 @@ def _explained(error: BaseException) -> int:
             _discard_stdout()
             return BROKEN_PIPE
         case OSError():
-            terminal.say("error", error)
+            terminal.say("error", _one_line(str(error), LINE_WIDTH))
             _discard_stdout()
             return BAD_INPUT
         case KeyboardInterrupt():
@@ -115,10 +114,16 @@ def _shortened(error: JaxgenError) -> str:
     if problems is None:
         text = str(error)
         in_a_file = "config.json" in text  # whose options have the names of `GenerationConfig`
-        return textwrap.shorten(text if in_a_file else in_flags(text), LINE_WIDTH, placeholder=" ...")
-    shown = [textwrap.shorten(problem, PROBLEM_WIDTH, placeholder=" ...") for problem in problems[:SHOWN_PROBLEMS]]
+        return _one_line(text if in_a_file else in_flags(text), LINE_WIDTH)
+    shown = [_one_line(problem, PROBLEM_WIDTH) for problem in problems[:SHOWN_PROBLEMS]]
     more = len(problems) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _one_line(text: str, width: int) -> str:
+    """Return the beginning and the end of a text that is longer than `width`."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
 
 
 def _show_warning_once() -> Callable[..., None]:

@@ -44,7 +44,13 @@ def parser() -> arguments.Parser:
     add("-f", "--prompt-file", type=arguments.file, metavar="FILE", help="the prompt is this file's text")
     add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
     add("-c", "--chat", action="store_true", help="start a conversation; /help lists its commands")
-    add("-i", "--input", metavar="FILE", help="one prompt per line, or JSONL with prompt or messages; - is stdin")
+    add(
+        "-i",
+        "--input",
+        type=arguments.source,
+        metavar="FILE",
+        help="one prompt per line, or JSONL with prompt or messages; - is stdin",
+    )
     add(
         "-o",
         "--output",

@@ -24,7 +24,8 @@ def show(text: str) -> None:
     global _shown
     if interactive():
         _shown = True
-        _print(_ERASE + text[: os.get_terminal_size(sys.stderr.fileno()).columns - 1])
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        _print(_ERASE + text[: columns - 1])
 
 
 def erase() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxgen.cli import arguments
 from jaxgen.model.config import DTYPES
@@ -27,7 +26,7 @@ def parser() -> arguments.Parser:
     add("--data", type=arguments.file, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
     add("--eval-data", type=arguments.file, metavar="FILE", help="held-out data; its loss is reported before and after")
     add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
-    add("--out", type=Path, metavar="DIR", help="the directory to create")
+    add("--out", type=arguments.path, metavar="DIR", help="the directory to create")
     add("--overwrite", action="store_true", help="replace the checkpoint --out")
     length = result.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
