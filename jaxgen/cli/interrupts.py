@@ -8,11 +8,12 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 from jaxgen.cli import terminal
 
-_raises = False  # at a prompt where the user types: the handler raises KeyboardInterrupt there
+_prompt: object | None = None  # where the user types: the handler raises KeyboardInterrupt there
 _stop: threading.Event | None = None  # in an answer of a conversation: it is set, and the answer ends
 
 
@@ -30,12 +31,12 @@ def install() -> None:
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
     """During the block, raise KeyboardInterrupt for Ctrl-C. It may come from the block's end, too."""
-    global _raises
-    _raises = True
+    global _prompt
+    _prompt = object()
     try:
         yield
     finally:
-        _raises = False
+        _prompt = None
 
 
 @contextlib.contextmanager
@@ -50,7 +51,9 @@ def postponed() -> Iterator[threading.Event]:
 
 
 def _handle(number: int, frame: object) -> None:
-    if _raises:
+    global _prompt
+    if _prompt is not None:
+        _prompt = None
         raise KeyboardInterrupt
     if _stop is None:  # the thread has not seen it: other code may have replaced the pipe for a while
         _exit()
@@ -58,9 +61,13 @@ def _handle(number: int, frame: object) -> None:
 
 def _watch(reading: int) -> None:
     while number := os.read(reading, 1):
-        if number[0] != signal.SIGINT or _raises:
+        if number[0] != signal.SIGINT:
             continue
-        if _stop is None or _stop.is_set():
+        if (prompt := _prompt) is not None:
+            time.sleep(0.05)
+            if _prompt is prompt:  # the signal came just before readline began to wait, and did not wake it
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        elif _stop is None or _stop.is_set():
             _exit()
         else:
             _stop.set()

@@ -7,8 +7,11 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
+# A session's leader gets the terminal that it opens first; without that, Ctrl-C interrupts nobody.
+TAKE = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv(sys.argv[1], sys.argv[1:])"
 ESCAPES = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]")
 
 
@@ -22,17 +25,11 @@ class Terminal:
     def __init__(self, command, cwd=None, **environment):
         self.output = ""
         self.own, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
         env = {**os.environ, "TERM": "xterm", "JAX_PLATFORMS": "cpu", **environment}
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=env,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=_take_terminal,
-        )
+        command = [sys.executable, "-c", TAKE, *map(str, command)]
+        streams = dict.fromkeys(["stdin", "stdout", "stderr"], theirs)
+        self.process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **streams)
         os.close(theirs)
         self._read = 0  # characters of the output that `wait_for` has passed
 
@@ -87,11 +84,3 @@ class Terminal:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         os.close(self.own)
-
-
-def _take_terminal() -> None:
-    """Make stdin the controlling terminal, so that Ctrl-C interrupts."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(sys.stdin.fileno() if sys.stdin else 0, termios.TIOCSCTTY, 0)

@@ -1,0 +1,66 @@
+"""The start of the command: what it imports, and the user's files that it does not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+QUICK = """
+import sys
+from jaxgen.cli.main import main
+
+for words in (["--help"], ["--version"], ["train", "--help"], ["A", "--temp", "1"], ["A", "--top-k=x"], ["train"]):
+    assert main(words) in (0, 2)
+    assert not {"jax", "flax", "tokenizers", "importlib.metadata", "rich"} & set(sys.modules), words
+"""
+
+
+def test_help_and_mistakes_import_no_jax():
+    done = subprocess.run([sys.executable, "-c", QUICK], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: jaxgen") == 2
+    assert done.stderr.count("jaxgen: error: ") == 3
+
+
+# As pip writes it.
+SCRIPT = "import sys\nfrom jaxgen.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_users_files_are_not_imported(tmp_path, installed):
+    work, scripts = tmp_path / "work", tmp_path / "bin"
+    for name in ("convert", "jax", "numpy", "tokenizers", "queue", *(["jaxgen"] if installed else [])):
+        work.mkdir(exist_ok=True)
+        (work / f"{name}.py").write_text(f"raise ImportError('the file {name}.py')")
+    scripts.mkdir()
+    (scripts / "jaxgen").write_text(SCRIPT)
+    command = [scripts / "jaxgen"] if installed else ["-m", "jaxgen"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, *command, "--model", "no where", "A"],
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("jaxgen: error: 'no where' is neither a directory nor a hub id")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"), [({"JAX_PLATFORMS": "foo"}, "jax finds no device: Unable to initialize backend 'foo'")]
+)
+def test_a_platform_that_is_not_there(environment, words):
+    environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "jaxgen", "A"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxgen", "A", "--debug"], env=environment, capture_output=True, text=True
+    )
+    assert done.stderr.count("Traceback") >= 1
