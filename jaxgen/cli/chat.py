@@ -21,7 +21,7 @@ from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import refuse_unavailable, without_unread
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import CONTRASTIVE
+from jaxgen.config.options import CONTRASTIVE, OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.text.lines import json_line
@@ -283,7 +283,9 @@ class _Conversation:
         """Change an option, or list those that are set."""
         if not text:
             values = {name: getattr(self.cfg, name) for name in sorted(self.given)}
-            shown = [f"{name}={value}" for name, value in values.items() if value is False or self.cfg.on(name)]
+            shown = [
+                f"{name}={value}" for name, value in values.items() if value is False or OPTIONS[name].is_given(value)
+            ]
             _note(in_flags("\n".join(shown)) or "Nothing is set.")
             return
         fields = setting(text)

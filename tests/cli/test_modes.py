@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from jaxgen import demo, generate, score
 from jaxgen.cli import batch, printing
 from jaxgen.cli.chat import Chat
 from jaxgen.text.tokenizer import Tokenizer
+from tests.support.compilations import compilations
 from tests.support.tokenizers import CHATML
 
 
@@ -84,6 +86,94 @@ class TestChat:
         assert (status, out) == (0, '!"#$\n' * 2)
         assert "/reset" in err
         assert "/typo is not a command" in err
+
+    def notes(self, err):
+        return [line.removeprefix("jaxgen: ") for line in err.splitlines()]
+
+    def test_every_command_says_what_it_did(self, say, tmp_path):
+        file = tmp_path / "talk.json"
+        commands = ["/retry", "A", f"/save {file}", f"/save {file}", "/reset", f"/load {file}", "/retry", "/system S"]
+        commands += ["/system", "/save", f"/save {tmp_path}", "/load nowhere.json", "/rest"]
+        status, out, err = say("\n".join(commands))
+        assert (status, out) == (0, '!"#$\n' * 2)
+        assert self.notes(err) == [
+            "there is no message yet",
+            f"2 messages were written to {file}.",
+            f"2 messages were written to {file}.",
+            "The conversation starts over.",
+            f"2 messages were read from {file}.",
+            "The conversation starts over, with this system message.",
+            "The conversation starts over, without a system message.",
+            "/save needs the name of a file",
+            f"{tmp_path} exists: choose another name",
+            f"{Path.cwd() / 'nowhere.json'} cannot be read: No such file or directory",
+            "/rest is not a command: did you mean /reset?",
+        ]
+        talk = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": '!"#$'}]}
+        assert json.loads(file.read_text()) == talk
+        (tmp_path / "other").write_text("")
+        assert "exists: choose another name" in say(f"A\n/save {tmp_path / 'other'}")[2]
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b"\xff", "is not a conversation: "),
+            (b"[" * 100_000, "the JSON is nested too deeply"),
+            (b'{"messages": []}', "it must be"),
+            (b'{"messages": [{"role": "user", "content": "A"}]}', "user and assistant in turn"),
+            (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be texts"),
+        ],
+    )
+    def test_files_that_are_no_conversation(self, say, tmp_path, content, words):
+        (tmp_path / "file").write_bytes(content)
+        status, out, err = say(f"/load {tmp_path / 'file'}")
+        assert (status, out, err.count("\n")) == (0, "", 1)
+        assert words in err
+
+    def test_settings(self, say):
+        settings = ["temperature 0.5", "--top-p 0.9", "do_sample true", "max_new_tokens 2", "temp 3", "temperature x"]
+        settings += [
+            "temperature 0",
+            "do_sample maybe",
+            "num_return_sequences 2",
+            "max_length 9",
+            "eos_token_id",
+            "x 1",
+        ]
+        err = say("\n".join([*(f"/set {text}" for text in settings), "/set"]))[2]
+        assert self.notes(err) == [
+            "--temperature 0.5, which greedy_search does not read",
+            "--top-p 0.9, which greedy_search does not read",
+            "--do-sample",
+            "--max-new-tokens 2",
+            "temp is not an option of a conversation: did you mean --temperature?",
+            "argument -t/--temperature: invalid float value: 'x'; see jaxgen --help",
+            "--temperature must be > 0 and finite (for greedy decoding set --no-do-sample), got 0.0",
+            "--do-sample must be true or false",
+            "--chat gives one answer per message",
+            "--max-length is not an option of a conversation",
+            "/set --eos-token-id needs a value",
+            "x is not an option of a conversation",
+            "--do-sample",
+            "--max-new-tokens 2",
+            "--temperature 0.5",
+            "--top-p 0.9",
+        ]
+
+    def test_another_value_compiles_nothing(self, say, monkeypatch):
+        counts, generate = [], printing.generate
+
+        def counting(*arguments, **options):
+            with compilations() as counted:
+                out = generate(*arguments, **options)
+            counts.append(counted[0])
+            return out
+
+        monkeypatch.setattr(printing, "generate", counting)
+        turns = [f"/reset\n/set temperature {value}\n/set top_p {value / 2}\nA" for value in (0.5, 0.7, 1.5)]
+        status, out, _ = say("\n".join(turns), "--do-sample", "--temperature", 1.1, "--top-p", 0.9)
+        assert (status, len(out.splitlines())) == (0, 3)
+        assert counts[1:] == [0, 0]
 
     def test_several_lines(self, say, monkeypatch):
         rendered = []
