@@ -224,11 +224,15 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
     return more
 
 
-def _schema(path: Path) -> Any:
+def _schema(path: Path) -> dict[str, Any]:
+    text = _text(f"--json-schema {path}", path.read_bytes())
     try:
-        return json_line(_text(f"--json-schema {path}", path.read_bytes()))
+        schema = json_line(text)
     except InputError as error:
         raise InputError(f"--json-schema {path}: {error}") from error
+    if not isinstance(schema, dict):
+        raise InputError(f'--json-schema {path}: a schema is an object, such as {{"type": "integer"}}')
+    return schema
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Batch:

@@ -1,8 +1,13 @@
 """The command's other ways: a conversation, a file of prompts."""
 
+import contextlib
 import io
 import json
+import os
+import random
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -307,6 +312,29 @@ class TestInput:
         assert run(*options)[0] == 0
         assert target.read_bytes() == whole
 
+    @pytest.mark.slow
+    def test_killed_processes(self, run, checkpoint, tmp_path, programs):
+        (tmp_path / "prompts").write_text("\n".join(map(chr, range(65, 91))), encoding="utf-8")
+        options = ["--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9]
+        options += ["--max-new-tokens", 100, "--batch-size", 2, "--output"]
+        assert run(*options, tmp_path / "whole")[0] == 0
+        environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+        command = [sys.executable, "-m", "jaxgen", *map(str, options), str(tmp_path / "answers")]
+        partial, rng, kills, continued = tmp_path / "answers.partial", random.Random(0), 0, 0
+        while kills < 30:
+            continued += partial.exists()
+            with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(rng.uniform(0.5, 5))
+                process.kill()
+            kills += process.returncode == -signal.SIGKILL
+            if (tmp_path / "answers").exists():
+                assert (tmp_path / "answers").read_bytes() == (tmp_path / "whole").read_bytes()
+                (tmp_path / "answers").unlink()
+        assert continued > 3
+        assert run(*options, tmp_path / "answers")[0] == 0
+        assert (tmp_path / "answers").read_bytes() == (tmp_path / "whole").read_bytes()
+
     @pytest.mark.parametrize(
         ("more", "name"),
         [
@@ -514,3 +542,23 @@ def test_a_warning_is_printed_once(run, checkpoint, tmp_path):
     (tmp_path / "prompts").write_text("A\nB\nC\n")
     options = ("--input", tmp_path / "prompts", "--batch-size", 1, "--max-new-tokens", 2, "--top-k", 3)
     assert run("--model", checkpoint, *options)[2] == "jaxgen: warning: greedy_search does not read --top-k 3\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", "is not UTF-8: invalid start byte at byte 1"),
+        (b"", "not valid JSON: Expecting value at character 1"),
+        (b"[" * 100_000, "the JSON is nested too deeply"),
+        (b'{"a":' * 400 + b"1" + b"}" * 400, ""),
+        (b'{"not": ' * 400 + b"{}" + b"}" * 400, ""),
+        (b'{"items": ' * 400 + b"{}" + b"}" * 400, ""),
+        (b'{"type": NaN}', "NaN is not a number"),
+        (b"3", "a schema is an object"),
+    ],
+)
+def test_schemas_that_cannot_be_read(refused, checkpoint, tmp_path, content, words):
+    (tmp_path / "schema").write_bytes(content)
+    line = refused("--model", checkpoint, "A", "--json-schema", tmp_path / "schema")
+    assert words in line
+    assert line.count(str(tmp_path / "schema")) <= 1
