@@ -23,6 +23,8 @@ from jaxgen.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
 from tests.support.tokenizers import CHATML
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture
 def talking(copy):
@@ -318,7 +320,7 @@ class TestInput:
         options = ["--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9]
         options += ["--max-new-tokens", 100, "--batch-size", 2, "--output"]
         assert run(*options, tmp_path / "whole")[0] == 0
-        environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+        environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "jaxgen", *map(str, options), str(tmp_path / "answers")]
         partial, rng, kills, continued = tmp_path / "answers.partial", random.Random(0), 0, 0
         while kills < 30:
