@@ -49,7 +49,8 @@ def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
 
 def default_device() -> Any:
     """Return the device on which jax puts arrays."""
-    return next(iter(jax.device_put(np.float32(0)).devices()))
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
 
 def check_memory(
