@@ -19,50 +19,19 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # the compiler would wait for a metadata server
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from benchmarks import hlo
+from benchmarks.targets import CHIPS, Chip, compile_generate, mesh_for
 from jaxgen import GenerationConfig, InputError, JaxgenError, ModelConfig
 from jaxgen.cli import arguments
-from jaxgen.config.availability import normal_form
-from jaxgen.decoding import loop
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.model.causal_lm import param_shapes
-from jaxgen.model.sharding import divide, shardings
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """Published figures of a chip: FLOP/s in bf16, bytes of memory, bytes/s of memory and of its links together.
-
-    `link` counts one direction. `slices` are the topologies that can be had, smallest first.
-    """
-
-    flops: float
-    memory: float
-    bandwidth: float
-    link: float
-    slices: tuple[str, ...]
-    source: str
-
-
-_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
-CHIPS = {
-    "v5e": Chip(197e12, 16e9, 819e9, 200e9, _FLAT, "docs.cloud.google.com/tpu/docs/v5e"),
-    "v5p": Chip(459e12, 95e9, 2765e9, 600e9, _CUBES, "docs.cloud.google.com/tpu/docs/v5p"),
-    "v6e": Chip(918e12, 32e9, 1638e9, 400e9, _FLAT, "docs.cloud.google.com/tpu/docs/v6e"),
-}
+from jaxgen.model.sharding import divide
 
 
 def main() -> None:
@@ -96,7 +65,11 @@ def plan(args: argparse.Namespace) -> str:
             f"{chip.memory / 1e9:.0f}; {_smallest(model, args, name)}"
         )
     start = time.perf_counter()
-    compiled = _compile(model, args, data, parts)
+    cfg = GenerationConfig(
+        model=model, max_new_tokens=args.new_tokens, eos_token_id=1, pad_token_id=0, prefill_chunk_size=args.chunk
+    )
+    mesh = mesh_for(model, args.target, data, parts)
+    compiled = compile_generate(cfg, mesh, args.rows, args.context - args.new_tokens)
     return report(model, args, chip, compiled, time.perf_counter() - start)
 
 
@@ -137,32 +110,6 @@ def _smallest(model: ModelConfig, args: argparse.Namespace, name: str) -> str:
     return f"no slice of {name} that this program knows would"
 
 
-def _compile(model: ModelConfig, args: argparse.Namespace, data: int, parts: int):
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.target).devices
-    mesh = divide(model, Mesh(np.array(devices).reshape(data, parts), ("data", "model")))
-    divided = shardings(model, mesh)
-    shapes = {
-        name: jax.ShapeDtypeStruct(shape, model.dtype, sharding=divided[name])
-        for name, shape in param_shapes(model).items()
-    }
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def on_all(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
-
-    cfg = GenerationConfig(
-        model=model, max_new_tokens=args.new_tokens, eos_token_id=1, pad_token_id=0, prefill_chunk_size=args.chunk
-    )
-    numbers = jax.tree.map(lambda x: on_all(np.shape(x), np.asarray(x).dtype), normal_form(cfg))
-    params = flax.traverse_util.unflatten_dict(shapes, sep=".")
-    run = Run(params, numbers, Extensions(), model, Sizes(args.rows, args.new_tokens), mesh=mesh)
-    width = args.context - args.new_tokens
-    ids, mask = on_all((args.rows, width), jnp.int32), on_all((args.rows, width), jnp.bool_)
-    request = Request(ids, mask, on_all((args.rows,), jnp.int32))
-    traced = jax.jit(loop.decode, static_argnames="mode").trace(run, request, mode=mode_of(cfg))
-    return traced.lower(lowering_platforms=("tpu",)).compile()
-
-
 def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, seconds: float) -> str:
     """Return the plan as Markdown."""
     data, parts = args.mesh
@@ -183,9 +130,11 @@ def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, s
         "computing": (2 * weights + attention * args.context) * rows / chip.flops,
     }
     decode = max(times.values()) + moved / chip.link
-    binds = "communication" if moved / chip.link > max(times.values()) else max(times, key=lambda name: times[name])
-    computing = rows * tokens * (2 * weights + attention * tokens / 2) / chip.flops
-    prefill = max(computing, weights * itemsize / chip.bandwidth) + prefill_moved / chip.link
+    prefill_times = {
+        "reading weights": weights * itemsize / chip.bandwidth,
+        "computing": rows * tokens * (2 * weights + attention * tokens / 2) / chip.flops,
+    }
+    prefill = max(prefill_times.values()) + prefill_moved / chip.link
     counts = {}
     for c in step:
         counts[c.kind] = counts.get(c.kind, 0) + c.times
@@ -202,9 +151,10 @@ def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, s
         f"| of these with a row's hidden state or more | "
         f"{sum(c.times for c in step if _elements(c) >= rows * model.hidden_size)} |",
         f"| bytes sent by a chip in a decode step | {moved / 1e6:.3f} MB |",
-        f"| modelled decode step | {1e3 * decode:.2f} ms: {args.rows / decode:,.0f} tokens/s; {binds} binds |",
+        f"| modelled decode step | {1e3 * decode:.2f} ms: {args.rows / decode:,.0f} tokens/s; "
+        f"{_longest(times, moved / chip.link)} binds |",
         f"| modelled prefill | {1e3 * prefill:,.0f} ms: {args.rows * tokens / prefill:,.0f} tokens/s; "
-        f"{'computing' if computing > prefill_moved / chip.link else 'communication'} binds |",
+        f"{_longest(prefill_times, prefill_moved / chip.link)} binds |",
         f"| compiled in | {seconds:.0f} s |",
         "",
         f"Chip: {chip.flops / 1e12:.0f} TFLOP/s, {chip.bandwidth / 1e9:.0f} GB/s, links {chip.link / 1e9:.0f} GB/s "
@@ -213,12 +163,17 @@ def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, s
     return "\n".join(lines)
 
 
+def _longest(times: dict[str, float], communication: float) -> str:
+    times = times | {"communication": communication}
+    return max(times, key=times.__getitem__)
+
+
 def _elements(collective: hlo.Collective) -> int:
     return max((math.prod(dims) for dims in collective.dims), default=0)
 
 
 def _moved(collective: hlo.Collective, parts: int) -> float:
-    """Return the bytes that a chip sends for a collective over the axis `model`, in a ring."""
+    """Return the bytes that a chip sends for a collective in a ring; all but tiny ones are over the axis `model`."""
     factor = 2 if collective.kind == "all-reduce" else 1
     return factor * collective.nbytes * (parts - 1) / parts
 

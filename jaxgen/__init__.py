@@ -23,8 +23,8 @@ _NAMES = {
     "model.config": "ModelConfig RopeConfig",
     "model.sharding": "shard_params",
     "output": "GenerateOutput",
-    "scoring": "LogProbs compute_transition_scores score",
-    "text.streaming": "TextIteratorStreamer TextStream TextStreamer",
+    "scoring": "ChoiceScores LogProbs compute_transition_scores score score_choices",
+    "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextStream TextStreamer",
     "text.tokenizer": "Batch Tokenizer",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
@@ -62,11 +62,14 @@ if TYPE_CHECKING:
     from jaxgen.model.sharding import shard_params as shard_params
     from jaxgen.output import GenerateOutput as GenerateOutput
     from jaxgen.scoring import (
+        ChoiceScores as ChoiceScores,
         LogProbs as LogProbs,
         compute_transition_scores as compute_transition_scores,
         score as score,
+        score_choices as score_choices,
     )
     from jaxgen.text.streaming import (
+        AsyncTextIteratorStreamer as AsyncTextIteratorStreamer,
         TextIteratorStreamer as TextIteratorStreamer,
         TextStream as TextStream,
         TextStreamer as TextStreamer,

@@ -34,6 +34,7 @@ from jaxgen.request.checks import check_call
 from jaxgen.request.driver import Streamer, prefill_only, run_watched, run_whole
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
+from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import CallInputs, Prepared, prepare, under_jit
 from jaxgen.text.streaming import TextStreamer
 
@@ -169,6 +170,8 @@ def prefill(
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
     prepared = prepare(params, cfg, inputs, Extensions(), eager=not traced)
+    if not traced:
+        check_call_memory(prepared)
     return (loop.continuation_of if traced else prefill_only)(prepared.run, prepared.request)
 
 
@@ -210,6 +213,7 @@ def _run(
     prepared: Prepared, mode: Mode, streamer: Streamer | None, seconds: float | None, calls: HostCalls | None
 ) -> GenerateOutput:
     """Run an eager call and raise its failures."""
+    check_call_memory(prepared)
     if streamer is None and seconds is None:
         decoded = run_whole(prepared.run, prepared.request, mode)
     else:

@@ -14,8 +14,8 @@ from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.recording import LayerRecording
-from jaxgen.decoding.stopping import FAILURES
-from jaxgen.errors import GenerationError
+from jaxgen.decoding.stopping import FAILURES, StopReason
+from jaxgen.errors import GenerationError, InputError
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import Prepared
 
@@ -68,10 +68,19 @@ class GenerateOutput:
     cache: Continuation | None = None
     prompt_width: int = flax.struct.field(pytree_node=False, default=0)
 
+    def __repr__(self) -> str:
+        """Shapes in place of most values, and only of what is there."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        parts = [f"{name}={_short(name, value)}" for name, value in values.items() if value is not None]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def to_hf(self) -> HFOutput:
         """Return transformers' tuples, as numpy arrays: one entry per step, as many as the longest row has.
 
         Not under jit: it needs the number of steps.
+
+        Raises:
+            InputError: the cache is divided over several processes.
         """
         steps = int(np.max(self.lengths))
         width = self.prompt_width
@@ -93,6 +102,11 @@ class GenerateOutput:
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
         assert self.cache is not None
+        if not self.cache.kv.keys[0].is_fully_addressable:
+            raise InputError(
+                "the cache is divided over several processes, and to_hf() returns all of it: leave it out with "
+                "dataclasses.replace(out, cache=None).to_hf()"
+            )
         cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
@@ -107,6 +121,16 @@ class GenerateOutput:
 
         layers = (cache.layer(index) for index in range(len(cache.keys)))
         return tuple((columns(k), columns(v)) for k, v in layers)
+
+
+def _short(name: str, value: Any) -> str:
+    if not hasattr(value, "dtype"):
+        return repr(value)
+    is_known = isinstance(value, jax.Array | np.ndarray) and not is_traced(value)
+    if value.ndim > 1 or value.size > 8 or not is_known:
+        return f"{value.dtype}{list(value.shape)}"
+    values = np.asarray(value).tolist()
+    return f"[{', '.join(StopReason(x).name for x in values)}]" if name == "stop_reasons" else str(values)
 
 
 @dataclasses.dataclass(frozen=True)

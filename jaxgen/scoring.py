@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -25,6 +28,7 @@ from jaxgen.model.sharding import REPLICATED, mesh_of, place_rows
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
 from jaxgen.request.prepare import under_jit
+from jaxgen.text.tokenizer import Tokenizer
 
 # Logits in memory at a time unless `chunk` says otherwise: 128 MiB of float32.
 _LOGITS_AT_ONCE = 2**25
@@ -111,6 +115,62 @@ def score(
         return scores
     # Cut on the host: a slice of a jax array would compile for each width.
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceScores:
+    """Scores of several answers to one question.
+
+    Attributes:
+        logprobs: float32[n], the log-probability of each answer.
+        per_token: float32[n], divided by the number of its tokens.
+        per_byte: float32[n], divided by the number of its bytes in UTF-8; it can be compared between tokenizers.
+    """
+
+    logprobs: np.ndarray
+    per_token: np.ndarray
+    per_byte: np.ndarray
+
+
+def score_choices(
+    params, question: str, choices: Sequence[str], cfg: GenerationConfig, tokenizer: Tokenizer
+) -> ChoiceScores:
+    """Score the answers of a multiple-choice question, as evaluation suites do.
+
+    >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
+    >>> scores.per_token.argmax()                                                                # doctest: +SKIP
+
+    Each answer is scored as it follows the question, without a space or a chat template in between. Its tokens are
+    those after the ones that the question alone would have, so a token that spans both counts as the answer's.
+
+    Args:
+        params: the parameters.
+        question: the text before every answer, rendered by `tokenizer.render_chat` for a chat model.
+        choices: the answers, none of them empty.
+        cfg: as in `score`.
+        tokenizer: the model's.
+
+    Raises:
+        InputError: there are no answers, an empty one, or one that adds no token.
+        TypeError: `choices` is not a list of texts.
+    """
+    if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
+        raise TypeError("choices must be a list of texts")
+    if not choices or not all(choices):
+        raise InputError("choices must have at least one text, and none of them may be empty")
+    alone = tokenizer.encode(question) if question else []
+    rows = [tokenizer.encode(question + choice) for choice in choices]
+    shared = [sum(1 for _ in itertools.takewhile(bool, map(operator.eq, alone, row))) for row in rows]
+    counts = np.array([len(row) - max(start, 1) for row, start in zip(rows, shared, strict=True)])
+    if counts.min() < 1:
+        raise InputError(f"{choices[int(counts.argmin())]!r} adds no token to the question that could be scored")
+    batch = tokenizer.pad(rows)
+    scores = score(params, batch.ids, cfg, attention_mask=batch.attention_mask)
+    width = batch.ids.shape[1]
+    answers = np.arange(width)[None, :] >= width - counts[:, None]
+    logprobs = np.where(answers, np.asarray(scores.logprobs), 0).sum(axis=1)
+    sizes = np.array([len(choice.encode()) for choice in choices])
+    return ChoiceScores(logprobs, (logprobs / counts).astype(np.float32), (logprobs / sizes).astype(np.float32))
 
 
 def _chunk_size(given: int | None, columns: int, logits: int) -> int:

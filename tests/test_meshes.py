@@ -7,21 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from benchmarks import hlo
 from convert import CheckpointError, load_hf, save_hf
 from convert.hf import open_checkpoint
 from convert.tensors import Tensor
-from jaxgen import CausalLM, GenerationConfig, InputError, StepHook, generate, prefill, score, shard_params
-from jaxgen.config.availability import normal_form
-from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.run import Request, Run, Sizes
-from jaxgen.model.sharding import divide, mesh_of, shardings
-from jaxgen.request.driver import run_whole
+from jaxgen import GenerationConfig, InputError, StepHook, generate, prefill, score, shard_params
+from jaxgen.model.sharding import mesh_of
 from jaxgen.training import lora
 from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train, train_step
+from tests.support.communication import STEPS, check_communication
 from tests.support.models import model_config, random_params, slow
 from tests.support.streamers import Collector
 
@@ -49,8 +44,8 @@ MODES = {
 }
 
 
-def mesh_of_shape(shape):
-    return jax.make_mesh(shape, ("data", "model"))
+def mesh_of_shape(shape, **options):
+    return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("data", "model"), **options)
 
 
 def on_mesh(shape, params=PARAMS, model=MODEL):
@@ -125,7 +120,11 @@ def test_a_cache_from_elsewhere():
     cfg, new = CFG.replace(eos_token_id=None), IDS[:, :2]
     alone, divided = (generate(params, IDS, None, cfg).cache for params in (PARAMS, on_mesh((4, 2))))
     expected = generate(PARAMS, new, None, cfg, cache=alone)
-    for params, cache in ((PARAMS, divided), (on_mesh((4, 2)), alone), (on_mesh((2, 4)), divided)):
+    bound = jax.device_put(alone, jax.devices()[3])
+    for params, cache in (
+        *((PARAMS, divided), (on_mesh((4, 2)), alone), (on_mesh((2, 4)), divided)),
+        *((on_mesh((4, 2)), bound), (on_mesh((8, 1)), bound)),
+    ):
         assert generate(params, new, None, cfg, cache=cache).sequences.tolist() == expected.sequences.tolist()
 
 
@@ -274,41 +273,6 @@ def test_low_rank_weights_on_the_mesh():
     assert found.sequences.tolist() == expected.sequences.tolist()
 
 
-def compiled(shape, **options):
-    """A program for 8 rows, in which nothing but hidden states and scores is as large as these."""
-    model = model_config(
-        **{"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 128, "num_attention_heads": 8},
-        **{"num_key_value_heads": 4, "num_hidden_layers": 3},
-    )
-    cfg = GenerationConfig(model=model, max_new_tokens=8, pad_token_id=0, eos_token_id=1, **options)
-    mesh = divide(model, mesh_of_shape(shape))
-    everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())
-    divided = shardings(model, mesh)
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=divided[".".join(k.key for k in path)]),
-        jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"],
-    )
-    key = None
-    if cfg.do_sample:
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-    ids = np.zeros((8, 32), np.int32)
-    candidates = cfg.top_k if cfg.on("penalty_alpha") else 0
-    run = Run(params, normal_form(cfg), Extensions(), model, Sizes(8, 128, candidates=candidates), mesh=mesh)
-    request = Request(ids, ids == 0, np.full(8, 8, np.int32), key)
-    return model, run_whole.lower(run, request, mode=mode_of(cfg)).compile().as_text()
-
-
-STEPS = {
-    "greedy": ({}, 1),
-    "sampling": ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}, 1),
-    "beams": ({"num_beams": 4}, 4),
-    "beam sampling": ({"num_beams": 4, "do_sample": True}, 4),
-    "groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, 4),
-    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, 4),
-}
-
-
 def communicating():
     """Greedy search and sampling on all meshes, the other modes on those that divide the vocabulary most."""
     for name in STEPS:
@@ -320,13 +284,7 @@ def communicating():
 @pytest.mark.parametrize(("shape", "name"), list(communicating()))
 def test_communication_of_a_step(shape, name):
     """Two sums per layer and one for the embedding, over the axis `model`; nothing else of that size."""
-    options, copies = STEPS[name]
-    model, program = compiled(shape, **options)
-    rows = 8 // shape[0] * copies
-    large = [c for c in hlo.decode_step(program) if max(map(math.prod, c.dims)) >= rows * model.hidden_size]
-    sums = [c for c in large if c.kind == "all-reduce" and max(c.dims, key=math.prod)[-1] == model.hidden_size]
-    assert large == sums
-    assert sum(c.times for c in sums) == (0 if shape[1] == 1 else 2 * model.num_hidden_layers + 1)
+    check_communication(mesh_of_shape(shape), name)
 
 
 def test_each_device_has_its_part():
@@ -383,7 +341,8 @@ def test_other_meshes(shape, axes):
 
 def test_a_mesh_that_the_caller_has_set():
     params = on_mesh((4, 2))
-    with jax.set_mesh(mesh_of_shape((4, 2))), pytest.raises(InputError, match=r"leave jax\.set_mesh out"):
+    mesh = mesh_of_shape((4, 2), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), pytest.raises(InputError, match=r"leave jax\.set_mesh out"):
         generate(params, IDS, None, CFG)
 
 

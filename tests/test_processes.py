@@ -1,6 +1,7 @@
 """Several processes: the results of one, each reading and writing its own parts, and an end when one is lost."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ import pytest
 
 from convert import load_hf, save_hf
 from jaxgen import GenerationConfig, generate, score
+from jaxgen.model.causal_lm import param_shapes
+from jaxgen.training.train import TrainBatch, TrainConfig, train
 from tests.support.models import model_config, random_params
 from tests.support.one_of_two import OPTIONS
 
@@ -38,21 +41,31 @@ def environment(programs):
     return {**os.environ, **programs, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
+@pytest.fixture
+def both(port, environment):
+    """Do a task of `one_of_two` in two processes, and return what each printed."""
+
+    def both(task: str, shape: tuple[int, int], *paths: Path) -> list[dict]:
+        words = [sys.executable, "-m", "tests.support.one_of_two", task]
+        processes = [
+            subprocess.Popen(
+                [*words, *map(str, (number, port, *shape, *paths))],
+                **{"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": ROOT},
+            )
+            for number in range(2)
+        ]
+        printed = [process.communicate(timeout=400)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0]
+        return [json.loads(text.split("RESULT", 1)[1].splitlines()[0]) for text in printed]
+
+    return both
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
-def test_two_processes(tmp_path, port, environment, shape):
+def test_two_processes(tmp_path, both, shape):
     params = random_params(MODEL, scale=0.2)
     save_hf(params, CFG, tmp_path / "one")
-    command = [sys.executable, "-m", "tests.support.one_of_two"]
-    both = [
-        subprocess.Popen(
-            [*command, str(number), str(port), *map(str, shape), str(tmp_path / "one"), str(tmp_path / "two")],
-            **{"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": ROOT},
-        )
-        for number in range(2)
-    ]
-    printed = [process.communicate(timeout=400)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    first, second = (json.loads(text.split("RESULT", 1)[1].splitlines()[0]) for text in printed)
+    first, second = both("generate", shape, tmp_path / "one", tmp_path / "two")
 
     for name, options in OPTIONS.items():
         cfg = CFG.replace(**options)
@@ -64,6 +77,7 @@ def test_two_processes(tmp_path, port, environment, shape):
     assert first["again"] == second["again"] == np.asarray(again.sequences).tolist()
     np.testing.assert_allclose(first["score"], score(params, IDS[:2], CFG).logprobs, atol=2e-3)
     assert "max_time cannot stop several processes" in first["max_time"]
+    assert "the cache is divided over several processes" in first["to_hf"]
 
     # Each process has one row of the mesh (2, 4), and so the whole model; of (1, 8) it has half. No byte is read twice.
     matrices, others = (
@@ -75,6 +89,31 @@ def test_two_processes(tmp_path, port, environment, shape):
     assert cfg == CFG.replace(max_new_tokens=6)
     jax.tree.map(np.testing.assert_array_equal, saved, params)
     assert first["again_saved"] == second["again_saved"] == "CheckpointError"
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
+def test_training_resumes(tmp_path, both, shape):
+    params = random_params(MODEL, scale=0.2)
+    save_hf(params, CFG, tmp_path / "one")
+    first, second = both("train", shape, tmp_path / "one", tmp_path / "state")
+    assert first == second
+    assert (first["seen"], first["same"]) == ([2, 3, 4, 5], True)
+    ids = np.random.default_rng(0).integers(2, 90, (6, 4, 12), np.int32)
+    batches = [TrainBatch(rows, rows, np.ones_like(rows)) for rows in ids]
+    trained = train(params, batches.__getitem__, model=MODEL, cfg=TrainConfig(steps=6, learning_rate=1e-2))
+    total = sum(np.abs(leaf).sum(dtype=np.float64) for leaf in jax.tree.leaves(trained))
+    np.testing.assert_allclose(first["total"], total, rtol=1e-3)
+
+
+def test_a_process_holds_its_parts_only(tmp_path, both):
+    model = model_config(
+        vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=8
+    )
+    save_hf(random_params(model), CFG.replace(model=model), tmp_path / "one")
+    nbytes = {name: 4 * math.prod(shape) for name, shape in param_shapes(model).items()}
+    part = sum(nbytes.values()) / 2
+    for result in both("load", (1, 8), tmp_path / "one"):
+        assert part < result["grown"] < part + 2 * max(nbytes.values()) + 20e6  # 20 MB for jax
 
 
 @pytest.fixture

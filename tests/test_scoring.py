@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import CausalLM, GenerationConfig, compute_transition_scores, generate, score
+from jaxgen import CausalLM, GenerationConfig, compute_transition_scores, generate, score, score_choices
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from tests.support.compilations import compilations
 from tests.support.models import left_pad, model_config, random_params, slow
+from tests.support.tokenizers import byte_level
 
 MODEL = model_config()
 PARAMS = random_params(MODEL)
@@ -309,3 +310,42 @@ def test_transition_scores_that_do_not_fit(change, message):
     sequences, scores, beams = transition(0)
     with pytest.raises(InputError, match=message):
         compute_transition_scores(**{"sequences": sequences, "scores": scores, "beam_indices": beams, **change})
+
+
+def test_choices_are_scored_as_they_follow_the_question():
+    tok = byte_level()
+    model = model_config(vocab_size=len(tok))
+    params, choices = random_params(model), [" hello", "!", " a much longer answer €"]
+    found = score_choices(params, "say: hell", choices, GenerationConfig(model=model), tok)
+    for number, choice in enumerate(choices):
+        whole = tok.encode("say: hell" + choice)
+        answer = len(whole) - len(tok.encode("say: hell"))
+        total = np.asarray(score(params, [whole], CFG.replace(model=model)).logprobs)[0, -answer:].sum()
+        close(found.logprobs[number], total)
+        close(found.per_token[number], total / answer)
+        close(found.per_byte[number], total / len(choice.encode()))
+
+
+def test_a_token_that_spans_question_and_answer_is_the_answers():
+    tok = byte_level()
+    model = model_config(vocab_size=len(tok))
+    params, whole = random_params(model), tok.encode("hello")
+    assert len(whole) < len(tok.encode("hel")) + len(tok.encode("lo"))
+    shared = len([1 for a, b in zip(tok.encode("hel"), whole, strict=False) if a == b])
+    found = score_choices(params, "hel", ["lo"], GenerationConfig(model=model), tok)
+    expected_sum = np.asarray(score(params, [whole], CFG.replace(model=model)).logprobs)[0, max(shared, 1) :].sum()
+    close(found.logprobs[0], expected_sum)
+
+
+@pytest.mark.parametrize(
+    ("question", "choices", "error", "message"),
+    [
+        ("q", "yes", TypeError, "choices must be a list of texts"),
+        ("q", [], InputError, "at least one text"),
+        ("q", ["yes", ""], InputError, "none of them may be empty"),
+        ("", ["y"], InputError, "'y' adds no token"),
+    ],
+)
+def test_wrong_choices(question, choices, error, message):
+    with pytest.raises(error, match=message):
+        score_choices(PARAMS, question, choices, CFG, byte_level())

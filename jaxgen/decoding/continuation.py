@@ -34,6 +34,10 @@ class Continuation:
         """Wrap a cache of the model; its tokens are not known."""
         return cls(cache, None, cache.total_length)
 
+    def __repr__(self) -> str:
+        """The sizes."""
+        return f"Continuation({self.rows} rows, {self.slots} slots)"
+
     @property
     def rows(self) -> int:
         """The number of rows, B."""

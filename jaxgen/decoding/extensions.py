@@ -74,6 +74,12 @@ def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:
         raise TypeError(f"{name} must be a list of functions: pass [function]")
     if not isinstance(given, Sequence) or not all(map(callable, given)):
         raise TypeError(f"{name} must be a list of functions, got {given!r}")
+    for function in given:
+        if type(function).__module__.partition(".")[0] == "transformers":
+            raise TypeError(
+                f"{name} has a {type(function).__name__} of transformers, which computes with torch: set the option of "
+                "GenerationConfig that does the same, or write a function of (history, scores) with jax.numpy"
+            )
     return tuple(as_pytree(function) for function in given)
 
 

@@ -25,6 +25,7 @@ from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.logits import pipeline
 from jaxgen.logits.history import History
 from jaxgen.logits.row_options import OptionValues, RowOptions, option_values
 from jaxgen.shapes import put, repeat_rows, take
@@ -178,7 +179,8 @@ class Rows:
                 following, stops["STOP_STRING"] = extensions.stop_strings.push(stop_strings, tokens)
                 stop_strings = jnp.where(added, following, stop_strings)
             for criterion in extensions.criteria:
-                stops["CRITERION"] = stops.get("CRITERION", False) | _checked(criterion(history, scores), self.count)
+                met = pipeline.call("stopping_criteria", criterion, history, scores)
+                stops["CRITERION"] = stops.get("CRITERION", False) | _checked(met, self.count)
             constraints = self.constraints
             if (table := ConstraintTable.of(run.cfg)) is not None and constraints is not None:
                 constraints = table.push(constraints, tokens, added)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.errors import ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import AFTER_GRAMMAR, BEFORE_GRAMMAR, RENORMALIZE, WARP, of_stage
@@ -70,6 +71,21 @@ def _processors(stage: str, options: RowOptions) -> list[Processor]:
     return [functools.partial(_processor, name, options) for name in _on(stage, options.cfg)]
 
 
+def call(argument: str, function: Processor, history: History, scores: jax.Array) -> Any:
+    """Call a function of the caller's, given as `argument`.
+
+    Raises:
+        InputError: it asks for a value that is not known while the program is compiled.
+    """
+    try:
+        return function(history, scores)
+    except (ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError) as error:
+        raise InputError(
+            f"a function of {argument} uses the value of an array, and it is compiled before there are values: write "
+            "it with jax.numpy in place of numpy, jnp.where in place of if, and without float(), int() and .item()"
+        ) from error
+
+
 def _warpers(options: RowOptions) -> list[Processor]:
     return [functools.partial(_warper, name, options) for name in _on(WARP, options.cfg)]
 
@@ -95,7 +111,7 @@ def _grammar(options: RowOptions, allowed: Any, history: History, scores: jax.Ar
 
 
 def _checked(processor: Processor, history: History, scores: jax.Array) -> jax.Array:
-    result = processor(history, scores)
+    result = call("logits_processor", processor, history, scores)
     if not isinstance(result, jax.Array) or (result.shape, result.dtype) != (scores.shape, scores.dtype):
         given = f"{result.dtype}{list(result.shape)}" if isinstance(result, jax.Array) else repr(result)
         raise InputError(f"logits_processor must return the scores, float32{list(scores.shape)}, got {given}")

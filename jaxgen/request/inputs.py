@@ -7,6 +7,8 @@ removes it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,11 +33,19 @@ def _array(x, message: str) -> Array:
         raise InputError(message) from error
 
 
-def token_ids(ids, model: ModelConfig) -> Array:
+def token_ids(given, model: ModelConfig) -> Array:
     """Return prompts as int32[B, P], checked against the vocabulary if they are concrete."""
-    if isinstance(ids, tuple) and hasattr(ids, "attention_mask"):
+    if isinstance(given, tuple) and hasattr(given, "attention_mask"):
         raise TypeError("ids is a whole Batch: pass batch.ids, and attention_mask=batch.attention_mask")
-    ids = _array(ids, "ids must be one array [B, P]: pad the prompts on the left and pass attention_mask")
+    if isinstance(given, Mapping):
+        raise TypeError("ids is a dict: pass its input_ids, and its attention_mask as attention_mask=")
+    ids = _array(given, "ids must be one array [B, P]: pad the prompts on the left and pass attention_mask")
+    if ids.dtype.kind in "SU":
+        raise TypeError(
+            "ids is text: encode it with a tokenizer first, tok.batch([text]).ids or tok.chat(messages).ids"
+        )
+    if ids.dtype.kind == "O":
+        raise TypeError(f"ids must be an array of token ids, got {type(given).__name__}")
     if ids.ndim != 2 or 0 in ids.shape:
         raise InputError(f"ids must have shape [B, P] with B and P at least 1, got {list(ids.shape)}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):

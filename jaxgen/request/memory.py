@@ -7,7 +7,9 @@ fail.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -26,21 +28,27 @@ from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
+from jaxgen.request.prepare import Prepared
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# Changes that make a request smaller, in the command's terms.
+# Changes that make a request smaller.
 _REMEDIES: dict[str, dict[str, Any]] = {
-    "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
-    "a smaller --max-new-tokens": {"new_tokens": 1},
-    "a smaller --num-return-sequences or --num-beams": {"copies": 1},
-    "a smaller --top-k": {"candidates": 1},
+    "dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
+    "a smaller max_new_tokens": {"new_tokens": 1},
+    "a smaller num_return_sequences or num_beams": {"copies": 1},
+    "a smaller top_k": {"candidates": 1},
     "fewer prompts at once": {"prompts": 1},
     "a shorter prompt": {"width": 1},
 }
+# How the command writes what these name.
+_FLAGS = {name: "--" + name.replace("_", "-") for name in ("dtype", "max_new_tokens", "top_k", "num_beams")}
+_FLAGS["num_return_sequences"] = "--num-return-sequences"
+_SMALL = 2**28  # bytes; to read what is free would take longer than some calls that need less
 
 
+@functools.lru_cache
 def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
     """Return the bytes of `KVCache.create(model, rows, slots)`."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots)))
@@ -77,30 +85,71 @@ def check_memory(
         ConfigError: a dtype that `load_hf` does not accept.
     """
     device = default_device()
-    free = free_bytes(device)
-    if free is None:
-        return
+    checkpoint = open_checkpoint(path)
     request = _Quantities(
-        checkpoint=open_checkpoint(path),
-        assistant=None if assistant is None else open_checkpoint(assistant),
+        sources=(checkpoint,) if assistant is None else (checkpoint, open_checkpoint(assistant)),
         dtype=float_dtype(dtype),
         on_cpu=device.platform == "cpu",
         prompts=prompts,
         width=prompt_width,
-        copies=max(cfg.num_return_sequences, cfg.num_beams),
         candidates=max(candidates_of(cfg), 1),
         new_tokens=int(np.max(np.asarray(cfg.max_new_tokens))),
-        records=bool(cfg.output_scores) + bool(cfg.output_logits),
-        layers=1 if cfg.dola_layers is None else 1 + len(dola.candidate_layers(cfg)),
+        **_of_config(cfg),
     )
-    if (needed := request.needed()) <= free:
+    free = free_bytes(device)
+    if free is None or (needed := request.needed()) <= free:
         return
-    weights = _size(_weights(request.checkpoint, request.dtype))
-    where = "" if request.on_cpu else f" on {device}"
+    weights = _size(_weights(checkpoint, request.dtype))
+    remedy = _in_flags(request.remedy(free))
     raise InputError(
-        f"this request needs {_size(needed)} ({weights} of weights) and only {_size(free)} is free{where}: "
-        f"try {request.remedy(free)}"
+        f"this request needs {_size(needed)} ({weights} of weights) {_and_only(free, device)}: try {remedy}"
     )
+
+
+def check_call_memory(prepared: Prepared) -> None:
+    """Raise an error if the device lacks the memory for a call of `generate`, the weights being there.
+
+    Raises:
+        InputError: too little is free; the message names what would help.
+    """
+    run, cfg = prepared.run, prepared.run.cfg
+    device = next(iter(jax.tree.leaves(run.params)[0].devices()))
+    on_cpu = device.platform == "cpu"
+    request = _Quantities(
+        sources=(run.model,) if run.draft is None else (run.model, run.draft.model),
+        dtype=None,
+        on_cpu=on_cpu,
+        prompts=run.sizes.prompts,
+        width=prepared.request.ids.shape[1],
+        candidates=max(run.sizes.candidates, 1),
+        new_tokens=prepared.new_tokens,
+        **_of_config(cfg),
+    )
+    # Devices of a mesh have about equal parts; those of a CPU have one memory.
+    devices = 1 if on_cpu or run.mesh is None else run.mesh.size
+    if (needed := request.needed() // devices) <= _SMALL:
+        return
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        remedy = request.remedy(free * devices)
+        raise InputError(f"this call needs {_size(needed)} {_and_only(free, device)}: try {remedy}")
+
+
+def _of_config(cfg: GenerationConfig) -> dict[str, int]:
+    """Return the quantities that the config alone determines."""
+    return {
+        "copies": max(cfg.num_return_sequences, cfg.num_beams),
+        "records": bool(cfg.output_scores) + bool(cfg.output_logits),
+        "layers": 1 if cfg.dola_layers is None else 1 + len(dola.candidate_layers(cfg)),
+    }
+
+
+def _and_only(free: int, device) -> str:
+    return f"and only {_size(free)} is free{'' if device.platform == 'cpu' else f' on {device}'}"
+
+
+def _in_flags(remedy: str) -> str:
+    return re.sub("|".join(_FLAGS), lambda name: _FLAGS[name[0]], remedy)
 
 
 def free_bytes(device) -> int | None:
@@ -119,12 +168,13 @@ def free_bytes(device) -> int | None:
 class _Quantities:
     """The quantities that determine the memory needed.
 
-    `candidates` is the number of tokens that contrastive search tries per row and step, 1 in other modes. `records` is
-    the number of outputs `[N, rows, V]`, `layers` the number of layers that the head is applied to.
+    `sources` are the model and its draft model, if there is one: a checkpoint, which must be loaded, or the config of a
+    model that is in memory. `candidates` is the number of tokens that contrastive search tries per row and step, 1 in
+    other modes. `records` is the number of outputs `[N, rows, V]`, `layers` the number of layers that the head is
+    applied to.
     """
 
-    checkpoint: Checkpoint
-    assistant: Checkpoint | None
+    sources: tuple[Checkpoint | ModelConfig, ...]
     dtype: np.dtype | None
     on_cpu: bool
     prompts: int
@@ -137,11 +187,9 @@ class _Quantities:
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
-        model, width, capacity = model_of(self.checkpoint.cfg), prompt_bucket(self.width), self._capacity()
+        model, width, capacity = self._model(self.sources[0]), prompt_bucket(self.width), self._capacity()
         rows = self.prompts * self.copies
-        stored = self._weights_and_cache(self.checkpoint)
-        if self.assistant is not None:
-            stored += self._weights_and_cache(self.assistant)
+        stored = sum(self._weights(source) + self._cache(source) for source in self.sources)
         context = 4 * rows * (width + capacity) * model.hidden_size if self.candidates > 1 else 0
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
@@ -152,15 +200,23 @@ class _Quantities:
     def _capacity(self) -> int:
         return capacity_for(self.new_tokens, recorded=self.records > 0)
 
-    def _weights_and_cache(self, checkpoint: Checkpoint) -> int:
-        dtype = checkpoint.dtype(self.dtype)
-        weights = _weights(checkpoint, self.dtype)
-        if self.on_cpu and dtype == np.float16:  # XLA's CPU program stores a float32 copy of all weights
-            weights += _weights(checkpoint, np.dtype(np.float32))
-        model = dataclasses.replace(model_of(checkpoint.cfg), dtype=dtype.name)
-        rows = self.prompts * self.copies * self.candidates
+    def _model(self, source: Checkpoint | ModelConfig) -> ModelConfig:
+        if isinstance(source, ModelConfig):
+            return source
+        return dataclasses.replace(model_of(source.cfg), dtype=source.dtype(self.dtype).name)
+
+    def _weights(self, source: Checkpoint | ModelConfig) -> int:
+        if isinstance(source, ModelConfig):
+            return 0
+        weights = _weights(source, self.dtype)
+        if self.on_cpu and source.dtype(self.dtype) == np.float16:  # XLA's CPU program stores a float32 copy of all
+            weights += _weights(source, np.dtype(np.float32))
+        return weights
+
+    def _cache(self, source: Checkpoint | ModelConfig) -> int:
+        model, rows = self._model(source), self.prompts * self.copies * self.candidates
         prompts = cache_bytes(model, self.prompts, prompt_bucket(self.width))
-        return weights + prompts + cache_bytes(model, rows, self._capacity())
+        return prompts + cache_bytes(model, rows, self._capacity())
 
     def remedy(self, free: int) -> str:
         """Name what makes the request fit: single changes that suffice, else a combination."""

@@ -23,7 +23,7 @@ from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.linear import for_this_machine
-from jaxgen.model.sharding import mesh_of
+from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_processes, check_room, warn_infeasible
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
@@ -92,7 +92,8 @@ def prepare(
     mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
     prompts, width = ids.shape
     key = check_key(inputs.key, cfg, prompts)
-    cache, mesh = _continuation(inputs.cache), mesh_of(params)
+    mesh = mesh_of(params)
+    cache = _continuation(inputs.cache, mesh, eager)
     check_options(cfg, prompts)
     if cfg.dola_layers is not None:
         dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
@@ -143,14 +144,16 @@ def prepare(
 _wrapped = jax.jit(Continuation.of)
 
 
-def _continuation(cache) -> Continuation | None:
+def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation | None:
+    """Return the cache of a call with the ids of its tokens; on the mesh, if there is one."""
     if cache is None:
         return None
     if not isinstance(cache, Continuation | KVCache):
         raise TypeError(
             f"cache must be the cache of an earlier output, or a jaxgen.KVCache, got {type(cache).__name__}"
         )
-    return cache if isinstance(cache, Continuation) else _wrapped(cache)
+    cache = cache if isinstance(cache, Continuation) else _wrapped(cache)
+    return replicate(cache, mesh) if eager else cache
 
 
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:

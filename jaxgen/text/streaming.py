@@ -1,5 +1,6 @@
 """Text from ids as they are generated, whole characters only."""
 
+import asyncio
 import queue
 import re
 import sys
@@ -126,7 +127,52 @@ class TextStreamer:
         print(text, end="\n" if stream_end else "", file=self.file or sys.stdout, flush=True)
 
 
-class TextIteratorStreamer(TextStreamer):
+class _QueueStreamer(TextStreamer):
+    """Streamer that passes the text to another reader: texts, then None at the end of a run, or an exception."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any
+    ):
+        super().__init__(tokenizer, skip_prompt, file=None, **decode_kwargs)
+        if timeout is not None:
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+                raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+            if not 0 <= timeout <= threading.TIMEOUT_MAX:
+                raise InputError(
+                    f"timeout must be 0 to {threading.TIMEOUT_MAX:.0f} seconds, or None to wait forever, got {timeout}"
+                )
+        self.timeout = timeout
+        self._ended = False
+
+    def send(self, item: str | BaseException | None) -> None:
+        """Put an item into the queue."""
+        raise NotImplementedError
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Send the text, and None after the last text."""
+        self.send(text)
+        if stream_end:
+            self.send(None)
+
+    def error(self, exception: BaseException) -> None:
+        """End the run: the iteration returns the text so far and raises the exception."""
+        if not isinstance(exception, BaseException):
+            raise TypeError(f"error must be called with an exception, got {exception!r}")
+        self._expects_prompt = True
+        try:
+            self.on_finalized_text(self._stream.end())
+        finally:
+            self.send(exception)
+
+    def _read(self, item: str | BaseException | None) -> str:
+        """Return the text of an item, which is empty at the end; raise an exception."""
+        self._ended = not isinstance(item, str)
+        if isinstance(item, BaseException):
+            raise item
+        return item or ""
+
+
+class TextIteratorStreamer(_QueueStreamer):
     """Streamer that passes the text to another thread, which iterates over it: HF's `TextIteratorStreamer`.
 
     `generate` runs in its own thread. An exception there would only end that thread and leave the iteration
@@ -153,33 +199,12 @@ class TextIteratorStreamer(TextStreamer):
     def __init__(
         self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any
     ):
-        super().__init__(tokenizer, skip_prompt, file=None, **decode_kwargs)
-        if timeout is not None:
-            if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-                raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
-            if not 0 <= timeout <= threading.TIMEOUT_MAX:
-                raise InputError(
-                    f"timeout must be 0 to {threading.TIMEOUT_MAX:.0f} seconds, or None to wait forever, got {timeout}"
-                )
-        self.timeout = timeout
+        super().__init__(tokenizer, skip_prompt, timeout, **decode_kwargs)
         self.text_queue: queue.Queue[str | BaseException | None] = queue.Queue()
-        self._ended = False
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Put the text into the queue, and None after the last text."""
-        self.text_queue.put(text)
-        if stream_end:
-            self.text_queue.put(None)
-
-    def error(self, exception: BaseException) -> None:
-        """End the run: the iteration returns the text so far and raises the exception."""
-        if not isinstance(exception, BaseException):
-            raise TypeError(f"error must be called with an exception, got {exception!r}")
-        self._expects_prompt = True
-        try:
-            self.on_finalized_text(self._stream.end())
-        finally:
-            self.text_queue.put(exception)
+    def send(self, item: str | BaseException | None) -> None:
+        """Put an item into the queue."""
+        self.text_queue.put(item)
 
     def __iter__(self) -> "TextIteratorStreamer":
         self._ended = False
@@ -190,12 +215,57 @@ class TextIteratorStreamer(TextStreamer):
             try:
                 item = self.text_queue.get(timeout=self.timeout)
             except queue.Empty:
-                raise queue.Empty(
-                    f"no token arrived for {self.timeout} seconds: set a longer timeout, or check if generate failed"
-                ) from None
-            self._ended = not isinstance(item, str)
-            if isinstance(item, BaseException):
-                raise item
-            if item:
-                return item
+                raise queue.Empty(_late(self.timeout)) from None
+            if text := self._read(item):
+                return text
         raise StopIteration
+
+
+class AsyncTextIteratorStreamer(_QueueStreamer):
+    """Streamer that passes the text to a coroutine: `AsyncTextIteratorStreamer` of later releases of transformers.
+
+    Make it in the event loop that reads it, and run `generate` in a thread:
+
+        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
+
+        def run():
+            try:
+                generate(params, batch.ids, None, cfg, streamer=streamer)
+            except BaseException as error:
+                streamer.error(error)
+
+        task = asyncio.create_task(asyncio.to_thread(run))
+        async for text in streamer:
+            print(text, end="", flush=True)
+
+    All else is as in `TextIteratorStreamer`; when `timeout` has passed, the iteration raises `TimeoutError`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any
+    ):
+        super().__init__(tokenizer, skip_prompt, timeout, **decode_kwargs)
+        self.text_queue: asyncio.Queue[str | BaseException | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, item: str | BaseException | None) -> None:
+        """Put an item into the queue, from any thread."""
+        self._loop.call_soon_threadsafe(self.text_queue.put_nowait, item)
+
+    def __aiter__(self) -> "AsyncTextIteratorStreamer":
+        self._ended = False
+        return self
+
+    async def __anext__(self) -> str:
+        while not self._ended:
+            try:
+                item = await asyncio.wait_for(self.text_queue.get(), self.timeout)
+            except TimeoutError:
+                raise TimeoutError(_late(self.timeout)) from None
+            if text := self._read(item):
+                return text
+        raise StopAsyncIteration
+
+
+def _late(seconds: float | None) -> str:
+    return f"no token arrived for {seconds} seconds: set a longer timeout, or check if generate failed"

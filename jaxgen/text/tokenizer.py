@@ -41,6 +41,18 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
     **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
 }
+# Methods of transformers' tokenizers, and what takes their place
+ELSEWHERE = {
+    "__call__": "batch(texts), or encode(text) for one",
+    "batch_encode_plus": "batch(texts)",
+    "encode_plus": "encode(text)",
+    "batch_decode": "decode_batch(out) for an output of generate, or [decode(ids) for ids in rows]",
+    "apply_chat_template": "chat(conversations) for ids, or render_chat(conversation) for text",
+    "convert_tokens_to_ids": "backend.token_to_id(token)",
+    "convert_ids_to_tokens": "backend.id_to_token(id)",
+    "get_vocab": "backend.get_vocab()",
+    "tokenize": "backend.encode(text).tokens",
+}
 # transformers writes int(1e30) where a checkpoint states no limit
 NO_MAX_LENGTH = 10**20
 
@@ -124,6 +136,14 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
         return cls(backend, _read_config(directory))
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Refuse, and name the methods that encode."""
+        raise TypeError(f"a Tokenizer is not called: use {ELSEWHERE['__call__']}")
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f": use {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+        raise AttributeError(f"Tokenizer has no {name}{hint}")
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import orbax.checkpoint as ocp
 
 from jaxgen.errors import InputError
@@ -28,6 +29,7 @@ def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
         step: the number of completed steps.
         settings: identifies the run that the state belongs to.
     """
+    jax.block_until_ready(state)  # on CPUs, two programs that communicate at the same time can wait for each other
     with _states(directory) as states:
         items = {"state": ocp.args.StandardSave(state), "settings": ocp.args.JsonSave({"digest": _digest(settings)})}
         states.save(step, args=ocp.args.Composite(**items))

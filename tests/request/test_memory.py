@@ -13,7 +13,7 @@ from jaxgen import ConfigError, GenerationConfig, InputError, KVCache, generate
 from jaxgen.request import memory
 from jaxgen.request.memory import cache_bytes, check_memory, free_bytes
 from tests.support.checkpoints import LLAMA, QWEN2, weights, write
-from tests.support.models import model_config
+from tests.support.models import model_config, random_params
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = SimpleNamespace(platform="cpu")
@@ -120,6 +120,25 @@ def test_the_text(refusal, checkpoint):
 def test_a_remedy_for_what_is_large(refusal, request_, remedy):
     assert refusal(1_000_000) == ""
     assert refusal(1_000_000, **request_).endswith(f": try {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "remedy"),
+    [
+        ({"num_return_sequences": 10**7, "do_sample": True}, 1, "a smaller num_return_sequences or num_beams"),
+        ({"num_beams": 10**7}, 1, "a smaller num_return_sequences or num_beams"),
+        ({"max_new_tokens": 10**9}, 1, "a smaller max_new_tokens"),
+        ({"max_new_tokens": 10**8, "output_scores": True}, 1, "a smaller max_new_tokens"),
+        ({"max_new_tokens": 10**7}, 4000, "a smaller max_new_tokens or fewer prompts at once"),
+    ],
+)
+def test_a_call_that_needs_too_much_is_refused_before_it_is_compiled(options, prompts, remedy, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**10)
+    model = model_config(vocab_size=1000, max_position_embeddings=2 * 10**9)
+    cfg = GenerationConfig(model=model, **{"max_new_tokens": 8, "pad_token_id": 0, **options})
+    key = jax.random.key(0) if cfg.do_sample else None
+    with pytest.raises(InputError, match=f"this call needs .* GB and only .* is free: try {remedy}$"):
+        generate(random_params(model), [[3, 4, 5]] * prompts, key, cfg)
 
 
 def test_bfloat16_where_it_helps(refusal, checkpoint):

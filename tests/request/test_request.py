@@ -311,3 +311,59 @@ def test_hooks_that_break_their_contract(methods, error, message):
 def test_embeddings_need_a_negative_prompt_of_ids():
     with pytest.raises(InputError, match="pass negative_prompt_ids"):
         run(CFG.replace(guidance_scale=2.0), None, inputs_embeds=TABLE[IDS])
+
+
+class NotAnArray:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("hello", r"ids is text: encode it with a tokenizer first, tok\.batch"),
+        (["hello"], "ids is text"),
+        (b"hello", "ids is text"),
+        ({"input_ids": [[1]]}, "ids is a dict: pass its input_ids"),
+        (NotAnArray(), "ids must be an array of token ids, got NotAnArray"),
+        ([[1.5]], "ids must be integers"),
+    ],
+)
+def test_prompts_that_are_no_ids(ids, message):
+    with pytest.raises(TypeError, match=message):
+        generate(PARAMS, ids, None, CFG)
+
+
+def branches(history, scores):
+    return scores if scores[0, 0] > 0 else -scores
+
+
+USES_VALUES = {
+    "numpy": lambda history, scores: np.where(np.asarray(scores) > 0, scores, -1),
+    "if": branches,
+    "float": lambda history, scores: scores + float(scores[0, 0]),
+    "int": lambda history, scores: scores + [1, 2, 3][history.step[0]],
+    "item": lambda history, scores: scores + scores[0, 0].item(),
+}
+
+
+@pytest.mark.parametrize("argument", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("function", USES_VALUES.values(), ids=USES_VALUES)
+def test_functions_that_use_values_while_they_are_compiled(argument, function):
+    with pytest.raises(InputError, match=f"a function of {argument} uses the value of an array, .* jax.numpy in place"):
+        run(**{argument: [function]})
+
+
+def test_processors_of_transformers():
+    kind = type("TopKLogitsWarper", (), {"__module__": "transformers.generation", "__call__": lambda self, a, b: b})
+    with pytest.raises(TypeError, match="has a TopKLogitsWarper of transformers, which computes with torch: set the"):
+        run(logits_processor=[kind()])
+
+
+def test_an_output_is_printed_with_its_shapes():
+    cfg = counting_config(max_new_tokens=3, pad_token_id=0, eos_token_id=12, output_logprobs="logits")
+    out = generate(counting_params(cfg), [[10], [20]], None, cfg)
+    assert repr(out) == (
+        "GenerateOutput(sequences=int32[2, 4], attention_mask=bool[2, 4], lengths=[2, 3], stop_reasons=[EOS, LENGTH], "
+        f"logprobs=float32[2, 3], cache=Continuation(2 rows, {out.cache.slots} slots), prompt_width=1)"
+    )
+    assert "lengths=int32[2]" in str(jax.eval_shape(lambda: generate(counting_params(cfg), [[10], [20]], None, cfg)))

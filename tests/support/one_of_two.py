@@ -1,20 +1,31 @@
-"""One of two processes with four devices each: load, generate, save, and print what came out as JSON."""
+"""One of two processes with four devices each: do one of the tasks below, and print what came out as JSON."""
 
+import contextlib
 import json
+import re
 import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
 from jaxgen import JaxgenError, generate, score
+from jaxgen.training.train import TrainBatch, TrainConfig, train
 
 
-def main(process: int, port: int, shape: tuple[int, int], checkpoint: str, target: str) -> None:
+def main(task: str, process: int, port: int, shape: tuple[int, int], *paths: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=10)
+    mesh = jax.make_mesh(shape, ("data", "model"))
+    print("RESULT", json.dumps(TASKS[task](mesh, *paths)), flush=True)
+
+
+def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
     read, runs = [], Tensor.runs
 
     def counted(self, part, array):
@@ -23,7 +34,7 @@ def main(process: int, port: int, shape: tuple[int, int], checkpoint: str, targe
             yield offset, run
 
     Tensor.runs = counted  # pyright: ignore
-    params, cfg = load_hf(checkpoint, mesh=jax.make_mesh(shape, ("data", "model")))
+    params, cfg = load_hf(checkpoint, mesh=mesh)
     Tensor.runs = runs
     result: dict = {"read": sum(read)}
     ids = np.arange(3, 30, dtype=np.int32).reshape(3, 9)
@@ -36,16 +47,65 @@ def main(process: int, port: int, shape: tuple[int, int], checkpoint: str, targe
             result["best"] = np.asarray(out.scores).max(axis=-1).round(3).tolist()
     result["again"] = np.asarray(generate(params, ids[:, :2], None, cfg, cache=out.cache).sequences).tolist()
     result["score"] = np.asarray(score(params, ids[:2], cfg).logprobs).round(3).tolist()
-    try:
-        generate(params, ids, None, cfg.replace(max_time=1.0))
-    except JaxgenError as error:
-        result["max_time"] = str(error)
+    for name, refused in {
+        "max_time": lambda: generate(params, ids, None, cfg.replace(max_time=1.0)),
+        "to_hf": lambda: out.to_hf(),
+    }.items():
+        try:
+            refused()
+        except JaxgenError as error:
+            result[name] = str(error)
     save_hf(params, cfg, target)
     try:
         save_hf(params, cfg, target)
     except JaxgenError as error:
         result["again_saved"] = type(error).__name__
-    print("RESULT", json.dumps(result), flush=True)
+    return result
+
+
+def memory_of_load(mesh: Mesh, checkpoint: str) -> dict:
+    jax.block_until_ready(jnp.zeros(8))  # what jax takes once
+    before = peak()
+    params, _ = load_hf(checkpoint, mesh=mesh)
+    jax.block_until_ready(params)
+    return {"grown": peak() - before}
+
+
+def peak() -> int:
+    """The most bytes that the process ever had."""
+    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # pyright: ignore
+
+
+def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:
+    """Train without a pause, and with one; the sums of all trained parameters, and the steps after the pause."""
+    params, cfg = load_hf(checkpoint, mesh=mesh)
+    ids = np.random.default_rng(0).integers(2, 90, (6, 4, 12), np.int32)
+    seen: list[int] = []
+
+    def batches(step: int) -> TrainBatch:
+        seen.append(step)
+        return TrainBatch(ids[step], ids[step], np.ones_like(ids[step]))
+
+    def stops(step: int) -> TrainBatch:
+        if step == 3:
+            raise KeyboardInterrupt
+        return batches(step)
+
+    options = {"model": cfg.model, "cfg": TrainConfig(steps=6, learning_rate=1e-2)}
+    saved = {"directory": Path(directory), "save_every": 2}
+    whole = train(params, batches, **options)
+    with contextlib.suppress(KeyboardInterrupt):
+        train(params, stops, **options, **saved)
+    seen.clear()
+    resumed = train(params, batches, **options, **saved)
+    same, total = jax.jit(compared)(whole, resumed)
+    return {"seen": seen, "same": bool(same), "total": float(total)}
+
+
+def compared(whole, resumed) -> tuple[jax.Array, jax.Array]:
+    """Whether all parameters are equal, and their sum; one program, as on CPUs several can wait for each other."""
+    same = jax.tree.map(lambda a, b: jnp.all(a == b), whole, resumed)
+    return jnp.all(jnp.stack(jax.tree.leaves(same))), sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(resumed))
 
 
 OPTIONS = {
@@ -56,6 +116,8 @@ OPTIONS = {
     "greedy": {"do_sample": False, "output_scores": True},
 }
 
+TASKS = {"generate": load_generate_save, "load": memory_of_load, "train": train_and_resume}
+
 if __name__ == "__main__":
-    process, port, data, model = map(int, sys.argv[1:5])
-    main(process, port, (data, model), *sys.argv[5:])
+    process, port, data, model = map(int, sys.argv[2:6])
+    main(sys.argv[1], process, port, (data, model), *sys.argv[6:])

@@ -1,3 +1,4 @@
+import asyncio
 import io
 import queue
 import threading
@@ -10,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.errors import InputError
-from jaxgen.text.streaming import TextIteratorStreamer, TextStream, TextStreamer
+from jaxgen.text.streaming import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStream, TextStreamer
 from jaxgen.text.tokenizer import Tokenizer, clean_up
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level, llama
@@ -314,3 +315,49 @@ class TestTextIteratorStreamer:
         in_thread(run, cfg.replace(model=None))
         with pytest.raises(ValueError, match="model is None"):
             list(streamer)
+
+
+class TestAsyncTextIteratorStreamer:
+    def read(self, run, **options) -> list[str]:
+        """The pieces that arrive while `run(streamer)` is busy in a thread."""
+
+        async def main():
+            streamer = AsyncTextIteratorStreamer(BYTE_LEVEL, skip_prompt=True, **options)
+            task = asyncio.create_task(asyncio.to_thread(run, streamer))
+            pieces = [text async for text in streamer]
+            await task
+            return pieces
+
+        return asyncio.run(main())
+
+    def test_text_comes_and_it_ends(self):
+        assert self.read(lambda streamer: speak(streamer, ["he", "ll", "", "o €"])) == ["he", "ll", "o €"]
+
+    def test_text_comes_while_the_run_goes_on(self):
+        async def main():
+            streamer, goes_on = AsyncTextIteratorStreamer(BYTE_LEVEL, skip_prompt=True), threading.Event()
+
+            def run():
+                speak(streamer, ["he"], ending=False)
+                goes_on.wait(20)
+                streamer.end()
+
+            task = asyncio.create_task(asyncio.to_thread(run))
+            first = await anext(aiter(streamer))
+            goes_on.set()
+            await task
+            return first, [text async for text in streamer]
+
+        assert asyncio.run(main()) == ("he", [])
+
+    def test_an_error_is_raised_where_the_text_is_read(self):
+        with pytest.raises(MemoryError, match="no room"):
+            self.read(lambda streamer: streamer.error(MemoryError("no room")))
+
+    def test_timeout(self):
+        with pytest.raises(TimeoutError, match=r"no token arrived for 0\.01 seconds: set a longer timeout"):
+            self.read(lambda streamer: None, timeout=0.01)
+
+    def test_wrong_timeouts(self):
+        with pytest.raises(InputError, match="timeout must be 0 to"):
+            self.read(lambda streamer: None, timeout=-1)

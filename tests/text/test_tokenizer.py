@@ -1,4 +1,6 @@
 import json
+import operator
+import re
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, processors
 
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.text.tokenizer import Tokenizer, clean_up
+from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer, clean_up
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
 
 USER = [{"role": "user", "content": "hi"}]
@@ -581,3 +583,23 @@ class TestFiles:
     def test_bad_values(self, config):
         with pytest.raises(ConfigError, match=next(iter(config))):
             llama(**config)
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda tok: tok(["text"], return_tensors="np"), TypeError, r"is not called: use batch\(texts\)"),
+        (lambda tok: tok.batch_decode([[1]]), AttributeError, r"no batch_decode: use decode_batch\(out\)"),
+        (lambda tok: tok.apply_chat_template([]), AttributeError, r"use chat\(conversations\) for ids, or render_chat"),
+        (lambda tok: tok.nothing, AttributeError, "Tokenizer has no nothing$"),
+    ],
+)
+def test_names_of_transformers_say_what_to_call(use, error, message):
+    with pytest.raises(error, match=message):
+        use(byte_level())
+
+
+def test_the_methods_that_are_named_exist():
+    for hint in ELSEWHERE.values():
+        for name in re.findall(r"([\w.]+)\(", hint):
+            assert operator.attrgetter(name)(byte_level())

@@ -1,0 +1,40 @@
+"""What the devices of a mesh exchange in a decode step, read off the compiled program."""
+
+import math
+
+from jax.sharding import Mesh
+
+from benchmarks import hlo
+from benchmarks.targets import compile_generate
+from jaxgen import GenerationConfig
+from jaxgen.model.sharding import divide
+from tests.support.models import model_config
+
+# Options, and rows per prompt.
+STEPS = {
+    "greedy": ({}, 1),
+    "sampling": ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}, 1),
+    "beams": ({"num_beams": 4}, 4),
+    "beam sampling": ({"num_beams": 4, "do_sample": True}, 4),
+    "groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, 4),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, 4),
+}
+PROMPTS = 8
+
+# In a program for 8 prompts, nothing but hidden states and scores is as large as these.
+MODEL = model_config(
+    **{"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 128, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "num_hidden_layers": 3},
+)
+
+
+def check_communication(mesh: Mesh, name: str) -> None:
+    """A step has two sums per layer and one for the embedding, over the axis `model`, and nothing else of that size."""
+    options, copies = STEPS[name]
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0, eos_token_id=1, **options)
+    program = compile_generate(cfg, divide(MODEL, mesh), PROMPTS, 32).as_text()
+    rows = PROMPTS // mesh.shape["data"] * copies
+    large = [c for c in hlo.decode_step(program) if max(map(math.prod, c.dims)) >= rows * MODEL.hidden_size]
+    sums = [c for c in large if c.kind == "all-reduce" and max(c.dims, key=math.prod)[-1] == MODEL.hidden_size]
+    assert large == sums
+    assert sum(c.times for c in sums) == (0 if mesh.shape["model"] == 1 else 2 * MODEL.num_hidden_layers + 1)
