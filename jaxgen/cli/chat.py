@@ -183,7 +183,8 @@ def converse(
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then has line editing and history)
         _note("Say something. /help lists the commands, Ctrl-D quits.")
-    _Conversation(chat, params, cfg, given, key, stats, more).run()
+    with interrupts.conversing() if sys.stdin.isatty() else contextlib.nullcontext():
+        _Conversation(chat, params, cfg, given, key, stats, more).run()
 
 
 class _Conversation:

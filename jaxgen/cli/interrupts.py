@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 from jaxgen.cli import terminal
 
-_prompt: object | None = None  # where the user types: the handler raises KeyboardInterrupt there
-_stop: threading.Event | None = None  # in an answer of a conversation: it is set, and the answer ends
+_conversing = False  # Ctrl-C does not end the process, except in an answer that it was to end already
+_prompt: object | None = None  # where the user types: Ctrl-C raises KeyboardInterrupt
+_stop: threading.Event | None = None  # in an answer: Ctrl-C sets it, and the answer ends
 
 
 def install() -> None:
@@ -24,8 +25,20 @@ def install() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGUSR1, _leave_prompt)
     signal.signal(signal.SIGINT, _handle)
     threading.Thread(target=_watch, args=[reading], daemon=True).start()
+
+
+@contextlib.contextmanager
+def conversing() -> Iterator[None]:
+    """Ignore Ctrl-C in the block, except in the blocks of `raised` and `postponed`."""
+    global _conversing
+    _conversing = True
+    try:
+        yield
+    finally:
+        _conversing = False
 
 
 @contextlib.contextmanager
@@ -51,26 +64,33 @@ def postponed() -> Iterator[threading.Event]:
 
 
 def _handle(number: int, frame: object) -> None:
+    """End the process, as the thread does: other code may have replaced the pipe for a while."""
+    if not (_conversing or _prompt or _stop):
+        _exit()
+
+
+def _leave_prompt(number: int, frame: object) -> None:
     global _prompt
     if _prompt is not None:
         _prompt = None
         raise KeyboardInterrupt
-    if _stop is None:  # the thread has not seen it: other code may have replaced the pipe for a while
-        _exit()
 
 
 def _watch(reading: int) -> None:
     while number := os.read(reading, 1):
-        if number[0] != signal.SIGINT:
-            continue
-        if (prompt := _prompt) is not None:
+        if number[0] == signal.SIGINT:
+            _react()
+
+
+def _react() -> None:
+    if (prompt := _prompt) is not None:
+        while _prompt is prompt:  # again: a signal just before readline begins to wait does not wake it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             time.sleep(0.05)
-            if _prompt is prompt:  # the signal came just before readline began to wait, and did not wake it
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        elif _stop is None or _stop.is_set():
-            _exit()
-        else:
-            _stop.set()
+    elif (stop := _stop) is not None and not stop.is_set():
+        stop.set()
+    elif stop is not None or not _conversing:
+        _exit()
 
 
 def _exit() -> None:
