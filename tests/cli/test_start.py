@@ -64,3 +64,17 @@ def test_a_platform_that_is_not_there(environment, words):
         [sys.executable, "-m", "jaxgen", "A", "--debug"], env=environment, capture_output=True, text=True
     )
     assert done.stderr.count("Traceback") >= 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_stdout_that_cannot_be_written():
+    command = [sys.executable, "-m", "jaxgen", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "jaxgen: error: [Errno 28] No space left on device\n")
+    closed = subprocess.run(["sh", "-c", f"{sys.executable} -m jaxgen --version >&-"], cwd=ROOT, capture_output=True)
+    assert (closed.returncode, closed.stderr) == (0, b"jaxgen 0.1.0\n")  # argparse's way
+    begin = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m jaxgen --help | head -c 1"], cwd=ROOT, capture_output=True
+    )
+    assert (begin.stdout, begin.stderr) == (b"u", b"")

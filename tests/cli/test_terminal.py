@@ -52,6 +52,9 @@ def test_a_conversation(start, talking, tmp_path):
         terminal.wait_for("unfinished")
         terminal.interrupt()
         assert "/exit quits" in terminal.wait_for(PROMPT)
+        for _ in range(10):
+            terminal.interrupt()
+            assert "/exit quits" in terminal.wait_for(PROMPT)
         terminal.type("y" * 5000 + "\n")
         assert "this message is too long" in terminal.wait_for(PROMPT)
         terminal.type("/save talk.json\n")
