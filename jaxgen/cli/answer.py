@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from convert import load_hf
 from convert.hf import Checkpoint, open_checkpoint
@@ -194,7 +193,11 @@ def _first_prompt(file: AnswerFile | None) -> int:
     start = 0 if file is None else file.done
     if start:
         terminal.say("note", f"{start:,} prompts were answered before")
-    return start if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(start)))
+    if jax.process_count() == 1:
+        return start
+    from jax.experimental import multihost_utils  # imports much that one process does not need
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(start)))
 
 
 def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
