@@ -3,8 +3,7 @@
 The public names are imported at their first use: `import jaxgen` itself does not import jax or numpy.
 """
 
-import importlib
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # type checkers take it for True; importing it from typing would take time
 
 __version__ = "0.1.0"
 
@@ -81,6 +80,8 @@ else:  # a type checker would accept any name
     def __getattr__(name: str):
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value

@@ -2,35 +2,17 @@
 
 import io
 import os
-import signal
 import sys
-import threading
-from typing import NoReturn
 
 
-def _exit_on_interrupt() -> None:
-    """Make Ctrl-C end the process at once with status 130.
-
-    Python's own handler waits until compiled code returns, then raises wherever the program happens to be. Here a
-    thread waits for the signal, and threads run while the main thread is in XLA.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background, or under nohup
-        return
-    if sys.platform == "win32":  # cannot block signals
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        return
-
-    def wait() -> NoReturn:
-        signal.sigwait({signal.SIGINT})
-        os._exit(130)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in this thread and those it starts
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def main() -> NoReturn:
+def main() -> None:
     """Run the command and end the process with its status."""
-    _exit_on_interrupt()
+    try:
+        from jaxgen.cli import interrupts
+
+        interrupts.install()
+    except KeyboardInterrupt:
+        os._exit(130)
     from jaxgen.cli.main import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -38,5 +20,13 @@ def main() -> NoReturn:
     sys.exit(run())
 
 
+def _forget_working_directory() -> None:
+    """Keep `python -m` from importing the user's files, such as a convert.py, instead of packages."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if not sys.flags.safe_path and sys.path[0] == os.getcwd() != package:
+        del sys.path[0]
+
+
 if __name__ == "__main__":
+    _forget_working_directory()
     main()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import contextlib
 import functools
+import hashlib
 import math
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +17,34 @@ import jax
 import numpy as np
 
 from convert import load_hf
-from convert.hf import open_checkpoint
+from convert.hf import Checkpoint, open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
-from jaxgen.cli.batch import check_target, prompt_ids, read_lines, write_answers
+from jaxgen.cli import terminal
+from jaxgen.cli.answer_file import AnswerFile, answer_file, recorded
+from jaxgen.cli.batch import Line, digest, prompt_ids, read_lines, stdin_bytes, write_answers
 from jaxgen.cli.chat import Chat, converse
+from jaxgen.cli.fingerprint import add_tensors
 from jaxgen.cli.options import generation_fields
-from jaxgen.cli.printing import generate_and_print
+from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.timing import Stats
+from jaxgen.config.availability import check_options, refuse_unavailable, without_unread
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.options import ASSISTED, OPTIONS
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
+from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.assistant import check_assistant
 from jaxgen.request.memory import check_memory
 from jaxgen.text.tokenizer import Batch, Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
+# Options that answers to --input do not depend on, but for rounding.
+_FREE = set(
+    "prompt prompt_file chat model input output batch_size stats device mesh distributed coordinator processes process "
+    "compile_cache debug".split()
+)
 
 
 def answer(options: argparse.Namespace) -> Stats:
@@ -41,55 +57,147 @@ def answer(options: argparse.Namespace) -> Stats:
         OSError: a file that cannot be read or written.
     """
     stats = Stats()
+    text = prompt_text(options)
     directory = local_directory(options.model) if options.model is not None else demo.PATH
-    cfg = open_checkpoint(directory).cfg.replace(**generation_fields(options))
-    tokenizer = Tokenizer.from_pretrained(directory)
+    source = open_checkpoint(directory)
+    cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(directory)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
             "--token-healing continues the prompt's own text, and the chat template ends in its own: add --raw, or "
             "leave it out"
         )
-    if options.chat and cfg.num_return_sequences > 1:
-        raise InputError(
-            f"--chat gives one answer per message, and the checkpoint sets num_return_sequences="
-            f"{cfg.num_return_sequences}: add --num-return-sequences 1"
-        )
     # Process 0 writes the answers; the others discard their stdout.
-    target = options.output if options.output is not None and jax.process_index() == 0 else None
-    check_target(target)
-    room = functools.partial(budget, cfg, options)
+    target = options.output if jax.process_index() == 0 else None
+    if options.seed is None:
+        options.seed = _chosen_seed(target)
+    room = functools.partial(_room, cfg, options)
     lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
-    batch = _encode(tokenizer, options, options.prompt) if lines is None and not options.chat else None
+    batch = None if text is None else _encode(tokenizer, options, text)
     chat = Chat(tokenizer, model_of(cfg).context_length, options.system) if options.chat else None
-    rows, width = (1, 1) if batch is None else batch.ids.shape
-    if lines is None:
-        cfg = cfg.replace(max_new_tokens=room(0 if batch is None else width))
-    else:
+    if lines is not None:
         rows, width = min(options.batch_size, len(lines)), max(len(line.ids) for line in lines)
         cfg = cfg.replace(max_new_tokens=max(line.budget for line in lines))
+    else:
+        rows, width = (1, 1) if batch is None else batch.ids.shape
+        cfg = cfg.replace(max_new_tokens=room([] if batch is None else batch.ids[0].tolist()))
+    check_options(cfg, rows)
     more = _further_arguments(cfg, options, tokenizer)
     streams = 2 if cfg.on("guidance_scale") else 1
     assistant = None if options.assistant is None else local_directory(options.assistant)
     if assistant is not None:
         check_assistant(open_checkpoint(assistant).cfg, cfg)
-    if options.mesh is None:
-        check_memory(directory, cfg, rows * streams, width, dtype=options.dtype, assistant=assistant)
-    with stats.loading():
-        mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
-        params, loaded = load_hf(directory, dtype=options.dtype, mesh=mesh)
-        if assistant is not None:
-            more["assistant"] = load_hf(assistant, dtype=options.dtype, mesh=mesh)
-    cfg = cfg.replace(model=loaded.model)
 
-    key = jax.random.key(options.seed) if cfg.do_sample else None
-    if chat is not None:
-        converse(chat, params, cfg, key, stats, more)
-    elif lines is not None:
-        write_answers(lines, params, cfg, key, tokenizer, options.batch_size, target, stats, more)
-    elif batch is not None:
-        mask = batch.attention_mask
-        generate_and_print(params, batch.ids, key, cfg, stats, attention_mask=mask, **more)
+    with contextlib.ExitStack() as stack:
+        file = None
+        if target is not None and lines is not None:
+            sizes = {"prompts": len(lines), "copies": cfg.num_return_sequences, "batch_size": options.batch_size}
+            file = stack.enter_context(answer_file(target, _run(options, source, lines), **sizes))
+        start = _first_prompt(file)
+        if lines is not None and start == len(lines):
+            return stats
+        if options.mesh is None:
+            check_memory(directory, cfg, rows * streams, width, dtype=options.dtype, assistant=assistant)
+        terminal.show(f"loading {options.model or 'the bundled model'}")
+        with stats.loading():
+            mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
+            params, loaded = load_hf(directory, dtype=options.dtype, mesh=mesh)
+            if assistant is not None:
+                more["assistant"] = load_hf(assistant, dtype=options.dtype, mesh=mesh)
+        cfg = cfg.replace(model=loaded.model)
+
+        key = jax.random.key(options.seed)
+        if chat is not None:
+            converse(chat, params, cfg, set(generation_fields(options)), key, stats, more)
+        elif lines is not None:
+            write_answers(
+                lines,
+                start,
+                params,
+                cfg,
+                key if cfg.do_sample else None,
+                tokenizer,
+                options.batch_size,
+                file,
+                stats,
+                more,
+            )
+        elif batch is not None:
+            mask, printer = batch.attention_mask, Printer(tokenizer)
+            generate_and_print(params, batch.ids, key, cfg, stats, printer=printer, attention_mask=mask, **more)
     return stats
+
+
+def prompt_text(options: argparse.Namespace) -> str | None:
+    """Return the prompt: the argument, the text of --prompt-file, or all of stdin, without its last newline.
+
+    Raises:
+        InputError: stdin is closed or empty, or a text is not UTF-8.
+    """
+    if options.prompt_file is None and options.prompt != "-":
+        return options.prompt
+    name = "stdin" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
+    data = stdin_bytes() if options.prompt_file is None else options.prompt_file.read_bytes()
+    text = _text(name, data).removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise InputError(f"{name} is empty: write a prompt")
+    return text
+
+
+def _text(name: str, data: bytes) -> str:
+    try:
+        return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8: {error.reason} at byte {error.start + 1}") from error
+
+
+def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationConfig:
+    """Return the checkpoint's config with the options of the command line."""
+    given = generation_fields(options)
+    try:
+        cfg = source.cfg.replace(**given, output_logprobs="logits" if options.logprobs else None, top_logprobs=0)
+    except TypeError as error:  # a value in JSON that is of the wrong type
+        raise InputError(str(error)) from error
+    if options.chat and cfg.num_return_sequences > 1:
+        raise InputError(
+            f"--chat gives one answer per message, and the checkpoint asks for {cfg.num_return_sequences}: add "
+            "--num-return-sequences 1"
+        )
+    refuse_unavailable(cfg)
+    if options.chat:  # whose options can be changed
+        return cfg
+    drafting = [option.name for option in OPTIONS.values() if ASSISTED in (option.modes or ())]
+    return without_unread(cfg, [*given, *(drafting if options.assistant else [])])
+
+
+def _chosen_seed(target: Path | None) -> int:
+    """Return a random seed, or that of the run that is continued, and print it."""
+    before = recorded(target).get("--seed") if target is not None else None
+    seed = before if isinstance(before, int) else secrets.randbelow(2**31)
+    terminal.say("seed", seed)
+    return seed
+
+
+def _run(options: argparse.Namespace, source: Checkpoint, lines: Sequence[Line]) -> dict[str, Any]:
+    """Return what the answers to --input depend on, by the names that a message has for it."""
+    values = {name: value for name, value in vars(options).items() if name not in _FREE and value is not None}
+    if options.json_schema is not None:
+        values["json_schema"] = options.json_schema.read_text("utf-8")
+    model = hashlib.sha256(repr(source.cfg).encode())
+    add_tensors(model, source)
+    flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+    return {"--input": digest(lines), "--model": model.hexdigest(), **flags}
+
+
+def _first_prompt(file: AnswerFile | None) -> int:
+    """Return the number of the first prompt to answer, the same in all processes."""
+    start = 0 if file is None else file.done
+    if start:
+        terminal.say("note", f"{start:,} prompts were answered before")
+    if jax.process_count() == 1:
+        return start
+    from jax.experimental import multihost_utils  # imports much that one process does not need
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(start)))
 
 
 def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
@@ -113,6 +221,8 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
         more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
         more["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
+    if cfg.stop_strings is not None:
+        StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises for one that cannot occur
     return more
 
 
@@ -134,9 +244,13 @@ def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Bat
     return tokenizer.pad([prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)])
 
 
-def budget(cfg: GenerationConfig, options: argparse.Namespace, prompt: int) -> int:
-    """Return the maximum number of new tokens after a prompt of `prompt` tokens."""
-    context = model_of(cfg).context_length
+def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int]) -> int:
+    """Return the maximum number of new tokens after a prompt."""
+    prompt, context, vocab = len(ids), model_of(cfg).context_length, model_of(cfg).vocab_size
+    if max(ids, default=0) >= vocab:
+        raise InputError(
+            f"the tokenizer produced the id {max(ids)}, but the model has {vocab} tokens: they do not match"
+        )
     if prompt >= context:
         raise InputError(
             f"the prompt has {prompt} tokens and the model's context is {context}, answer included: shorten it"

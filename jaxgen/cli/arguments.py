@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-import json
 import math
+import re
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
+from jaxgen.text.lines import json_line
 
 # Exit statuses of the commands.
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -29,13 +32,23 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         """Return the options and the remaining words; raise an error for an unknown option."""
-        options, rest = self.parse_known_args(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        known = [name for action in self._actions for name in action.option_strings]
+        for word in words[: words.index("--")] if "--" in words else words:
+            if f"-{word.partition('=')[0]}" in known and word.startswith("-"):
+                self.error(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
+        options, rest = self.parse_known_args(words)
         for word in rest:
             if word.startswith("-") and word != "-":
-                known = [name for action in self._actions for name in action.option_strings]
-                near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-                self.error(f"unknown option {word}" + (f": did you mean {near[0]}?" if near else ""))
+                near = suggestion(word.partition("=")[0], known)
+                self.error(f"unknown option {word}" + (f": did you mean {near}?" if near else ""))
         return options, rest
+
+
+def suggestion(word: str, known: Sequence[str]) -> str | None:
+    """Return the first known word that begins with `word`, or else the one most like it."""
+    longer = [name for name in known if name.startswith(word) and len(word) > 2]
+    return next(iter(longer or difflib.get_close_matches(word, known, n=1)), None)
 
 
 def whole(text: str, least: int = 1 - 2**31) -> int:
@@ -62,15 +75,43 @@ def mesh(text: str) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
+def unicode(text: str) -> str:
+    """Read a text; an argument that is not UTF-8 has surrogates in Python."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid Unicode") from error
+    return text
+
+
+def path(text: str) -> Path:
+    """Read a path; the file need not exist."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file's name")
+    return Path(text)
+
+
+def source(text: str) -> str:
+    """Read the name of a file, or "-" for stdin."""
+    return str(path(text))
+
+
 def file(text: str) -> Path:
     """Read the path of a file that exists."""
     try:
-        found = Path(text).is_file()
+        found = path(text).is_file()
     except OSError as error:  # such as a name that is too long
         raise argparse.ArgumentTypeError(f"{text[:80]}: {error.strerror}") from error
     if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a file")
     return Path(text)
+
+
+def device(text: str) -> tuple[str, int | None]:
+    """Read a platform with the number of a device, or without one."""
+    if not (match := re.fullmatch(r"(cpu|gpu|cuda|rocm|tpu)(?::(\d{1,6}))?", text, re.ASCII)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be cpu, gpu or tpu, or with a number, such as gpu:1")
+    return match[1], None if match[2] is None else int(match[2])
 
 
 def one_of(values: Mapping[str, Any], text: str) -> Any:
@@ -93,9 +134,15 @@ def layers(text: str) -> str | list[int]:
 def json_value(text: str) -> Any:
     """Read a value in JSON: a number, a list or a dict."""
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: write 5, [1, 2] or the like") from error
+        return json_line(text)
+    except InputError as error:
+        shown = textwrap.shorten(text, 40, placeholder=" ...")
+        raise argparse.ArgumentTypeError(f"{shown!r}: {error}; write 5, [1, 2] or the like") from error
+
+
+def seed(text: str) -> int | None:
+    """Read a seed; None for "random"."""
+    return None if text == "random" else natural(text)
 
 
 def positive(text: str) -> float:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxgen.cli.printing import generate_and_print
+from jaxgen.cli import interrupts, terminal
+from jaxgen.cli.arguments import suggestion
+from jaxgen.cli.batch import is_conversation
+from jaxgen.cli.options import in_flags, setting
+from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.timing import Stats
+from jaxgen.config.availability import refuse_unavailable, without_unread
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import CONTRASTIVE
+from jaxgen.config.options import CONTRASTIVE, OPTIONS
 from jaxgen.decoding.continuation import Continuation
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, JaxgenError
+from jaxgen.text.lines import json_line
 from jaxgen.text.tokenizer import Tokenizer
 
 HELP = """\
-/reset         forget the conversation
-/system TEXT   start over with this system message; without TEXT, with none
-/help          show this help
-/exit          quit, like the end of the input (Ctrl-D)
+/reset           forget the conversation
+/retry           answer the last message again
+/save FILE       write the conversation to a file, in the form of --input
+/load FILE       continue a conversation from such a file
+/system TEXT     start over with this system message; without TEXT, with none
+/set NAME VALUE  change an option of the command, such as temperature 0.5; without NAME, list those that are set
+/help            show this help
+/exit            quit, like the end of the input (Ctrl-D)
+Ctrl-C ends an answer and keeps the conversation; while a program is compiled, a second one quits.
 End a line with \\ to continue it on the next, or put a line of \"\"\" before and after several lines."""
 
 
@@ -47,10 +62,11 @@ class Chat:
     def ask(self, text: str, params, cfg: GenerationConfig, key, stats: Stats, more: Mapping[str, Any]) -> int:
         """Print the answer to `text`; return the number of oldest messages that were forgotten to make room.
 
-        `more`: further keywords of `generate`.
+        `more`: further keywords of `generate`. An answer that Ctrl-C ends is kept as far as it goes.
 
         Raises:
             InputError: the message alone exceeds the model's context.
+            KeyboardInterrupt: Ctrl-C ended the answer.
         """
         most = int(np.max(np.asarray(cfg.max_new_tokens)))
         turns = [*self.turns, {"role": "user", "content": text}]
@@ -62,7 +78,16 @@ class Chat:
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         given = {"attention_mask": [[1] * len(ids)], "cache": self._cache, **more}
-        out = generate_and_print(params, [ids], key, cfg, stats, **given)
+        with interrupts.postponed() if sys.stdin.isatty() else contextlib.nullcontext() as stop:
+            printer = Printer(self.tokenizer, stop)
+            try:
+                out = generate_and_print(params, [ids], key, cfg, stats, printer=printer, **given)
+            except KeyboardInterrupt:
+                printer.end()
+                if not printer.text.strip():
+                    raise KeyboardInterrupt("Interrupted before the answer began: the message is forgotten.") from None
+                self.turns = [*turns, {"role": "assistant", "content": printer.text.strip()}]
+                raise KeyboardInterrupt("The answer was interrupted.") from None
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
@@ -70,6 +95,58 @@ class Chat:
             self._forget_cache()
         self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
         return dropped
+
+    def take_back(self) -> str:
+        """Remove the last message with its answer, and return it.
+
+        Raises:
+            InputError: there is none.
+        """
+        if not self.turns:
+            raise InputError("there is no message yet")
+        *self.turns, message, _ = self.turns
+        return message["content"]
+
+    def save(self, path: Path) -> None:
+        """Write the conversation, as a line of --input.
+
+        Raises:
+            InputError: the file cannot be written; one of that name is unchanged.
+        """
+        data = json.dumps({"messages": self._messages(self.turns)}, ensure_ascii=False) + "\n"
+        written = path.with_name(f"{path.name}.partial")
+        try:
+            written.write_text(data, encoding="utf-8")
+            written.replace(path)
+        except OSError as error:
+            written.unlink(missing_ok=True)
+            raise InputError(f"{path} cannot be written: {error.strerror}") from error
+
+    def load(self, path: Path) -> None:
+        """Read a conversation that `save` wrote.
+
+        Raises:
+            InputError: the file has something else; the conversation stays as it is.
+        """
+        try:
+            entry = json_line(path.read_text("utf-8"))
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise InputError(f"{path} is not a conversation: {error}") from error
+        messages: Any = entry.get("messages") if isinstance(entry, dict) else None
+        if not is_conversation(messages):
+            raise InputError(f'{path} is not a conversation: it must be {{"messages": [...]}}, as /save writes it')
+        system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        turns = messages[system is not None :]
+        roles = [message["role"] for message in turns]
+        texts = all(isinstance(message.get("content"), str) for message in messages)
+        if not texts or roles != ["user", "assistant"] * (len(turns) // 2):
+            raise InputError(
+                f"{path}: messages must be texts of user and assistant in turn, after one of system at most"
+            )
+        self.reset(system)
+        self.turns = turns
 
     def _too_many(self, turns: list[dict[str, str]], room: int) -> int:
         """Return the number of oldest messages to drop so that `room` tokens are left for the answer."""
@@ -79,8 +156,10 @@ class Chat:
         raise InputError(f"this message is too long: the model's context is {self.context} tokens, answer included")
 
     def _render(self, turns: list[dict[str, str]]) -> str:
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return self.tokenizer.render_chat([*system, *turns])
+        return self.tokenizer.render_chat(self._messages(turns))
+
+    def _messages(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+        return turns if self.system is None else [{"role": "system", "content": self.system}, *turns]
 
     def _left(self, prompt: str) -> int:
         return self.context - len(self.tokenizer.encode(prompt, add_special_tokens=False))
@@ -91,36 +170,141 @@ class Chat:
 
 
 def converse(
-    chat: Chat, params, cfg: GenerationConfig, key: jax.Array | None, stats: Stats, more: Mapping[str, Any]
+    chat: Chat, params, cfg: GenerationConfig, given: set[str], key: jax.Array, stats: Stats, more: Mapping[str, Any]
 ) -> None:
-    """Read messages from stdin until its end, and answer each; the n-th answer is drawn with `fold_in(key, n)`."""
+    """Read messages from stdin until its end, and answer each; the n-th answer is drawn with `fold_in(key, n)`.
+
+    `given`: the options of the command line, which cause a warning if the decode mode does not read them.
+    """
+    if sys.stdin is None:
+        raise InputError("--chat reads stdin, which is closed")
+    terminal.erase()
     if sys.stdin.isatty():
-        _note("Say something. /help lists the commands.")
-    number = 0
-    while (message := _read_message()) is not None:
-        word, _, rest = message.strip().partition(" ")
-        if not message.strip():
-            continue
-        if word == "/exit":
-            break
-        if word == "/help":
-            _note(HELP)
-        elif word == "/reset":
-            chat.reset(chat.system)
-        elif word == "/system":
-            chat.reset(rest.strip() or None)
-        elif word.startswith("/") and word[1:].isalpha():
-            _note(f"{word} is not a command; /help lists the commands")
-        else:
-            turn_key = None if key is None else jax.random.fold_in(key, number)
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() then has line editing and history)
+        _note("Say something. /help lists the commands, Ctrl-D quits.")
+    with interrupts.conversing() if sys.stdin.isatty() else contextlib.nullcontext():
+        _Conversation(chat, params, cfg, given, key, stats, more).run()
+
+
+class _Conversation:
+    """A conversation with the user; a method for each command."""
+
+    def __init__(self, chat: Chat, params, cfg: GenerationConfig, given: set[str], key, stats: Stats, more):
+        self.chat, self.params, self.cfg, self.given, self.key = chat, params, cfg, given, key
+        self.stats, self.more = stats, more
+        self.answers = 0
+        self.own_files: set[Path] = set()  # which /save may replace
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/reset": self.reset,
+            "/retry": self.retry,
+            "/save": self.save,
+            "/load": self.load,
+            "/system": self.system,
+            "/set": self.set,
+            "/help": lambda _: _note(HELP),
+        }
+
+    def run(self) -> None:
+        """Read and answer until the end of the input, or /exit."""
+        while True:
             try:
-                dropped = chat.ask(message, params, cfg, turn_key, stats, more)
-            except InputError as error:
-                _note(str(error))
+                with interrupts.raised() if sys.stdin.isatty() else contextlib.nullcontext():
+                    message = _read_message()
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                _note("\nCtrl-D or /exit quits.")
                 continue
-            number += 1
-            if dropped:
-                _note(f"The oldest {dropped} messages were forgotten: the model's context is {chat.context} tokens.")
+            if message is None or message.strip() == "/exit":
+                return
+            try:
+                self.react(message)
+            except KeyboardInterrupt as interrupt:
+                _note(str(interrupt))
+            except JaxgenError as error:
+                _note(in_flags(str(error)))
+
+    def react(self, message: str) -> None:
+        """Run a command, or answer a message."""
+        word, _, rest = message.strip().partition(" ")
+        if word in self.commands:
+            self.commands[word](rest.strip())
+        elif word.startswith("/") and word[1:].isalpha():
+            near = suggestion(word, [*self.commands, "/exit"])
+            _note(f"{word} is not a command" + (f": did you mean {near}?" if near else "; /help lists the commands"))
+        elif message.strip():
+            self.ask(message)
+
+    def ask(self, message: str) -> None:
+        """Answer a message."""
+        cfg, key = without_unread(self.cfg, self.given), jax.random.fold_in(self.key, self.answers)
+        dropped = self.chat.ask(message, self.params, cfg, key if cfg.do_sample else None, self.stats, self.more)
+        self.answers += 1
+        if dropped:
+            _note(f"The oldest {dropped} messages were forgotten: the model's context is {self.chat.context} tokens.")
+
+    def reset(self, _: str) -> None:
+        """Forget the conversation."""
+        self.chat.reset(self.chat.system)
+        _note("The conversation starts over.")
+
+    def system(self, text: str) -> None:
+        """Start over with another system message."""
+        self.chat.reset(text or None)
+        _note("The conversation starts over, " + ("with this system message." if text else "without a system message."))
+
+    def retry(self, _: str) -> None:
+        """Answer the last message again."""
+        turns = self.chat.turns
+        try:
+            self.ask(self.chat.take_back())
+        except BaseException:
+            if len(self.chat.turns) < len(turns):  # there is no other answer
+                self.chat.turns = turns
+            raise
+
+    def save(self, name: str) -> None:
+        """Write the conversation to a file; replace only one that was written or read before."""
+        path = _path(name, "/save")
+        if os.path.lexists(path) and path not in self.own_files:
+            raise InputError(f"{path} exists: choose another name")
+        self.chat.save(path)
+        self.own_files.add(path)
+        _note(f"{len(self.chat.turns)} messages were written to {path}.")
+
+    def load(self, name: str) -> None:
+        """Continue a conversation from a file."""
+        path = _path(name, "/load")
+        self.chat.load(path)
+        self.own_files.add(path)
+        _note(f"{len(self.chat.turns)} messages were read from {path}.")
+
+    def set(self, text: str) -> None:
+        """Change an option, or list those that are set."""
+        if not text:
+            values = {name: getattr(self.cfg, name) for name in sorted(self.given)}
+            shown = [
+                f"{name}={value}" for name, value in values.items() if value is False or OPTIONS[name].is_given(value)
+            ]
+            _note(in_flags("\n".join(shown)) or "Nothing is set.")
+            return
+        fields = setting(text)
+        try:
+            cfg = self.cfg.replace(**fields)
+            refuse_unavailable(cfg)
+        except TypeError as error:
+            raise InputError(str(error)) from error
+        self.cfg, self.given = cfg, self.given | set(fields)
+        (name, value), *_ = fields.items()
+        unread = name in [option.name for option in cfg.unread()]
+        _note(in_flags(f"{name}={value}") + (f", which {cfg.mode} does not read" if unread else ""))
+
+
+def _path(name: str, command: str) -> Path:
+    if not name or "\0" in name:
+        raise InputError(f"{command} needs the name of a file")
+    return Path(name).expanduser().absolute()
 
 
 def _read_message() -> str | None:
@@ -154,4 +338,4 @@ def _read_line(prompt: str) -> str | None:
 
 
 def _note(text: str) -> None:
-    print(text if sys.stdin.isatty() else f"jaxgen: {text}", file=sys.stderr)
+    terminal.write(text if sys.stdin.isatty() else f"jaxgen: {text}")

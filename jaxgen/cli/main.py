@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import textwrap
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from jaxgen.cli import distributed
+from jaxgen.cli import distributed, terminal
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
-from jaxgen.cli.options import parse
+from jaxgen.cli.options import in_flags, parse
 from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import JaxgenError, JaxgenWarning
 
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a truncated file would name all of its lost tensors
+LINE_WIDTH = 1000  # a value on the command line may be long
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,31 +39,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("always", JaxgenWarning)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _show_warning_once()
         try:
-            if argv[:1] == ["train"]:
-                _train(argv[1:])
-            elif (status := _answer(argv)) != 0:
-                return status
+            with contextlib.suppress(SystemExit):  # of --help and --version
+                if argv[:1] == ["train"]:
+                    _train(argv[1:])
+                elif (status := _answer(argv)) != 0:
+                    return status
             print(end="", flush=True)
             return 0
-        except JaxgenError as error:
-            _say("error", _shortened(error))
+        except (JaxgenError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
+            status = _explained(error)
+            if "--debug" in argv:
+                traceback.print_exc()
+            return status
+        finally:
+            terminal.erase()
+
+
+def _explained(error: BaseException) -> int:
+    """Say what went wrong and return the exit status; raise an error that nobody expected again."""
+    match error:
+        case JaxgenError():
+            terminal.say("error", _shortened(error))
             return BAD_INPUT
-        except BrokenPipeError:
+        case BrokenPipeError():
             _discard_stdout()
             return BROKEN_PIPE
-        except OSError as error:
-            _say("error", error)
+        case OSError():
+            terminal.say("error", _one_line(str(error), LINE_WIDTH))
             _discard_stdout()
             return BAD_INPUT
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and type(error).__name__ != "JaxRuntimeError":  # without importing it
-                raise
-            _say("error", str(error) or "out of memory")
-            return FAILED
-        except KeyboardInterrupt:
+        case KeyboardInterrupt():
             return INTERRUPTED
+        case _ if isinstance(error, MemoryError) or type(error).__name__ == "JaxRuntimeError":  # without importing it
+            terminal.say("error", str(error) or "out of memory")
+            return FAILED
+    raise error
 
 
 def _answer(argv: Sequence[str]) -> int:
@@ -71,45 +84,63 @@ def _answer(argv: Sequence[str]) -> int:
         if not distributed.is_child():
             return distributed.supervise(argv)
         distributed.join(options)
+    terminal.show("starting")
     from jaxgen.cli.answer import answer  # jax takes a second to import, and --help does not need it
+    from jaxgen.cli.device import use_device
     from jaxgen.cli.programs import keep_programs
 
     if options.compile_cache:
         keep_programs()
-    stats = answer(options)
+    with use_device(options.device):
+        stats = answer(options)
     if options.stats:
         for line in stats.lines():
-            _say("stats", line)
+            terminal.say("stats", line)
     return 0
 
 
 def _train(argv: Sequence[str]) -> None:
     options = parse_train(argv)
+    from jaxgen.cli.device import use_device
     from jaxgen.cli.train import train_and_save
 
-    train_and_save(options)
+    with use_device(options.device):
+        train_and_save(options)
 
 
 def _shortened(error: JaxgenError) -> str:
     """Return the text of an error; of a `convert.CheckpointError` only the first problems."""
     problems = getattr(error, "problems", None)
     if problems is None:
-        return str(error)
-    shown = [textwrap.shorten(problem, PROBLEM_WIDTH, placeholder=" ...") for problem in problems[:SHOWN_PROBLEMS]]
+        text = str(error)
+        in_a_file = "config.json" in text  # whose options have the names of `GenerationConfig`
+        return _one_line(text if in_a_file else in_flags(text), LINE_WIDTH)
+    shown = [_one_line(problem, PROBLEM_WIDTH) for problem in problems[:SHOWN_PROBLEMS]]
     more = len(problems) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
-def _say(kind: str, text: object) -> None:
-    """Print one line on stderr."""
-    print(f"jaxgen: {kind}:", *(line.strip() for line in str(text).splitlines()), file=sys.stderr)
+def _one_line(text: str, width: int) -> str:
+    """Return the beginning and the end of a text that is longer than `width`."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
 
 
-def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-    _say("warning", message)
+def _show_warning_once() -> Callable[..., None]:
+    """Return a function that prints warnings, each text once: a run of many batches calls generate() for each."""
+    shown = set()
+
+    def show(message, category, filename, lineno, file=None, line=None) -> None:
+        if (text := in_flags(str(message))) not in shown:
+            shown.add(text)
+            terminal.say("warning", text)
+
+    return show
 
 
 def _discard_stdout() -> None:
     """Redirect stdout to the null device, so that buffered text does not fail again at exit."""
+    if sys.stdout is None:
+        return
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

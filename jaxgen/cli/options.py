@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
+import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
+import jaxgen
 from jaxgen.cli import arguments
 from jaxgen.config.kinds import Choice, Flag, Layers, Text
 from jaxgen.config.options import OPTIONS, Option
+from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)
+_LETTERS = {"max_new_tokens": "n", "temperature": "t", "top_k": "k", "top_p": "p"}
+# An option as the errors of `GenerationConfig` name it, with its value or without.
+_NAMED = re.compile(
+    rf"(?<![-\w])({'|'.join(sorted((option.name for option in OFFERED), key=len, reverse=True))})"
+    r"(?:=('[^']*'|\[[^]]*\]|\([^)]*\)|[^\s,;:)]+))?(?![-\w])"
+)
 
 
 def parser() -> arguments.Parser:
@@ -29,19 +38,46 @@ def parser() -> arguments.Parser:
         "Text goes to stdout as it is generated, everything else to stderr.",
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
     )
-    add = result.add_argument
-    add("--version", action="version", version=f"jaxgen {version('jaxgen')}")
-    add("prompt", metavar="PROMPT", nargs="?", help="put it in quotes")
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
-    add("--chat", action="store_true", help="start a conversation; /help lists its commands")
-    add("--input", metavar="FILE", help="one prompt per line, or JSONL with prompt or messages; - is stdin")
-    add("--output", metavar="FILE", help="write the answers to --input to this file, as JSONL (default: stdout)")
-    add("--batch-size", type=arguments.count, default=8, metavar="N", help="prompts of --input at once (default: 8)")
-    add("--system", metavar="TEXT", help="a system message before each conversation")
+    add, text = result.add_argument, arguments.unicode
+    add("--version", action="version", version=f"jaxgen {jaxgen.__version__}")
+    add("prompt", metavar="PROMPT", nargs="?", type=text, help="put it in quotes; - (the default in a pipe) is stdin")
+    add("-f", "--prompt-file", type=arguments.file, metavar="FILE", help="the prompt is this file's text")
+    add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("-c", "--chat", action="store_true", help="start a conversation; /help lists its commands")
+    add(
+        "-i",
+        "--input",
+        type=arguments.source,
+        metavar="FILE",
+        help="one prompt per line, or JSONL with prompt or messages; - is stdin",
+    )
+    add(
+        "-o",
+        "--output",
+        type=arguments.path,
+        metavar="FILE",
+        help="write the answers to --input to this file, as JSONL (default: stdout)",
+    )
+    add(
+        "-b",
+        "--batch-size",
+        type=arguments.count,
+        default=8,
+        metavar="N",
+        help="prompts of --input at once (default: 8)",
+    )
+    add("--logprobs", action="store_true", help="add the tokens and their log-probabilities to the answers to --input")
+    add("-s", "--system", type=text, metavar="TEXT", help="a system message before each conversation")
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    add("--seed", type=arguments.natural, default=0, help="the seed for sampling (default: 0)")
+    add("--seed", type=arguments.seed, default=0, metavar="N|random", help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
+    add(
+        "--device",
+        type=arguments.device,
+        metavar="NAME",
+        help="cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)",
+    )
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide rows and weights over devices, such as 1x8")
     add("--distributed", action="store_true", help="join the other processes that Slurm or Cloud TPU started")
     add("--coordinator", metavar="HOST:PORT", help="join other processes: the address of process 0")
@@ -53,9 +89,15 @@ def parser() -> arguments.Parser:
         default=True,
         help="keep compiled programs in the user's cache directory, so that the next start is fast",
     )
+    add("--debug", action="store_true", help="show the traceback of an error")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
-    add("--negative-prompt", metavar="TEXT", help="what --guidance-scale moves away from (default: the last token)")
-    add("--regex", metavar="PATTERN", help="answer with text that matches this regular expression")
+    add(
+        "--negative-prompt",
+        type=text,
+        metavar="TEXT",
+        help="what --guidance-scale moves away from (default: the last token)",
+    )
+    add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
     add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
     groups: dict[str, Any] = {}
     for option in OFFERED:
@@ -64,9 +106,25 @@ def parser() -> arguments.Parser:
             group = groups.get(option.instead_of) or result.add_mutually_exclusive_group()
             groups[option.name] = group
         note = option.command if isinstance(option.command, str) else ""
-        flag = "--" + option.name.replace("_", "-")
-        group.add_argument(flag, help=option.doc.replace("%", "%%") + note, **_argument(option))
+        flags = [f"-{_LETTERS[option.name]}"] if option.name in _LETTERS else []
+        group.add_argument(*flags, _flag(option.name), help=option.doc.replace("%", "%%") + note, **_argument(option))
     return result
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def in_flags(message: str) -> str:
+    """Return a message about options of `GenerationConfig` with the command's names: `--no-do-sample`."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if isinstance(OPTIONS[name].kind, Flag) and value in ("True", "False"):
+            return _flag(name) if value == "True" else _flag(f"no_{name}")
+        return _flag(name) + (f" {value}" if value else "")
+
+    return _NAMED.sub(flag, message)
 
 
 def _argument(option: Option) -> dict[str, Any]:
@@ -77,7 +135,7 @@ def _argument(option: Option) -> dict[str, Any]:
         texts = {str(value).lower(): value for value in option.kind.values}
         return {"type": functools.partial(arguments.one_of, texts), "metavar": "|".join(texts)}
     if isinstance(option.kind, Text):
-        return {"action": "append", "metavar": "TEXT"}
+        return {"action": "append", "type": arguments.unicode, "metavar": "TEXT"}
     if isinstance(option.kind, Layers):
         return {"type": arguments.layers, "metavar": "low|high|N,N,..."}
     numbers = {"int": (arguments.whole, "N"), "float": (float, "X")}
@@ -95,16 +153,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options, rest = command.read(argv)
     if rest:
         command.error(f"{rest[0]!r} follows the prompt {options.prompt!r}: put the whole prompt in quotes")
-    sources = {"a prompt": options.prompt is not None, "--chat": options.chat, "--input": options.input is not None}
+    sources = {
+        "a prompt": options.prompt is not None,
+        "--prompt-file": options.prompt_file is not None,
+        "--chat": options.chat,
+        "--input": options.input is not None,
+    }
     chosen = [name for name, given in sources.items() if given]
-    if not chosen:
-        command.error("no prompt: write it at the end, in quotes, or use --chat or --input")
+    if not chosen and sys.stdin is not None and not sys.stdin.isatty():
+        options.prompt = "-"
+    elif not chosen:
+        command.error("no prompt: write it at the end, in quotes, or use --prompt-file, --chat or --input")
     if len(chosen) > 1:
         command.error(f"{' and '.join(chosen)} exclude each other: choose one")
     if options.regex is not None and options.json_schema is not None:
         command.error("--regex and --json-schema exclude each other: choose one")
     if options.output is not None and options.input is None:
         command.error("--output is for the answers to --input: use that too, or redirect stdout")
+    if options.logprobs and options.input is None:
+        command.error("--logprobs adds to the JSON lines of --input: use that too")
+    if options.device is not None and options.device[1] is not None and options.mesh is not None:
+        command.error("--mesh takes all devices of a platform: leave out the number of --device")
     if options.chat and (options.num_return_sequences or 1) > 1:
         command.error("--chat gives one answer per message: leave out --num-return-sequences")
     if options.chat and (options.max_length is not None or options.min_length is not None):
@@ -115,11 +184,40 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command.error("--processes and --process need --coordinator HOST:PORT, the address of process 0")
     if options.processes is not None and (options.process or 0) >= options.processes:
         command.error(f"--process {options.process} must be less than --processes {options.processes}")
-    if (options.distributed or options.coordinator is not None) and (options.chat or options.input == "-"):
-        command.error("--chat and --input - read stdin, which several processes do not share: write prompts to a file")
+    several = options.distributed or options.coordinator is not None
+    if several and (options.chat or "-" in (options.input, options.prompt)):
+        command.error("--chat and - read stdin, which several processes do not share: write prompts to a file")
+    if several and options.seed is None:
+        command.error("--seed random draws another seed in each process: choose one")
     if options.raw and (options.chat or options.system is not None):
         command.error("--raw disables the chat template, which --chat and --system need: choose one")
     return options
+
+
+def setting(text: str) -> dict[str, Any]:
+    """Return the fields of `GenerationConfig` that "NAME VALUE" sets, the named one first; for --chat.
+
+    Raises:
+        InputError: an unknown name, or a value that cannot be read or does not work in a conversation.
+    """
+    name, _, value = text.partition(" ")
+    name, value = name.lstrip("-").replace("-", "_"), value.strip()
+    names = [option.name for option in OFFERED if option.name not in ("max_length", "min_length", "token_healing")]
+    if name not in names:
+        near = arguments.suggestion(name, names)
+        raise InputError(f"{name} is not an option of a conversation" + (f": did you mean {near}?" if near else ""))
+    if not value:
+        raise InputError(f"/set {name} needs a value")
+    if isinstance(OPTIONS[name].kind, Flag):
+        if value not in ("true", "false"):
+            raise InputError(f"{name} must be true or false")
+        words = [_flag(name if value == "true" else f"no_{name}")]
+    else:
+        words = [f"{_flag(name)}={value}"]
+    if name == "num_return_sequences":
+        raise InputError("--chat gives one answer per message")
+    fields = generation_fields(parser().read(words)[0])
+    return {name: fields.pop(name), **fields}
 
 
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:

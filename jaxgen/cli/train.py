@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,19 @@ from convert import load_hf
 from convert.atomic_directory import new_directory
 from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint, write_arrays
 from convert.hub import local_directory
+from jaxgen.cli import terminal
+from jaxgen.cli.fingerprint import add_tensors
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.config.generation_config import model_of, warn
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.config import ModelConfig
-from jaxgen.request.memory import free_bytes
+from jaxgen.request.memory import default_device, free_bytes
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
 from jaxgen.training.state import alone_in, remove_state
 from jaxgen.training.train import TrainBatch, TrainConfig, can_resume, evaluate, train
-
-SAMPLE = 4096  # bytes of each tensor that go into a checkpoint's fingerprint
 
 
 def train_and_save(options: argparse.Namespace) -> None:
@@ -183,21 +182,17 @@ def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Examp
 
 
 def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
-    """Return a digest of the rows, and of the checkpoint's tensors by their names, dtypes, shapes and first bytes."""
+    """Return a digest of the rows and of the checkpoint's tensors."""
     digest = hashlib.sha256()
     for array in (rows.ids, rows.labels, rows.segments):
         digest.update(np.ascontiguousarray(array).data)
-    for name, tensor in source.tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        with open(tensor.file, "rb") as stream:
-            stream.seek(tensor.offset)
-            digest.update(stream.read(min(SAMPLE, tensor.nbytes)))
+    add_tensors(digest, source)
     return digest.hexdigest()
 
 
 def _check_memory(job: _Job) -> None:
     """Raise an error if the weights, their moments and the logits need more memory than is free."""
-    free = free_bytes(jax.local_devices()[0])
+    free = free_bytes(default_device())
     count = sum(math.prod(tensor.shape) for tensor in job.source.tensors.values())
     weights = sum(tensor.nbytes for tensor in job.source.tensors.values()) if job.rank else 16 * count
     rows, width = job.batch // job.cfg.accumulate, job.rows.ids.shape[1]
@@ -256,4 +251,4 @@ def _say_held_out(job: _Job, when: str, path: Path | None = None) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    terminal.write(line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxgen.cli import arguments
 from jaxgen.model.config import DTYPES
@@ -27,7 +26,7 @@ def parser() -> arguments.Parser:
     add("--data", type=arguments.file, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
     add("--eval-data", type=arguments.file, metavar="FILE", help="held-out data; its loss is reported before and after")
     add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
-    add("--out", type=Path, metavar="DIR", help="the directory to create")
+    add("--out", type=arguments.path, metavar="DIR", help="the directory to create")
     add("--overwrite", action="store_true", help="replace the checkpoint --out")
     length = result.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=arguments.count, metavar="N", help=f"(default: {EPOCHS})")
@@ -45,6 +44,8 @@ def parser() -> arguments.Parser:
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
     add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
     add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
+    add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
+    add("--debug", action="store_true", help="show the traceback of an error")
     add("--seed", type=arguments.natural, default=0, help="seed of row order, updates and dropout (default: 0)")
     return result
 

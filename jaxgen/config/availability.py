@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxgen.config.constraints import ConstraintTable
@@ -83,6 +83,12 @@ def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int
                 f"{name} has {list(phrase)}, in which the eos token {min(ends)} is not the last: a text ends "
                 "there. Encode phrases without special tokens"
             )
+
+
+def without_unread(cfg: GenerationConfig, given: Collection[str]) -> GenerationConfig:
+    """Reset options that the decode mode does not read, except those `given`: a checkpoint's own cause no warning."""
+    unread = {option.name: option.default for option in cfg.unread() if option.name not in given}
+    return cfg.replace(**unread)
 
 
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:

@@ -54,7 +54,8 @@ def _finish(run: Run, state, mode: Mode, out_of_time: jax.Array) -> Decoded:
 
 
 def run_watched(prepared: Prepared, mode: Mode, streamer: Streamer | None, deadline: float | None) -> Decoded:
-    """Run in chunks, each dispatched before the tokens of the previous one are read.
+    """Run in chunks. Each is dispatched before the tokens of the previous one are read, except the first: the first
+    token need not wait for the program of the other chunks, which is compiled then.
 
     Args:
         prepared: the call.
@@ -62,20 +63,26 @@ def run_watched(prepared: Prepared, mode: Mode, streamer: Streamer | None, deadl
         streamer: receives the prompts and the tokens.
         deadline: when to stop, on `time.monotonic`'s clock, or None.
     """
-    run = prepared.run
+    run, shown = prepared.run, 0
+
+    def show(progress: loop.Progress) -> bool:
+        """Pass new tokens to the streamer; return True if all rows have ended."""
+        nonlocal shown
+        seen = jax.device_get(progress)
+        begin, shown = shown, int(seen.steps)
+        if streamer is not None:
+            for column in range(begin, shown):
+                streamer.put(seen.tokens[:, column])
+        return bool(seen.finished)
+
     if streamer is not None:
         streamer.put(prepared.ids)
     state, progress = _start(run, prepared.request, mode)
-    shown, finished, late = 0, False, False
+    finished, late = show(progress), False
     while not (finished or late):
         late = deadline is not None and time.monotonic() > deadline
-        following = progress
+        previous = progress
         if not late:
-            state, following = _advance(run, state, mode)
-        seen = jax.device_get(progress)
-        steps, finished = int(seen.steps), bool(seen.finished)
-        if streamer is not None:
-            for column in range(shown, steps):
-                streamer.put(seen.tokens[:, column])
-        shown, progress = steps, following
+            state, progress = _advance(run, state, mode)
+        finished = show(previous)
     return _finish(run, state, mode, np.bool_(late and not finished))

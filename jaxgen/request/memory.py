@@ -55,6 +55,12 @@ def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def default_device() -> Any:
+    """Return the device on which jax puts arrays."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+
+
 def check_memory(
     path: str | PathLike[str],
     cfg: GenerationConfig,
@@ -78,7 +84,7 @@ def check_memory(
         CheckpointError: a faulty checkpoint; only the weights' values are not checked.
         ConfigError: a dtype that `load_hf` does not accept.
     """
-    device = jax.local_devices()[0]
+    device = default_device()
     checkpoint = open_checkpoint(path)
     request = _Quantities(
         sources=(checkpoint,) if assistant is None else (checkpoint, open_checkpoint(assistant)),

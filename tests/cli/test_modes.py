@@ -1,15 +1,29 @@
 """The command's other ways: a conversation, a file of prompts."""
 
+import contextlib
 import io
 import json
+import os
+import random
+import re
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
-from jaxgen.cli import printing
+from convert import load_hf
+from jaxgen import demo, generate, score
+from jaxgen.cli import batch, printing
 from jaxgen.cli.chat import Chat
 from jaxgen.text.tokenizer import Tokenizer
+from tests.support.compilations import compilations
 from tests.support.tokenizers import CHATML
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -80,6 +94,94 @@ class TestChat:
         assert "/reset" in err
         assert "/typo is not a command" in err
 
+    def notes(self, err):
+        return [line.removeprefix("jaxgen: ") for line in err.splitlines()]
+
+    def test_every_command_says_what_it_did(self, say, tmp_path):
+        file = tmp_path / "talk.json"
+        commands = ["/retry", "A", f"/save {file}", f"/save {file}", "/reset", f"/load {file}", "/retry", "/system S"]
+        commands += ["/system", "/save", f"/save {tmp_path}", "/load nowhere.json", "/rest"]
+        status, out, err = say("\n".join(commands))
+        assert (status, out) == (0, '!"#$\n' * 2)
+        assert self.notes(err) == [
+            "there is no message yet",
+            f"2 messages were written to {file}.",
+            f"2 messages were written to {file}.",
+            "The conversation starts over.",
+            f"2 messages were read from {file}.",
+            "The conversation starts over, with this system message.",
+            "The conversation starts over, without a system message.",
+            "/save needs the name of a file",
+            f"{tmp_path} exists: choose another name",
+            f"{Path.cwd() / 'nowhere.json'} cannot be read: No such file or directory",
+            "/rest is not a command: did you mean /reset?",
+        ]
+        talk = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": '!"#$'}]}
+        assert json.loads(file.read_text()) == talk
+        (tmp_path / "other").write_text("")
+        assert "exists: choose another name" in say(f"A\n/save {tmp_path / 'other'}")[2]
+
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (b"\xff", "is not a conversation: "),
+            (b"[" * 100_000, "the JSON is nested too deeply"),
+            (b'{"messages": []}', "it must be"),
+            (b'{"messages": [{"role": "user", "content": "A"}]}', "user and assistant in turn"),
+            (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be texts"),
+        ],
+    )
+    def test_files_that_are_no_conversation(self, say, tmp_path, content, words):
+        (tmp_path / "file").write_bytes(content)
+        status, out, err = say(f"/load {tmp_path / 'file'}")
+        assert (status, out, err.count("\n")) == (0, "", 1)
+        assert words in err
+
+    def test_settings(self, say):
+        settings = ["temperature 0.5", "--top-p 0.9", "do_sample true", "max_new_tokens 2", "temp 3", "temperature x"]
+        settings += [
+            "temperature 0",
+            "do_sample maybe",
+            "num_return_sequences 2",
+            "max_length 9",
+            "eos_token_id",
+            "x 1",
+        ]
+        err = say("\n".join([*(f"/set {text}" for text in settings), "/set"]))[2]
+        assert self.notes(err) == [
+            "--temperature 0.5, which greedy_search does not read",
+            "--top-p 0.9, which greedy_search does not read",
+            "--do-sample",
+            "--max-new-tokens 2",
+            "temp is not an option of a conversation: did you mean --temperature?",
+            "argument -t/--temperature: invalid float value: 'x'; see jaxgen --help",
+            "--temperature must be > 0 and finite (for greedy decoding set --no-do-sample), got 0.0",
+            "--do-sample must be true or false",
+            "--chat gives one answer per message",
+            "--max-length is not an option of a conversation",
+            "/set --eos-token-id needs a value",
+            "x is not an option of a conversation",
+            "--do-sample",
+            "--max-new-tokens 2",
+            "--temperature 0.5",
+            "--top-p 0.9",
+        ]
+
+    def test_another_value_compiles_nothing(self, say, monkeypatch):
+        counts, generate = [], printing.generate
+
+        def counting(*arguments, **options):
+            with compilations() as counted:
+                out = generate(*arguments, **options)
+            counts.append(counted[0])
+            return out
+
+        monkeypatch.setattr(printing, "generate", counting)
+        turns = [f"/reset\n/set temperature {value}\n/set top_p {value / 2}\nA" for value in (0.5, 0.7, 1.5)]
+        status, out, _ = say("\n".join(turns), "--do-sample", "--temperature", 1.1, "--top-p", 0.9)
+        assert (status, len(out.splitlines())) == (0, 3)
+        assert counts[1:] == [0, 0]
+
     def test_several_lines(self, say, monkeypatch):
         rendered = []
         render = Tokenizer.render_chat
@@ -108,7 +210,7 @@ class TestChat:
     def test_a_checkpoint_with_several_answers(self, refused, talking):
         fields = {"do_sample": True, "num_return_sequences": 2}
         (talking / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
-        assert "num_return_sequences=2: add --num-return-sequences 1" in refused("--model", talking, "--chat")
+        assert "asks for 2: add --num-return-sequences 1" in refused("--model", talking, "--chat")
 
 
 class TestInput:
@@ -174,6 +276,141 @@ class TestInput:
         (tmp_path / "prompts").write_text(content, encoding="utf-8")
         assert words in refused("--model", checkpoint, "--input", tmp_path / "prompts")
 
+    def test_an_interrupted_run_continues(self, run, checkpoint, tmp_path, monkeypatch):
+        (tmp_path / "prompts").write_text("\n\n".join(f"{letter}{letter}" for letter in "ABCDEFGHIJ"), encoding="utf-8")
+        target, partial = tmp_path / "answers", tmp_path / "answers.partial"
+        options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
+        options += ("--max-new-tokens", 6, "--batch-size", 4, "--num-return-sequences", 2, "--output", target)
+        assert run(*options) == (0, "", "")
+        whole = target.read_bytes()
+        target.unlink()
+        assert len({json.loads(line)["text"] for line in whole.splitlines()}) > 15
+
+        generate, calls = batch.generate, []
+
+        def interrupted(*arguments, **more):
+            calls.append(arguments)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return generate(*arguments, **more)
+
+        monkeypatch.setattr(batch, "generate", interrupted)
+        assert run(*options) == (130, "", "")
+        lines = whole.splitlines(keepends=True)
+        assert partial.read_bytes() == b"".join(lines[:16])
+        record = (tmp_path / "answers.partial.run").read_bytes()
+        for kept, before in ((lines[:16], 8), (lines[:15], 4), ([*lines[:8], lines[8][:30]], 4), ([lines[0][:9]], 0)):
+            partial.write_bytes(b"".join(kept))
+            (tmp_path / "answers.partial.run").write_bytes(record)
+            note = f"jaxgen: note: {before} prompts were answered before\n" if before else ""
+            assert run(*options) == (0, "", note)
+            assert target.read_bytes() == whole
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "prompts"]
+            target.unlink()
+
+        partial.write_bytes(whole)  # only its name is missing: the weights are not read
+        (tmp_path / "answers.partial.run").write_bytes(record)
+        monkeypatch.delattr("jaxgen.cli.answer.load_hf")
+        assert run(*options)[0] == 0
+        assert target.read_bytes() == whole
+
+    @pytest.mark.slow
+    def test_killed_processes(self, run, checkpoint, tmp_path, programs):
+        (tmp_path / "prompts").write_text("\n".join(map(chr, range(65, 91))), encoding="utf-8")
+        options = ["--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9]
+        options += ["--max-new-tokens", 100, "--batch-size", 2, "--output"]
+        assert run(*options, tmp_path / "whole")[0] == 0
+        environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "jaxgen", *map(str, options), str(tmp_path / "answers")]
+        partial, rng, kills, continued = tmp_path / "answers.partial", random.Random(0), 0, 0
+        while kills < 30:
+            continued += partial.exists()
+            with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(rng.uniform(0.5, 5))
+                process.kill()
+            kills += process.returncode == -signal.SIGKILL
+            if (tmp_path / "answers").exists():
+                assert (tmp_path / "answers").read_bytes() == (tmp_path / "whole").read_bytes()
+                (tmp_path / "answers").unlink()
+        assert continued > 3
+        assert run(*options, tmp_path / "answers")[0] == 0
+        assert (tmp_path / "answers").read_bytes() == (tmp_path / "whole").read_bytes()
+
+    @pytest.mark.parametrize(
+        ("more", "name"),
+        [
+            (["--temperature", "0.5"], "--temperature"),
+            (["--seed", "1"], "--seed"),
+            (["--stop-strings", "x"], "--stop-strings"),
+            (["--dtype", "bfloat16"], "--dtype"),
+            (["--model", demo.PATH], "--input, --model"),
+            (["--input", "other"], "--input"),
+        ],
+    )
+    def test_what_another_run_began_is_refused(self, run, refused, checkpoint, tmp_path, monkeypatch, more, name):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "prompts").write_text("A\nB\n", encoding="utf-8")
+        (tmp_path / "other").write_text("A\nC\n", encoding="utf-8")
+        options = [
+            "--model",
+            checkpoint,
+            "--input",
+            "prompts",
+            "--do-sample",
+            "--max-new-tokens",
+            2,
+            "--output",
+            "answers",
+        ]
+
+        def interrupted(*arguments, **_):
+            (tmp_path / "answers.partial").write_text('{"prompt": "A"}\n')
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(batch, "generate", interrupted)
+        assert run(*options)[0] == 130
+        line = refused(*options, *more)
+        assert f"answers.partial is from a run with other values of {name}: repeat that command" in line
+
+    def test_the_seed_of_a_run_that_continues(self, run, checkpoint, tmp_path, monkeypatch):
+        (tmp_path / "prompts").write_text("A\nB\nC", encoding="utf-8")
+        options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
+        options += ("--max-new-tokens", 6, "--batch-size", 1, "--output", tmp_path / "answers", "--seed", "random")
+        generate, calls = batch.generate, []
+
+        def interrupted(*arguments, **more):
+            calls.append(arguments)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return generate(*arguments, **more)
+
+        monkeypatch.setattr(batch, "generate", interrupted)
+        status, _, seed = run(*options)
+        assert status == 130
+        assert re.fullmatch(r"jaxgen: seed: \d+\n", seed)
+        assert run(*options) == (0, "", f"{seed}jaxgen: note: 2 prompts were answered before\n")
+        answers = (tmp_path / "answers").read_text()
+        (tmp_path / "answers").unlink()
+        assert run(*options[:-1], seed.split()[-1]) == (0, "", "")
+        assert (tmp_path / "answers").read_text() == answers
+
+    def test_logprobs(self, run, refused, checkpoint, tmp_path):
+        (tmp_path / "prompts").write_text("A\nBC", encoding="utf-8")
+        arguments = ("--model", checkpoint, "--input", tmp_path / "prompts", "--max-new-tokens", 3, "--logprobs")
+        status, out, _ = run(*arguments)
+        assert status == 0
+        first, second = self.lines(out)
+        assert [token["token"] for token in first["logprobs"]] == ["B", "C", "D"]
+        assert [token["token"] for token in second["logprobs"]] == ["D", "E", "F"]
+        tokenizer = Tokenizer.from_pretrained(checkpoint)
+        params, cfg = load_hf(checkpoint)
+        ids = tokenizer.encode("ABCD")
+        (expected,) = np.asarray(score(params, [ids], cfg).logprobs)
+        assert [token["id"] for token in first["logprobs"]] == ids[1:]
+        np.testing.assert_allclose([token["logprob"] for token in first["logprobs"]], expected[1:], atol=1e-4)
+        assert "--logprobs adds to the JSON lines of --input" in refused("--model", checkpoint, "A", "--logprobs")
+
     def test_mistakes(self, refused, checkpoint, tmp_path):
         (tmp_path / "prompts").write_bytes(b"A\xff\n")
         assert "line 1: not UTF-8" in refused("--model", checkpoint, "--input", tmp_path / "prompts")
@@ -225,4 +462,85 @@ class TestMeshes:
     @pytest.mark.parametrize("source", [["--chat"], ["--input", "-"]])
     def test_several_processes_do_not_share_stdin(self, refused, checkpoint, source):
         line = refused("--model", checkpoint, "--mesh", "8x1", "--distributed", *source)
-        assert "--chat and --input - read stdin" in line
+        assert "--chat and - read stdin" in line
+
+
+class TestPrompts:
+    """A prompt that is not an argument."""
+
+    @pytest.mark.parametrize("arguments", [[], ["-"]])
+    @pytest.mark.parametrize("text", ["AB", "AB\n", "AB\r\n", "\ufeffAB"])
+    def test_stdin(self, run, checkpoint, monkeypatch, arguments, text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert run("--model", checkpoint, "-n", 3, *arguments) == (0, "CDE\n", "")
+
+    def test_all_of_stdin_is_one_prompt(self, run, talking, monkeypatch):
+        rendered = []
+        render = Tokenizer.render_chat
+        monkeypatch.setattr(Tokenizer, "render_chat", lambda self, c: rendered.append(c) or render(self, c))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"A\n\nB \n\n")))
+        assert run("--model", talking, "-n", 2)[0] == 0
+        assert rendered == [[{"role": "user", "content": "A\n\nB \n"}]]
+
+    def test_a_file(self, run, refused, checkpoint, tmp_path):
+        (tmp_path / "prompt").write_text("AB\n")
+        arguments = ("--model", checkpoint, "-f", tmp_path / "prompt")
+        assert run(*arguments, "-n", 3) == (0, "CDE\n", "")
+        assert "a prompt and --prompt-file exclude each other" in refused(*arguments, "A")
+        (tmp_path / "prompt").write_bytes(b"A\xff")
+        assert f"--prompt-file {tmp_path / 'prompt'} is not UTF-8: invalid start byte at byte 2" in refused(*arguments)
+        (tmp_path / "prompt").write_bytes(b"\n")
+        assert "is empty: write a prompt" in refused(*arguments)
+
+    def test_stdin_that_cannot_be_read(self, refused, checkpoint, monkeypatch):
+        for data, words in ((b"", "stdin is empty"), (b"\xff", "stdin is not UTF-8: invalid start byte at byte 1")):
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+            assert words in refused("--model", checkpoint)
+        monkeypatch.setattr(sys, "stdin", None)
+        assert "no prompt: write it at the end, in quotes" in refused("--model", checkpoint)
+        for source in (["-"], ["--input", "-"]):
+            assert "- reads stdin, which is closed" in refused("--model", checkpoint, *source)
+
+
+class TestDevices:
+    def test_chosen(self, run, checkpoint, monkeypatch):
+        used = set()
+
+        def watching(params, *arguments, **options):
+            used.update(device for leaf in jax.tree.leaves(params) for device in leaf.devices())
+            return generate(params, *arguments, **options)
+
+        monkeypatch.setattr(printing, "generate", watching)
+        assert run("--model", checkpoint, "A", "-n", 3, "--device", "cpu:2") == (0, "BCD\n", "")
+        assert used == {jax.devices()[2]}
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("tpu", "--device tpu finds no device"),
+            ("gpu:1", "--device gpu finds no device"),
+            ("cpu:8", "--device cpu:8: the last device is cpu:7"),
+            ("npu", "'npu' must be cpu, gpu or tpu, or with a number, such as gpu:1"),
+            ("cpu:-1", "must be cpu, gpu or tpu"),
+        ],
+    )
+    def test_refused(self, refused, checkpoint, name, words):
+        assert words in refused("--model", checkpoint, "A", "--device", name)
+
+    def test_a_mesh_takes_all(self, refused, checkpoint):
+        assert "leave out the number" in refused("--model", checkpoint, "A", "--mesh", "8x1", "--device", "cpu:1")
+
+
+def test_only_given_options_cause_warnings(run, copy):
+    fields = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 3, "num_assistant_tokens": 4}
+    (copy / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    assert run("--model", copy, "A", "--no-do-sample") == (0, "BCD\n", "")
+    status, out, err = run("--model", copy, "A", "--no-do-sample", "--top-k", 3)
+    assert (status, out) == (0, "BCD\n")
+    assert err == "jaxgen: warning: greedy_search does not read --top-k 3\n"
+
+
+def test_a_warning_is_printed_once(run, checkpoint, tmp_path):
+    (tmp_path / "prompts").write_text("A\nB\nC\n")
+    options = ("--input", tmp_path / "prompts", "--batch-size", 1, "--max-new-tokens", 2, "--top-k", 3)
+    assert run("--model", checkpoint, *options)[2] == "jaxgen: warning: greedy_search does not read --top-k 3\n"

@@ -1,0 +1,34 @@
+"""The device that the command runs on."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+
+from jaxgen.errors import InputError
+
+
+def use_device(chosen: tuple[str, int | None] | None) -> contextlib.AbstractContextManager:
+    """Start jax's backends; return a context in which arrays are on the chosen device.
+
+    Args:
+        chosen: a platform and the number of one of its devices, or None for the platform's first; None for jax's own
+            choice, which JAX_PLATFORMS can set.
+
+    Raises:
+        InputError: a platform that cannot be started, or a device that is not there.
+    """
+    platform, number = chosen or (None, None)
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # a GPU is not started, and its memory not taken
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError as error:
+        name = "jax" if platform is None else f"--device {platform}"
+        raise InputError(f"{name} finds no device: {error}") from error
+    if number is None and devices[0].platform == jax.default_backend():
+        return contextlib.nullcontext()
+    if (number or 0) >= len(devices):
+        raise InputError(f"--device {platform}:{number}: the last device is {platform}:{len(devices) - 1}")
+    return jax.default_device(devices[number or 0])

@@ -1,0 +1,54 @@
+"""What the command says on stderr: lines, and on a terminal one line that shows what it waits for."""
+
+import contextlib
+import os
+import sys
+
+_ERASE = "\r\x1b[K"
+_shown = False
+
+
+def say(kind: str, text: object) -> None:
+    """Print one line: the command's name, `kind` and a text, whose own lines are joined."""
+    write(" ".join([f"jaxgen: {kind}:", *(line.strip() for line in str(text).splitlines())]))
+
+
+def write(text: str) -> None:
+    """Print a text on stderr, and a newline."""
+    erase()
+    _print(text + "\n")
+
+
+def show(text: str) -> None:
+    """Show a text in the status line, if stderr is a terminal."""
+    global _shown
+    if interactive():
+        _shown = True
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        _print(_ERASE + text[: columns - 1])
+
+
+def erase() -> None:
+    """Remove the status line."""
+    global _shown
+    if _shown:
+        _shown = False
+        _print(_ERASE)
+
+
+def end_line() -> None:
+    """Leave the cursor at the beginning of a line, for the shell's prompt after Ctrl-C."""
+    if interactive():
+        with contextlib.suppress(OSError):  # not with print: the interrupted code may be writing
+            os.write(2, _ERASE.encode() if _shown else b"\n")
+
+
+def interactive() -> bool:
+    """Return True if stderr is a terminal that can erase a line."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _print(text: str) -> None:
+    if sys.stderr is not None:  # print() would write to stdout
+        with contextlib.suppress(OSError):  # a full disk or a closed pipe: there is nowhere to say so
+            print(text, end="", file=sys.stderr, flush=True)

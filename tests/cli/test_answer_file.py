@@ -1,0 +1,99 @@
+"""The file of --output: whatever interrupts its writer, nothing is lost and nothing is there twice."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxgen.cli.answer_file import answer_file
+from jaxgen.errors import InputError
+from tests.support.answers import BATCH, COPIES, PROMPTS, RUN, WHOLE, write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "answers"
+
+
+@pytest.fixture
+def partial(target):
+    return target.with_name("answers.partial")
+
+
+@pytest.fixture
+def record(target):
+    return target.with_name("answers.partial.run")
+
+
+def files(target):
+    return sorted(path.name for path in target.parent.iterdir())
+
+
+def test_written_at_once(target):
+    assert write(target) == 0
+    assert target.read_bytes() == WHOLE
+    assert files(target) == ["answers"]
+    with pytest.raises(InputError, match="answers exists: choose another name, or remove it"):
+        write(target)
+
+
+def test_whatever_a_kill_leaves_is_continued(target, partial, record):
+    for length in [*range(0, len(WHOLE), 7), len(WHOLE) - 1, len(WHOLE)]:
+        partial.write_bytes(WHOLE[:length])
+        record.write_text(json.dumps(RUN))
+        complete = WHOLE[:length].count(b"\n") // COPIES
+        assert write(target) == (complete if complete == PROMPTS else complete // BATCH * BATCH)
+        assert target.read_bytes() == WHOLE
+        assert files(target) == ["answers"]
+        target.unlink()
+
+
+def test_killed_writers_and_full_disks(tmp_path):
+    command = [sys.executable, "-m", "tests.support.answers", str(tmp_path), "30"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    seen = json.loads(done.stdout)
+    assert seen["kills"]["killed"] == 30
+    assert seen["kills"]["continued"] > 5
+    assert seen["kills"]["wrong"] == 0
+    assert seen["disk"]["refused"] > 10
+    assert seen["disk"]["torn"] == seen["disk"]["wrong"] == 0
+
+
+@pytest.mark.parametrize("name", ["--input", "--temperature", "--seed", "--new"])
+def test_the_file_of_another_run_is_refused(target, partial, record, name):
+    lines = WHOLE[: WHOLE.index(b"\n") + 1]
+    partial.write_bytes(lines)
+    record.write_text(json.dumps(RUN))
+    with pytest.raises(InputError, match=f"is from a run with other values of {name}: repeat that"):
+        write(target, run={**RUN, name: "another"})
+    assert (partial.read_bytes(), json.loads(record.read_text())) == (lines, RUN)
+    record.write_text("torn")
+    with pytest.raises(InputError, match="which says what it is: remove it"):
+        write(target)
+    assert partial.read_bytes() == lines
+
+
+def test_a_writer_that_fails_leaves_nothing_if_nothing_was_written(target):
+    with (
+        pytest.raises(RuntimeError, match="not today"),
+        answer_file(target, RUN, prompts=PROMPTS, copies=COPIES, batch_size=BATCH),
+    ):
+        raise RuntimeError("not today")
+    assert files(target) == []
+
+
+def test_one_writer_at_a_time(target):
+    message = "is being written by another process"
+    with answer_file(target, RUN, prompts=0, copies=1, batch_size=1), pytest.raises(InputError, match=message):
+        write(target)
+
+
+@pytest.mark.parametrize("name", ["missing/answers", "file/answers", "x" * 300])
+def test_a_place_that_cannot_be_written(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--output .* cannot be written"):
+        write(tmp_path / name)

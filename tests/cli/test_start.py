@@ -1,0 +1,80 @@
+"""The start of the command: what it imports, and the user's files that it does not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+QUICK = """
+import sys
+from jaxgen.cli.main import main
+
+for words in (["--help"], ["--version"], ["train", "--help"], ["A", "--temp", "1"], ["A", "--top-k=x"], ["train"]):
+    assert main(words) in (0, 2)
+    assert not {"jax", "flax", "tokenizers", "importlib.metadata", "rich"} & set(sys.modules), words
+"""
+
+
+def test_help_and_mistakes_import_no_jax():
+    done = subprocess.run([sys.executable, "-c", QUICK], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: jaxgen") == 2
+    assert done.stderr.count("jaxgen: error: ") == 3
+
+
+# As pip writes it.
+SCRIPT = "import sys\nfrom jaxgen.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_users_files_are_not_imported(tmp_path, installed):
+    work, scripts = tmp_path / "work", tmp_path / "bin"
+    for name in ("convert", "jax", "numpy", "tokenizers", "queue", *(["jaxgen"] if installed else [])):
+        work.mkdir(exist_ok=True)
+        (work / f"{name}.py").write_text(f"raise ImportError('the file {name}.py')")
+    scripts.mkdir()
+    (scripts / "jaxgen").write_text(SCRIPT)
+    command = [scripts / "jaxgen"] if installed else ["-m", "jaxgen"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, *command, "--model", "no where", "A"],
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("jaxgen: error: 'no where' is neither a directory nor a hub id")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_platform_that_is_not_there():
+    environment = {**os.environ, "JAX_PLATFORMS": "foo", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "jaxgen", "A"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "jax finds no device: Unable to initialize backend 'foo'" in done.stderr
+
+
+def test_debug_shows_tracebacks(run, checkpoint):
+    status, _, err = run("--model", checkpoint, "A", "--debug", "--temperature", "0")
+    assert status == 2
+    assert err.startswith("jaxgen: error: --temperature must be > 0")
+    assert "Traceback" in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_stdout_that_cannot_be_written():
+    command = [sys.executable, "-m", "jaxgen", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "jaxgen: error: [Errno 28] No space left on device\n")
+    closed = subprocess.run(["sh", "-c", f"{sys.executable} -m jaxgen --version >&-"], cwd=ROOT, capture_output=True)
+    assert (closed.returncode, closed.stderr) == (0, b"jaxgen 0.1.0\n")  # argparse's way
+    begin = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m jaxgen --help | head -c 1"], cwd=ROOT, capture_output=True
+    )
+    assert (begin.stdout, begin.stderr) == (b"u", b"")

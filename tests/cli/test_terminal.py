@@ -1,0 +1,114 @@
+"""Sessions in a terminal."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.terminal import Terminal
+from tests.support.tokenizers import CHATML
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "\r\n> "
+
+
+@pytest.fixture
+def talking(copy):
+    (copy / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    return copy
+
+
+@pytest.fixture
+def start(request, programs, tmp_path):
+    """Start the command in a terminal; where the test waits for compiling, programs are not kept."""
+    kept = {"JAX_ENABLE_COMPILATION_CACHE": "0"} if "compiling" in request.node.name else programs
+
+    def start(*arguments) -> Terminal:
+        command = [sys.executable, "-m", "jaxgen", *map(str, arguments)]
+        return Terminal(command, cwd=tmp_path, PYTHONPATH=str(ROOT), **kept)
+
+    return start
+
+
+def test_a_conversation(start, talking, tmp_path):
+    with start("--model", talking, "--chat", "--max-new-tokens", 400) as terminal:
+        shown = terminal.wait_for(PROMPT)
+        assert "starting" in shown
+        assert f"loading {talking}"[:60] in shown
+        terminal.type("/set max_new_tokens 4\n")
+        assert "--max-new-tokens 4" in terminal.wait_for(PROMPT)
+        terminal.type("A\n")
+        assert '!"#$' in terminal.wait_for(PROMPT)
+        terminal.type("\x1b[A\x1b[A0\n")  # the line before the last one, with 40 for 4
+        assert "--max-new-tokens 40" in terminal.wait_for(PROMPT)
+        terminal.type("/set max_new_tokens 400\n")
+        terminal.wait_for(PROMPT)
+        terminal.type("B\n")
+        terminal.wait_for('!"#$')
+        terminal.interrupt()
+        assert "The answer was interrupted." in terminal.wait_for(PROMPT)
+        terminal.type("unfinished")
+        terminal.wait_for("unfinished")
+        terminal.interrupt()
+        assert "/exit quits" in terminal.wait_for(PROMPT)
+        for _ in range(10):
+            terminal.interrupt()
+            assert "/exit quits" in terminal.wait_for(PROMPT)
+        terminal.type("y" * 5000 + "\n")
+        assert "this message is too long" in terminal.wait_for(PROMPT)
+        terminal.type("/save talk.json\n")
+        assert "4 messages were written" in terminal.wait_for(PROMPT)
+        terminal.type("\x04")
+        assert terminal.end() == 0
+        assert "loading" not in terminal.screen
+        assert "compiling" not in terminal.screen
+    text = (tmp_path / "talk.json").read_text()
+    assert '{"role": "user", "content": "B"}, {"role": "assistant", "content": "!' in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starting", "loading", "compiling"])
+def test_interrupts(start, talking, moment):
+    with start("--model", talking, "--chat", "--max-new-tokens", 400) as terminal:
+        if moment == "compiling":
+            terminal.wait_for(PROMPT)
+            terminal.type("A\n")
+        terminal.wait_for(moment)
+        terminal.interrupt()
+        if moment == "compiling":
+            time.sleep(0.2)  # two at once would be one signal
+            terminal.interrupt()
+        assert terminal.end() == 130
+        assert "Traceback" not in terminal.output
+
+
+@pytest.mark.slow
+def test_progress_of_a_file(start, checkpoint, tmp_path):
+    (tmp_path / "prompts").write_text("A\nB\nC\n")
+    options = ("--model", checkpoint, "--input", "prompts", "-n", 3, "--batch-size", 1)
+    with start(*options, "--output", "answers") as terminal:
+        assert terminal.end() == 0
+        assert "1 of 3 prompts, " in terminal.output
+        assert " per second, 0:00:00 left" in terminal.output
+        assert terminal.screen.strip() == ""
+    assert len((tmp_path / "answers").read_text().splitlines()) == 3
+    with start(*options) as terminal:  # the answers themselves show the progress
+        assert terminal.end() == 0
+        assert " left" not in terminal.output
+        assert [line[:2] for line in terminal.screen.splitlines() if line] == ['{"'] * 3
+
+
+@pytest.mark.slow
+def test_one_prompt(start, checkpoint):
+    with start("--model", checkpoint, "-n", 5, "A") as terminal:
+        assert terminal.end() == 0
+        assert "compiling" in terminal.output
+        assert terminal.screen == "BCDEF\n"
+    with start("--model", checkpoint, "-n", 5, "-") as terminal:
+        terminal.type("AB\n\x04")
+        assert terminal.end() == 0
+        assert terminal.screen.endswith("CDEFG\n")
+    with start("--model", checkpoint) as terminal:
+        assert terminal.end() == 2
+        assert "no prompt: write it at the end, in quotes" in terminal.screen

@@ -1,0 +1,86 @@
+"""A process in a terminal of its own, as a user types to it."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+# A session's leader gets the terminal that it opens first; without that, Ctrl-C interrupts nobody.
+TAKE = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv(sys.argv[1], sys.argv[1:])"
+ESCAPES = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]")
+
+
+class Terminal:
+    """A pseudo-terminal with a process; use it in a `with` block.
+
+    Attributes:
+        output: all that the process wrote, escape sequences included.
+    """
+
+    def __init__(self, command, cwd=None, **environment):
+        self.output = ""
+        self.own, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        env = {**os.environ, "TERM": "xterm", "JAX_PLATFORMS": "cpu", **environment}
+        command = [sys.executable, "-c", TAKE, *map(str, command)]
+        streams = dict.fromkeys(["stdin", "stdout", "stderr"], theirs)
+        self.process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **streams)
+        os.close(theirs)
+        self._read = 0  # characters of the output that `wait_for` has passed
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """Wait until the process writes a text; return what it wrote since the last call, that text included."""
+        end = time.monotonic() + seconds
+        while (at := self.output.find(text, self._read)) < 0:
+            if not self._receive(end - time.monotonic()):
+                raise AssertionError(f"{text!r} did not come: {self.output[self._read :]!r}")
+        begin, self._read = self._read, at + len(text)
+        return self.output[begin : self._read]
+
+    def type(self, text: str) -> None:
+        """Type a text."""
+        data = text.encode()
+        while data:
+            data = data[os.write(self.own, data) :]
+            self._receive(0)  # its echo: the terminal's buffer is small
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self.type("\x03")
+
+    def end(self, seconds: float = 60) -> int:
+        """Wait for the end of the process and return its status."""
+        end = time.monotonic() + seconds
+        while self._receive(end - time.monotonic()):
+            pass
+        return self.process.wait(timeout=seconds)
+
+    @property
+    def screen(self) -> str:
+        """What is left of the output on the screen, of lines that are erased nothing."""
+        lines = self.output.replace("\r\n", "\n").split("\n")
+        return "\n".join(ESCAPES.sub("", line.rpartition("\x1b[K")[2]).rpartition("\r")[2] for line in lines)
+
+    def _receive(self, seconds: float) -> bool:
+        if not select.select([self.own], [], [], max(seconds, 0))[0]:
+            return False
+        try:
+            data = os.read(self.own, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            return False
+        self.output += data.decode("utf-8", "replace")
+        return bool(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.own)
