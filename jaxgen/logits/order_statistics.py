@@ -18,11 +18,13 @@ from jax.sharding import Mesh
 from jaxgen.model import sharding
 
 CANDIDATES = 256
+ON_A_MESH = 64  # each device sends so many
 
 
 def candidates(scores: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Return the highest scores of each row, from the highest on: float32[rows, min(CANDIDATES, V)]."""
-    return sharding.largest(scores[:, None], min(CANDIDATES, scores.shape[-1]), mesh)[0]
+    """Return the highest scores of each row, from the highest on: float32[rows, C], with C at most `CANDIDATES`."""
+    count = CANDIDATES if mesh is None else ON_A_MESH
+    return sharding.largest(scores[:, None], min(count, scores.shape[-1]), mesh)[0]
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:

@@ -46,7 +46,6 @@ _LARGEST_INDENT = 16
 _WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(:[^{}]*\d{4}|\{)")
 
-
 # The code in which a template spends its time. An error raised elsewhere, as in a callback of the garbage collector,
 # would be lost.
 _PACKAGES, _MODULES = (jinja2, markupsafe, json), (textwrap, pprint, string)
@@ -90,9 +89,8 @@ def limited(given: Any = (), *, rendering: bool = True) -> Iterator[int]:
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_TRACED):
             return None
-        resumed = (
-            event != "line" and frame.f_code.co_flags & inspect.CO_GENERATOR
-        )  # perhaps to be closed: errors are lost
+        # A generator may be resumed to be closed, and then an error would be lost.
+        resumed = event != "line" and frame.f_code.co_flags & inspect.CO_GENERATOR
         if not resumed and time.thread_time() > limits.deadline:
             raise TooMuch(f"takes longer than {seconds:.3g} s")
         return trace if rendering else None
