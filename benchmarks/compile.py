@@ -67,8 +67,9 @@ def main() -> None:
 def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: float) -> str:
     """Return what a decode step does, as Markdown."""
     model, chip = model_of(cfg), CHIPS[args.target.partition(":")[0]]
-    memory, step = compiled.memory_analysis(), hlo.decode_step(compiled.as_text())
-    count = sum(operation.times for operation in step)
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    step = hlo.decode_step(program, hlo.shortest_branch)
+    count, most = hlo.count(step), hlo.count(hlo.decode_step(program))
     kinds = collections.Counter()
     for operation in step:
         kinds[operation.kind] += operation.times
@@ -93,7 +94,8 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
         f"| compiled in | {seconds:.1f} s |",
         f"| memory: arguments, temporaries | {memory.argument_size_in_bytes / 1e6:.1f}, "
         f"{memory.temp_size_in_bytes / 1e6:.1f} MB |",
-        f"| operations of a decode step, inner loops times their passes | {count} |",
+        f"| operations of a decode step, inner loops times their passes, the shortest branches | {count} |",
+        f"| the same, all branches | {most} |",
         f"| of these in inner loops | {inner} |",
         f"| per layer | {count / model.num_hidden_layers:.1f} |",
         f"| kinds | {', '.join(f'{kind} {number}' for kind, number in kinds.most_common(8))} |",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -43,7 +43,26 @@ class Operation:
         return self.kind in _COLLECTIVES
 
 
-def decode_step(program: str) -> list[Operation]:
+# Which of the branches of a conditional counts: given the operations of each, return those of one, or of all.
+Branches = Callable[[list[list[Operation]]], list[Operation]]
+
+
+def all_branches(branches: list[list[Operation]]) -> list[Operation]:
+    """Count every branch."""
+    return [operation for branch in branches for operation in branch]
+
+
+def shortest_branch(branches: list[list[Operation]]) -> list[Operation]:
+    """Count the branch with the fewest operations, which the usual case should take."""
+    return min(branches, key=count)
+
+
+def count(operations: list[Operation]) -> int:
+    """Return how many operations run, those in inner loops as often as these pass."""
+    return sum(operation.times for operation in operations)
+
+
+def decode_step(program: str, branches: Branches = all_branches) -> list[Operation]:
     """Return the operations of one step of the decode loop of a compiled `generate`, its condition included.
 
     Raises:
@@ -54,7 +73,7 @@ def decode_step(program: str) -> list[Operation]:
         for line in lines:
             if " while(" in line and _DECODE in line:
                 parts = (_named(line, "condition"), _named(line, "body"))
-                return [found for part in parts for found in _operations(computations, part, 1)]
+                return [found for part in parts for found in _operations(computations, part, 1, branches=branches)]
     raise ValueError("the program has no decode loop")
 
 
@@ -83,7 +102,9 @@ def _named(line: str, part: str) -> str:
     return found[1]
 
 
-def _operations(computations: dict[str, list[str]], name: str, times: int, passes: int = 1) -> Iterator[Operation]:
+def _operations(
+    computations: dict[str, list[str]], name: str, times: int, passes: int = 1, branches: Branches = all_branches
+) -> Iterator[Operation]:
     for line in computations[name]:
         match = _INSTRUCTION.match(line)
         if match is None:
@@ -92,14 +113,14 @@ def _operations(computations: dict[str, list[str]], name: str, times: int, passe
         if op == "while":
             if _DECODE not in line:
                 trips = re.search(r'known_trip_count"?:\{"n":"(\d+)"', line)
-                count = int(trips[1]) if trips else passes
-                yield from _operations(computations, _named(line, "body"), times * count, passes)
+                trip_count = int(trips[1]) if trips else passes
+                yield from _operations(computations, _named(line, "body"), times * trip_count, passes, branches)
         elif op in ("call", "conditional", "async-start"):
             called = _CALLED.findall(line)
             for group in _BRANCHES.findall(line):
                 called += re.findall(r"[\w.\-]+", group)
-            for inner in called:
-                yield from _operations(computations, inner, times, passes)
+            inner = [list(_operations(computations, name, times, passes, branches)) for name in called]
+            yield from branches(inner) if op == "conditional" else all_branches(inner)
         elif op not in _QUIET and not op.endswith("-done"):
             arrays = _arrays(match["shape"])
             if op.endswith("-start"):  # operands, then results
