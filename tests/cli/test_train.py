@@ -228,7 +228,7 @@ class TestGoingOn:
         """Kill the command at random moments, also while it writes; whatever finishes has the same bytes."""
 
         def start(out: Path) -> subprocess.Popen:
-            words = f"--model {checkpoint} --data {data} --out {out} --steps 400 --batch 2 --width 64 --save-every 1"
+            words = f"--model {checkpoint} --data {data} --out {out} --steps 150 --batch 2 --width 64 --save-every 1"
             environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
             command = [sys.executable, "-m", "jaxgen", "train", *words.split()]
             return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
