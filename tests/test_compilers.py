@@ -3,11 +3,11 @@
 import pytest
 
 from benchmarks.targets import mesh_for
-from tests.support.communication import MODEL, STEPS, check_communication
+from tests.support.communication import MODEL, check_communication
 
 pytestmark = pytest.mark.compilers
 
 
-@pytest.mark.parametrize(("name", "shape"), [*((name, (2, 4)) for name in STEPS), ("sampling", (1, 8))])
-def test_communication_of_a_step_on_a_tpu(name, shape):
-    check_communication(mesh_for(MODEL, "v5e:2x4", *shape), name)
+@pytest.mark.parametrize("name", ["greedy", "sampling", "beams"])
+def test_communication_of_a_step_on_a_tpu(name):
+    check_communication(mesh_for(MODEL, "v5e:2x4", 2, 4), name)
