@@ -508,8 +508,9 @@ def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))
     prefix = "model.layers."
-    return {
+    shapes = {
         f"{prefix}{layer}.{name.removeprefix(f'{prefix}0.')}" if name.startswith(prefix) else name: leaf.shape
         for layer in range(cfg.num_hidden_layers)
         for name, leaf in flat.items()
     }
+    return dict(sorted(shapes.items(), key=lambda item: item[0].split(".")))  # the order of the pytree's leaves
