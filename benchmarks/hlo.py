@@ -39,7 +39,7 @@ class Operation:
 
     @property
     def is_collective(self) -> bool:
-        """Whether devices communicate."""
+        """True if devices communicate."""
         return self.kind in _COLLECTIVES
 
 

@@ -148,7 +148,7 @@ class _Reader:
                 return bounds
         found = self.match(_BOUNDS)
         if found is None:
-            self.refuse("has a brace that is no repetition: write {2}, {2,} or {2,3}, or escape it, \\{")
+            self.refuse("has a brace that does not begin a repetition: write {2}, {2,} or {2,3}, or escape it, \\{")
         digits = max(len(found[1]), len(found[3] or ""))
         if digits > 9:
             self.refuse(f"has a bound with {digits} digits, which is too large for an automaton")
