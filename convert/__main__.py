@@ -56,12 +56,13 @@ def convert(options: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(source)
     if options.kv_heads is not None:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
+    checkpoint = checkpoint.quantize(options.quantize)
     sizes = checkpoint.sizes(wanted)
     count = itertools.count(1)
 
     def read(name: str) -> np.ndarray:
         _progress("writing", next(count), len(sizes))
-        return checkpoint.tensors[name].read(wanted)
+        return checkpoint.read(name, wanted)
 
     with new_directory(target, overwrite=options.overwrite) as directory:
         copy_tokenizer(source, directory)
@@ -83,7 +84,7 @@ def compare(source: Checkpoint, target: Checkpoint, wanted: np.dtype | None) -> 
     common = [name for name in source.tensors if name in target.tensors]
     for number, name in enumerate(common, 1):
         _progress("comparing", number, len(common))
-        if not same_bits(source.tensors[name].read(wanted), target.tensors[name].read()):
+        if not same_bits(source.read(name, wanted), target.read(name, None)):
             different.add(name)
     return in_order(different)
 
@@ -108,7 +109,7 @@ def list_tensors(path: Path) -> None:
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
-        description="Convert a Hugging Face checkpoint to another dtype, layout or head count, or list its tensors.",
+        description="Convert a Hugging Face checkpoint: other dtypes, 8 bits, fewer heads; or list its tensors.",
         epilog="Needs memory for one file of DST (at most 5 GB, or one larger tensor) plus the tensor being cast; "
         "--check afterwards needs memory for two copies of a tensor.",
     )
@@ -117,13 +118,14 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("destination", metavar="DST", nargs="?", help="the directory to write")
     add("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC")
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
+    add("--quantize", choices=["int8"], help="write matrices as 8-bit numbers, for jaxgen alone; default: as in SRC")
     add("--overwrite", action="store_true", help="replace the checkpoint DST")
     add("--check", action="store_true", help="then read DST again and compare every tensor")
     add("--list", action="store_true", help="print the tensors of SRC: name, dtype, shape, bytes")
     options, rest = parser.read(words)
     if rest:
         parser.error(f"{rest[0]!r} comes after SRC and DST: leave it out")
-    given = (options.destination, options.dtype, options.kv_heads)
+    given = (options.destination, options.dtype, options.kv_heads, options.quantize)
     if options.list and (any(value is not None for value in given) or options.overwrite or options.check):
         parser.error("--list needs a source and nothing else")
     if not options.list and options.destination is None:

@@ -15,14 +15,16 @@ import numpy as np
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
+from convert.int8 import check_quantize, is_scale, quantized, scale_name, split_scales
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
-from convert.tensors import DTYPES, Tensor, same_bits
+from convert.tensors import DTYPES, INT8, STORED, Tensor, same_bits
 from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of, warn
 from jaxgen.config.kinds import is_tracer
-from jaxgen.errors import ConfigError, JaxgenError, NotBuiltYetError, shown
+from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.int8 import Int8
 from jaxgen.model.sharding import shardings
 from jaxgen.text.json_file import fetch_again
 
@@ -31,7 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer.model chat_template.jinja chat_template.json"
 ).split()
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
 _LARGEST_CONFIG = 1_000_000  # bytes
 _SPARE = 1 << 24  # parameters, beyond those of the files, up to which mismatches are listed tensor by tensor
@@ -42,7 +44,7 @@ class Checkpoint:
     """A checked directory; its weights have not been read yet.
 
     `config` and `generation` are the contents of the two JSON files (`generation` is None if there is no such file),
-    `tensors` the model's parameters by name.
+    `tensors` the model's parameters by name, and the scales of those that are quantised.
     """
 
     path: Path
@@ -51,15 +53,43 @@ class Checkpoint:
     cfg: GenerationConfig
     tensors: dict[str, Tensor]
 
-    def dtype(self, wanted: np.dtype | None, name: str = _EMBEDDING) -> np.dtype:
-        """Return `wanted`, or if that is None the dtype that the tensor has in its file."""
-        return DTYPES[self.tensors[name].dtype] if wanted is None else wanted
+    @property
+    def quantized(self) -> bool:
+        """Whether matrices are stored as 8-bit numbers with scales."""
+        return any(map(self._is_quantized, self.tensors))
+
+    def dtype(self, wanted: np.dtype | None) -> np.dtype:
+        """Return the model's dtype: `wanted`, or if that is None the one of the embedding or of what it represents."""
+        name = _NORM if self._is_quantized(_EMBEDDING) else _EMBEDDING
+        return wanted or STORED[self.tensors[name].dtype]
+
+    def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
+        """Return the dtype to read a tensor in: `wanted` or, if that is None or the tensor quantised, the file's."""
+        scales_or_values = is_scale(name, self.tensors) or self._is_quantized(name)
+        return STORED[self.tensors[name].dtype] if scales_or_values or wanted is None else wanted
 
     def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
-        """Return the bytes of each tensor in the dtype that `dtype` returns."""
+        """Return the bytes of each tensor in the dtype that `dtype_of` returns."""
         return {
-            name: math.prod(tensor.shape) * self.dtype(wanted, name).itemsize for name, tensor in self.tensors.items()
+            name: math.prod(tensor.shape) * self.dtype_of(name, wanted).itemsize
+            for name, tensor in self.tensors.items()
         }
+
+    def read(self, name: str, wanted: np.dtype | None) -> np.ndarray:
+        """Return the values of a tensor in the dtype that `dtype_of` returns."""
+        return self.tensors[name].read(self.dtype_of(name, wanted))
+
+    def quantize(self, quantize: str | None) -> Checkpoint:
+        """Return a checkpoint of which each matrix is quantised when it is read; None returns this one.
+
+        Raises:
+            ConfigError: neither "int8" nor None.
+        """
+        check_quantize(quantize)
+        return self if quantize is None else dataclasses.replace(self, tensors=quantized(self.tensors))
+
+    def _is_quantized(self, name: str) -> bool:
+        return self.tensors[name].dtype == INT8
 
 
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
@@ -68,48 +98,55 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     Parameters are nested dicts; their keys are the parts of the checkpoint's names. Matrices are `[out, in]`:
     `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. A tied model has no `lm_head`. Tensors are read and
     cast one at a time, the largest first: on the CPU the peak of memory is that of the parameters, or three times the
-    largest tensor if that is more.
-
-    `mesh`: a `jax.sharding.Mesh` with the axes `data` and `model`, over whose devices the parameters are divided. Each
-    process reads only the bytes of its own devices' parts.
-
-    `dtype`: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
-    `cfg.model.dtype` is that of the embedding. Without a generation_config.json the generation fields of
-    config.json are used, as in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no
-    token.
+    largest tensor if that is more. Without a generation_config.json the generation fields of config.json are used, as
+    in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no token.
 
     An `eos_token_id` that is not in the vocabulary causes a warning: it can never end a text.
+
+    Args:
+        path: the directory.
+        dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
+            `cfg.model.dtype` is that of the embedding.
+        quantize: "int8" makes a `jaxgen.model.int8.Int8` of each matrix, also of the embedding and the head: 8-bit
+            numbers with a scale for each output channel. `dtype` is then that of activations and other parameters. A
+            directory that `python -m convert --quantize int8` has written is quantised anyway.
+        mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, over whose devices the parameters are divided.
+            Each process reads only the bytes of its own devices' parts.
 
     Raises:
         CheckpointError: all problems of the checkpoint.
         InputError: a mesh that the model cannot be divided over.
-        NotBuiltYetError: `quantize`.
+        ConfigError: a `quantize` or `dtype` that is not offered.
     """
-    if quantize is not None:
-        raise NotBuiltYetError(f"load_hf: quantize={quantize!r} is not implemented yet: leave it out")
     wanted = float_dtype(dtype)
-    checkpoint = open_checkpoint(path)
+    check_quantize(quantize)
+    checkpoint = open_checkpoint(path).quantize(quantize)
     model = model_of(checkpoint.cfg)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
         file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
         vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
         warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
-    divided = None if mesh is None else shardings(model, mesh)
+    model = dataclasses.replace(model, dtype=checkpoint.dtype(wanted).name)
+    divided = None if mesh is None else shardings(model, mesh, checkpoint.tensors)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
     # The largest first: for a moment a tensor is in memory as it was read, as it was cast and as a jax array.
     for name, tensor in sorted(checkpoint.tensors.items(), key=lambda item: -item[1].nbytes):
         try:
-            array = (
-                jax.device_put(tensor.read(wanted)) if divided is None else read_parts(tensor, wanted, divided[name])
-            )
+            if divided is None:
+                array = jax.device_put(checkpoint.read(name, wanted))
+            else:
+                array = read_parts(tensor, checkpoint.dtype_of(name, wanted), divided[name])
             arrays[name] = array.block_until_ready()
         except CheckpointError as error:
             problems += error.problems
     if problems:
         raise CheckpointError(problems)
-    params = flax.traverse_util.unflatten_dict({name: arrays[name] for name in checkpoint.tensors}, sep=".")
-    return params, checkpoint.cfg.replace(model=dataclasses.replace(model, dtype=checkpoint.dtype(wanted).name))
+    params: dict[str, Any] = {name: arrays[name] for name in checkpoint.tensors if not is_scale(name, arrays)}
+    for name, array in params.items():
+        if array.dtype == np.int8:
+            params[name] = Int8(array, arrays[scale_name(name)], np.dtype(model.dtype))
+    return flax.traverse_util.unflatten_dict(params, sep="."), checkpoint.cfg.replace(model=model)
 
 
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
@@ -118,7 +155,8 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     `cfg.model` describes the model; its `dtype` does not matter, because arrays keep their own. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
     tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
-    at a time: 5 GB at most, or one larger tensor. Parameters that are divided over a mesh are not collected: each
+    at a time: 5 GB at most, or one larger tensor. Quantised parameters are written to model.int8.safetensors, which
+    `load_hf` reads and transformers does not. Parameters that are divided over a mesh are not collected: each
     process writes its own parts, into a directory that all processes can see.
 
     Raises:
@@ -128,7 +166,8 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     arrays = check_params(params, model)
     _check_values(arrays)
     generation = cfg.to_hf()
-    config = dataclasses.replace(model, dtype=arrays[_EMBEDDING].dtype.name).to_hf()
+    dtype_of = _NORM if arrays[_EMBEDDING].dtype == np.int8 else _EMBEDDING
+    config = dataclasses.replace(model, dtype=arrays[dtype_of].dtype.name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     target = Path(path)
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
@@ -150,11 +189,13 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
         CheckpointError: all of their problems.
     """
     arrays, problems = _flatten(params)
-    problems += _mismatch({name: array.shape for name, array in arrays.items()}, model, "params")
+    weights, faults = split_scales(arrays)
+    problems += [f"params: {fault}" for fault in faults]
+    problems += _mismatch({name: array.shape for name, array in weights.items()}, model, "params")
     problems += [
         f"params: {name} has dtype {array.dtype}, which must be one of {_ALLOWED}"
-        for name, array in arrays.items()
-        if array.dtype not in DTYPES.values()
+        for name, array in weights.items()
+        if array.dtype not in STORED.values()
     ]
     if problems:
         raise CheckpointError(problems)
@@ -280,9 +321,9 @@ def _parameters(
     """Return the tensors that are the model's parameters, in order, and their problems."""
     tensors = {name: tensors[name] for name in in_order(tensors) if not CONSTANTS.fullmatch(name)}
     problems = [
-        f"{tensor.file}: {name} has dtype {tensor.dtype}, which must be one of {', '.join(DTYPES)}"
+        f"{tensor.file}: {name} has dtype {tensor.dtype}, which must be one of {', '.join(STORED)}"
         for name, tensor in tensors.items()
-        if tensor.dtype not in DTYPES
+        if tensor.dtype not in STORED
     ]
     head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
     if model.tie_word_embeddings and head and embedding and not problems:
@@ -297,8 +338,10 @@ def _parameters(
     if described > 2 * stored + _SPARE:  # tracing the model would take as much memory as it describes
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
         return tensors, [*problems, f"{path / 'config.json'}: {fault}"]
-    where = {name: tensor.file for name, tensor in tensors.items()}
-    problems += _mismatch({name: tensor.shape for name, tensor in tensors.items()}, model, path, where, listed)
+    weights, faults = split_scales(tensors)
+    problems += [f"{path}: {fault}" for fault in faults]
+    where = {name: tensor.file for name, tensor in weights.items()}
+    problems += _mismatch({name: tensor.shape for name, tensor in weights.items()}, model, path, where, listed)
     return tensors, problems
 
 
@@ -358,6 +401,8 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in walk(params):
         if isinstance(value, np.ndarray | jax.Array):
             arrays[name] = value
+        elif isinstance(value, Int8):
+            arrays |= {name: value.values, scale_name(name): value.scales}
         else:
             problems.append(f"params: {name} must be an array, got {type(value).__name__}")
     return arrays, problems

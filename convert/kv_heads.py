@@ -34,7 +34,8 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     """
     model = model_of(cfg)
     pooled = _with_kv_heads(model, kv_heads)
-    check_params(params, model)
+    if any(array.dtype == np.int8 for array in check_params(params, model).values()):
+        raise ConfigError("params are quantised, and their heads cannot be pooled: start from the original")
 
     def pool(path: tuple, array: Any) -> Any:
         if not _PROJECTIONS.fullmatch(".".join(entry.key for entry in path)):
@@ -50,6 +51,8 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     Raises:
         ConfigError: as in `pool_kv_heads`.
     """
+    if checkpoint.quantized:
+        raise ConfigError(f"{checkpoint.path} is quantised, and its heads cannot be pooled: start from the original")
     model = model_of(checkpoint.cfg)
     pooled = _with_kv_heads(model, kv_heads)
     group = model.num_key_value_heads // pooled.num_key_value_heads
@@ -72,8 +75,9 @@ class _PooledTensor(Tensor):
 
     model: ModelConfig
 
-    def read(self, dtype: np.dtype | None = None) -> np.ndarray:
+    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return the means, taken in float32 and rounded once."""
+        assert part is None, "the command reads whole tensors"
         heads = super().read(np.dtype(np.float32))
         return self.cast(_means(heads, self.model), DTYPES[self.dtype] if dtype is None else dtype)
 

@@ -13,11 +13,13 @@ import numpy as np
 
 from convert.atomic_directory import replaced
 from convert.errors import CheckpointError
+from convert.int8 import is_scale
 from convert.tensors import Tensor, read_header, write_file
 from jaxgen.errors import ConfigError
 from jaxgen.text import json_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+QUANTIZED = "model.int8"  # in place of "model" in these names: transformers does not find such files
 MAX_SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
 
 # Constants that old versions of transformers saved with the weights; they follow from the config.
@@ -32,13 +34,14 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     The names are None if they are unknown, because there is no index and no file can be read.
     """
     path = checkpoint_directory(path)
-    files, weight_map, problems = _files(path)
+    index = _index(path)
+    files, weight_map, problems = _files(path, index)
     there = set(os.listdir(path))
     tensors: dict[str, Tensor] = {}
     headers: dict[str, dict[str, Tensor]] = {}
     for file in files:
         if weight_map and file.name not in there:
-            problems.append(f"{file}: absent, though {INDEX} names it")
+            problems.append(f"{file}: absent, though {index} names it")
             continue
         try:
             header = headers[file.name] = read_header(file)
@@ -49,12 +52,12 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
             if name in tensors:
                 problems.append(f"{file}: {name} is also in {tensors[name].file.name}")
             elif weight_map and name not in weight_map and not CONSTANTS.fullmatch(name):
-                problems.append(f"{file}: {name} is not in {INDEX}")
+                problems.append(f"{file}: {name} is not in {index}")
         tensors = header | tensors
     for name, shard in weight_map.items():
         if shard in headers and name not in headers[shard]:
             elsewhere = f": it is in {tensors[name].file.name}" if name in tensors else ""
-            problems.append(f"{path / shard}: {name} is absent, though {INDEX} puts it there{elsewhere}")
+            problems.append(f"{path / shard}: {name} is absent, though {index} puts it there{elsewhere}")
     listed = {*tensors, *weight_map} if headers or weight_map else None
     return tensors, listed, problems
 
@@ -79,9 +82,9 @@ def plan(sizes: Mapping[str, int], max_shard: int | None = None) -> dict[str, li
     (None: `MAX_SHARD`) or one larger tensor.
     """
     shards = _shards(sizes, max_shard or MAX_SHARD)
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE]
+    return {_named(name, sizes): shard for name, shard in zip(names, shards, strict=True)}
 
 
 def write_index(directory: Path, files: Mapping[str, Iterable[str]], sizes: Mapping[str, int]) -> None:
@@ -89,7 +92,7 @@ def write_index(directory: Path, files: Mapping[str, Iterable[str]], sizes: Mapp
     if len(files) > 1:
         weight_map = {tensor: name for name, shard in files.items() for tensor in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(directory / INDEX, index)
+        write_json(directory / _named(INDEX, sizes), index)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -138,25 +141,39 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def _files(path: Path) -> tuple[list[Path], dict[str, str], list[str]]:
+def _named(name: str, tensors: Mapping[str, Any]) -> str:
+    """Return the name of a file for these tensors: `name`, or that of the file for quantised ones."""
+    return QUANTIZED + name.removeprefix("model") if any(is_scale(name, tensors) for name in tensors) else name
+
+
+def _index(path: Path) -> str:
+    """Return the name of a directory's index; where there is none, the name that it would have."""
+    quantized = QUANTIZED + INDEX.removeprefix("model")
+    return quantized if os.path.lexists(path / quantized) else INDEX
+
+
+def _files(path: Path, index: str) -> tuple[list[Path], dict[str, str], list[str]]:
     """Return the files with weights, the index's file name for each tensor if there is an index, and problems."""
-    if os.path.lexists(path / INDEX):
-        index, problems = read_json(path / INDEX)
-        if index is None:
+    found = sorted(path.glob("*.safetensors"))
+    quantized = [file.name for file in found if file.name.startswith(QUANTIZED)]
+    if quantized and any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
+        return [], {}, [f"{path} has quantised weights, {quantized[0]}, and others: remove one of the two"]
+    if os.path.lexists(path / index):
+        content, problems = read_json(path / index)
+        if content is None:
             return [], {}, problems
-        weight_map = index.get("weight_map")
+        weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
             fault = "weight_map must map each tensor to the name of a file of the directory, which ends in .safetensors"
-            return [], {}, [f"{path / INDEX}: {fault}"]
+            return [], {}, [f"{path / index}: {fault}"]
         if os.path.lexists(path / SINGLE) and SINGLE not in weight_map.values():
-            problems.append(f"{path} has {SINGLE} and an {INDEX} that does not list it: remove the outdated one")
+            problems.append(f"{path} has {SINGLE} and an {index} that does not list it: remove the outdated one")
         return [path / shard for shard in sorted(set(weight_map.values()))], weight_map, problems
-    found = sorted(path.glob("*.safetensors"))
     if path / SINGLE in found or len(found) == 1:
         return [path / SINGLE if path / SINGLE in found else found[0]], {}, []
     if found:
         names = ", ".join(file.name for file in found)
-        return [], {}, [f"{path}: several files ({names}) and no {INDEX} to say which belong together"]
+        return [], {}, [f"{path}: several files ({names}) and no {index} to say which belong together"]
     pickled = [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLED]
     advice = "download the *.safetensors files too"
     if pickled:

@@ -22,6 +22,8 @@ from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
+INT8 = "I8"  # of quantised matrices, see int8.py
+STORED = DTYPES | {INT8: np.dtype(np.int8)}
 
 _MAX_NUMBER = 2**63  # sizes and offsets are below
 _MAX_TRANSFER = 1 << 30  # bytes read or written by one call of the system
@@ -40,7 +42,7 @@ class Tensor:
     nbytes: int
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `DTYPES`.
+        """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `DTYPES`, or int8.
 
         `part`: a slice of each axis, without steps. Only its bytes are read.
 
@@ -58,7 +60,7 @@ class Tensor:
 
     def _read_part(self, part: tuple[slice, ...]) -> np.ndarray:
         """Read a part row by row, or at once if it is contiguous: the library would read the whole tensor."""
-        result = np.empty(_shape(part, self.shape), DTYPES[self.dtype])
+        result = np.empty(_shape(part, self.shape), STORED[self.dtype])
         with open(self.file, "rb", buffering=0) as stream:
             for offset, run in self.runs(part, result):
                 while run:  # the system may return less than was asked for
@@ -161,7 +163,7 @@ def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in STORED.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, array in arrays.items():

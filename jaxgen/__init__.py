@@ -13,7 +13,7 @@ _NAMES = {
     "decoding.continuation": "Continuation",
     "decoding.hook": "StepHook StepInputs StepOutput",
     "decoding.stopping": "StopReason",
-    "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning NotBuiltYetError",
+    "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
     "generation": "generate prefill",
     "grammar.token_automaton": "TokenAutomaton",
     "logits.history": "History",
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         InputError as InputError,
         JaxgenError as JaxgenError,
         JaxgenWarning as JaxgenWarning,
-        NotBuiltYetError as NotBuiltYetError,
     )
     from jaxgen.generation import generate as generate, prefill as prefill
     from jaxgen.grammar.token_automaton import TokenAutomaton as TokenAutomaton

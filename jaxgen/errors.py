@@ -15,10 +15,6 @@ class ConfigError(JaxgenError):
     """A configuration, of a model or of generation, that cannot be honoured."""
 
 
-class NotBuiltYetError(JaxgenError):
-    """A feature that jaxgen recognises but has not implemented."""
-
-
 class InputError(JaxgenError):
     """An invalid array or text passed to `generate`, the model or the tokenizer."""
 

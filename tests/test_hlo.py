@@ -15,6 +15,7 @@ from jaxgen.config.availability import normal_form
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.model.int8 import Int8
 from jaxgen.request.driver import run_whole
 from tests.support.models import model_config, slow
 
@@ -31,7 +32,7 @@ BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 @functools.cache
-def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1, candidates: int = 0):
+def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1, candidates: int = 0, int8: bool = False):
     model = model_config(torch_dtype=dtype, **MODEL)
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1} if do_sample else {}
     cfg = GenerationConfig(
@@ -41,11 +42,20 @@ def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1, candi
     if candidates:
         cfg = cfg.replace(penalty_alpha=0.6, top_k=candidates)
     params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
+    if int8:
+        params = jax.tree.map(quantized, params)
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
     run = Run(params, normal_form(cfg), Extensions(), model, Sizes(ROWS, NEW, candidates=candidates))
     lowered = run_whole.lower(run, Request(ids, ids == 0, budget, key), mode=mode_of(cfg))
     return lowered.compile(), params
+
+
+def quantized(leaf: jax.ShapeDtypeStruct):
+    if leaf.ndim != 2:
+        return leaf
+    struct = jax.ShapeDtypeStruct
+    return Int8(struct(leaf.shape, jnp.int8), struct(leaf.shape[:1], jnp.float32), leaf.dtype)  # pyright: ignore
 
 
 def parse(program: str) -> dict[str, list[str]]:
@@ -116,6 +126,15 @@ def big_operations(lines, sizes) -> list[str]:
     return found
 
 
+def second_copies(computations, params) -> list[str]:
+    """Instructions outside of the loop that make an array with the shape of a weight."""
+    entry = next(lines for name, lines in computations.items() if name.startswith("main"))
+    wanted = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+    made = [(line, match) for line in entry if (match := INSTRUCTION.match(line))]
+    made = [(line, match) for line, match in made if match["op"] not in ("parameter", "get-tuple-element", "bitcast")]
+    return [line for line, match in made if tuple(int(d) for d in match["dims"].split(",") if d) in wanted]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_beams_move_no_cache(dtype):
     compiled, _ = compile_loop(2, dtype, do_sample=False, beams=3)
@@ -148,13 +167,17 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
             match = INSTRUCTION.match(line)
             if match and match["op"] not in ("parameter", "get-tuple-element"):
                 assert math.prod(int(d) for d in match["dims"].split(",") if d) not in weights, line
-    # Nothing of a weight's size is made outside of the loop either: it would be a second copy of the weight.
-    entry = next(lines for name, lines in computations.items() if name.startswith("main"))
-    wanted = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
-    for line in entry:
-        match = INSTRUCTION.match(line)
-        if match and match["op"] not in ("parameter", "get-tuple-element", "bitcast"):
-            assert tuple(int(d) for d in match["dims"].split(",") if d) not in wanted, line
+    assert second_copies(computations, params) == []
+
+
+@pytest.mark.parametrize("copies", [1, *slow(8)])
+def test_quantised_weights_are_not_stored_in_another_form(copies):
+    compiled, params = compile_loop(copies, "bfloat16", do_sample=copies > 1, int8=True)
+    computations = parse(compiled.as_text())
+    weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+    # A few rows are multiplied in 8 bits; for more, weights are converted in branches, one at a time.
+    assert big_operations(decode_loop(computations, into_branches=copies == 1), weights) == []
+    assert second_copies(computations, params) == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

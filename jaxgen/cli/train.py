@@ -94,6 +94,8 @@ def _check_out(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> _Job:
     source = open_checkpoint(local_directory(options.model))
+    if source.quantized:
+        raise ConfigError(f"{source.path} is quantised, and training changes weights: train the original checkpoint")
     model = model_of(source.cfg)
     tokenizer = Tokenizer.from_pretrained(source.path)
     width = _width(options.width, model)
@@ -222,7 +224,7 @@ def _trained(job: _Job, work: Path, options: argparse.Namespace):
     )
     if frozen is not None:
         return lora.merge(frozen, trained, job.cfg.lora_scale)
-    names = {name: job.source.dtype(None, name) for name in job.source.tensors}
+    names = {name: job.source.dtype_of(name, None) for name in job.source.tensors}
     dtypes = flax.traverse_util.unflatten_dict(names, sep=".")
     return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
 

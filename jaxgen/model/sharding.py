@@ -12,6 +12,7 @@ of the same devices that has two axes in place of `model`: `model`, over which k
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -91,10 +92,13 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(put, params, is_leaf=lambda x: isinstance(x, Weight))
 
 
-def shardings(model: ModelConfig, mesh: Mesh) -> dict[str, NamedSharding]:
-    """Return the sharding of each parameter by its dotted name; `mesh` as in `divide`."""
+def shardings(model: ModelConfig, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, NamedSharding]:
+    """Return the sharding of each parameter by its dotted name; `mesh` as in `divide`.
+
+    `names`: those of the tensors of a checkpoint, if it has others, such as the scales of quantised matrices.
+    """
     mesh = divide(model, mesh)
-    return {name: NamedSharding(mesh, spec_of(name)) for name in param_shapes(model)}
+    return {name: NamedSharding(mesh, spec_of(name)) for name in names or param_shapes(model)}
 
 
 def spec_of(name: str) -> PartitionSpec:

@@ -119,7 +119,13 @@ class TrainState:
 
     @classmethod
     def create(cls, params, cfg: TrainConfig) -> TrainState:
-        """Return the initial state, with `params` copied to float32."""
+        """Return the initial state, with `params` copied to float32.
+
+        Raises:
+            InputError: quantised parameters.
+        """
+        if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params)):
+            raise InputError("params are quantised, and training changes them: load the checkpoint without quantize")
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
 
@@ -183,6 +189,8 @@ def train_step(
         model: the model's config.
         cfg: the settings.
     """
+    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(frozen)):
+        raise InputError("frozen has quantised weights, and updates cannot be merged into them: load without quantize")
     model = dataclasses.replace(model, dtype=cfg.dtype)
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
-from jaxgen.errors import ConfigError, InputError, JaxgenWarning, NotBuiltYetError
+from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,8 +119,9 @@ def test_saved_rotary_constants_are_ignored(tmp_path):
 
 
 def test_options_that_cannot_be_honoured(qwen2):
-    with pytest.raises(NotBuiltYetError, match="quantize='int8' is not implemented yet"):
-        load_hf(qwen2, quantize="int8")
+    for quantize in ("int4", "", 8):
+        with pytest.raises(ConfigError, match=f"quantize must be 'int8' or None, got {quantize!r}"):
+            load_hf(qwen2, quantize=quantize)
     with pytest.raises(InputError, match=r"mesh must have the axes 'data' and 'model', got \['x'\]"):
         load_hf(qwen2, mesh=jax.sharding.Mesh(jax.devices(), "x"))
     for dtype in ("int8", "nothing", np.float64):
@@ -360,7 +361,7 @@ def test_a_wrong_tree_is_refused_with_all_that_is_wrong(tmp_path, qwen2):
         f"params: {NORM} [16] is missing",
         "params: lm_head.weight [40, 16] is unexpected",
         "params: model.layers.0.mlp.up_proj.weight has shape [16, 24], the config needs [24, 16]",
-        "params: model.layers.0.mlp.down_proj.weight has dtype int8",
+        "params: model.layers.0.mlp.down_proj.weight_scale is missing: 8-bit matrices need float32[16]",
     ]
     assert len(caught.value.problems) == len(starts)
     for start in starts:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, ConfigError, InputError
+from jaxgen.model.int8 import Int8
 from jaxgen.training import lora
 from jaxgen.training.dataset import Example, pack, shuffled
 from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, batch_loss, train, train_step
@@ -250,3 +251,13 @@ def test_segments_have_their_own_positions_and_windows():
     np.testing.assert_allclose(packed[:, 7:], alone(ids[:, 7:]), atol=1e-4)
     with pytest.raises(InputError, match="segment_ids must be integers of the ids' shape"):
         model.apply({"params": PARAMS}, ids, segment_ids=segments[:, 1:])
+
+
+def test_quantised_weights_are_refused():
+    params = random_params(MODEL)
+    params["model"]["embed_tokens"]["weight"] = Int8(jnp.ones((97, 32), jnp.int8), jnp.ones(97), np.dtype("float32"))
+    with pytest.raises(InputError, match="params are quantised, and training changes them"):
+        TrainState.create(params, CFG)
+    updates = lora.init(params, 2, jax.random.key(0))
+    with pytest.raises(InputError, match="frozen has quantised weights"):
+        train(updates, lambda step: take(rows(), 4), model=MODEL, cfg=CFG, frozen=params)

@@ -1,0 +1,120 @@
+"""Weights of 8 bits, with one scale for each output channel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxgen.model.linear import product
+
+LARGEST = 127  # -128 is not used, so that negation is exact
+# Up to this many rows, 16-bit activations are multiplied as pairs of 8-bit numbers on a CPU.
+_FEW_ROWS = 8
+
+
+@flax.struct.dataclass
+class Int8:
+    """The matrix `values * scales[:, None]`.
+
+    Accelerators convert the values where the product reads them, which is exact. On a CPU, conversions cost more than
+    the product, so a few 16-bit rows are converted instead: each to one scale and two 8-bit numbers per channel, which
+    together have 15 bits, more than a bfloat16 has.
+
+    Attributes:
+        values: int8[F, D], from -127 to 127.
+        scales: float32[F].
+        dtype: the dtype of the matrix that is represented, and of its rows; static.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    dtype: Any = flax.struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[F, D]."""
+        return self.values.shape
+
+    def specs(self, spec: PartitionSpec) -> Int8:
+        """Return how each array is divided over a mesh if the matrix is divided by `spec`."""
+        outputs, _ = spec or (None, None)
+        return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
+
+    def product(self, rows: jax.Array, tiles: bool) -> jax.Array:
+        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
+        out: jax.Array = _product(rows, self.values, tiles)  # pyright: ignore[reportAssignmentType]
+        return out * self.scales[None, :]
+
+    def look_up(self, ids: jax.Array) -> jax.Array:
+        """Return the rows `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in [0, F)."""
+        scales = jnp.where((ids >= 0) & (ids < self.shape[0]), self.scales[ids], jnp.nan)
+        return (self.values[ids].astype(jnp.float32) * scales[..., None]).astype(self.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(rows: jax.Array, values: jax.Array, tiles: bool) -> jax.Array:
+    """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in the rows."""
+    if rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
+        on_cpu = _converted_in_branch
+    else:
+        on_cpu = functools.partial(_split, values_first=tiles)
+    return lax.platform_dependent(rows, values, cpu=on_cpu, default=_converted)
+
+
+def _keep_operands(rows: jax.Array, values: jax.Array, tiles: bool):
+    return _product(rows, values, tiles), (values, rows[:0])
+
+
+def _gradients(tiles: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+    """Differentiate in the rows, in their dtype; whole numbers have no gradient."""
+    values, like = operands
+    del tiles
+    to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T)
+    return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)
+
+
+_product.defvjp(_keep_operands, _gradients)
+
+
+def _converted(rows: jax.Array, values: jax.Array) -> jax.Array:
+    return product(rows, values.astype(rows.dtype))
+
+
+def _converted_in_branch(rows: jax.Array, values: jax.Array) -> jax.Array:
+    """Convert the values inside a branch that is always taken, unless all rows are NaN and so is the result.
+
+    XLA's CPU compiler converts before a loop what does not change in it, and so would store all weights twice. It does
+    not move anything out of a branch.
+    """
+
+    def nothing(rows: jax.Array, values: jax.Array) -> jax.Array:
+        return jnp.full((rows.shape[0], values.shape[0]), jnp.nan, jnp.float32)
+
+    return lax.cond(jnp.any(rows == rows), _converted, nothing, rows, values)
+
+
+def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
+    """Multiply 8-bit numbers: each row, scaled, is the sum of whole numbers and of 254ths.
+
+    With `values_first` they are the left operand: see `linear`.
+    """
+    rows = rows.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / LARGEST
+    scaled = rows / jnp.where(scale == 0, 1, scale)
+    whole = jnp.round(scaled)
+    pairs = jnp.concatenate([whole, jnp.round((scaled - whole) * 254)]).astype(jnp.int8)
+    sums = lax.optimization_barrier(_contract(values, pairs)).T if values_first else _contract(pairs, values)
+    whole, parts = jnp.split(sums.astype(jnp.float32), 2)
+    return (whole + parts / 254) * scale
+
+
+def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Sum the products over the last axis of both: int32."""
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)

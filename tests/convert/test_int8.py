@@ -1,0 +1,143 @@
+import json
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from convert import CheckpointError, load_hf, save_hf, shards
+from convert.kv_heads import pool_kv_heads
+from jaxgen import generate
+from jaxgen.errors import ConfigError
+from jaxgen.model.int8 import Int8
+from tests.support.checkpoints import GENERATION, LLAMA, QWEN2, weights, write
+
+FILE, INDEX = "model.int8.safetensors", "model.int8.safetensors.index.json"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def flat(params) -> dict:
+    return flax.traverse_util.flatten_dict(params, sep=".")
+
+
+def same(left, right) -> bool:
+    return jax.tree.structure(left) == jax.tree.structure(right) and all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    )
+
+
+@pytest.fixture
+def int8(qwen2, tmp_path, call):
+    assert call(qwen2, tmp_path / "int8", "--quantize", "int8", "--check")[0] == 0
+    return tmp_path / "int8"
+
+
+def problems(path) -> list[str]:
+    with pytest.raises(CheckpointError) as caught:
+        load_hf(path)
+    return caught.value.problems
+
+
+def test_each_number_is_the_nearest(tmp_path):
+    tensors = weights(QWEN2)
+    tensors[QUERY][3] = 0
+    params, cfg = load_hf(write(tmp_path / "x", QWEN2, tensors), quantize="int8")
+    for name, weight in flat(params).items():
+        matrix = tensors[name]
+        assert isinstance(weight, Int8) == (matrix.ndim == 2)
+        if matrix.ndim != 2:
+            np.testing.assert_array_equal(weight, matrix)
+            continue
+        values, scales = np.asarray(weight.values), np.asarray(weight.scales)
+        assert np.all(np.abs(values).max(axis=1) == np.where(scales == 0, 0, 127))
+        assert np.all(np.abs(values * scales[:, None] - matrix) <= 0.50001 * scales[:, None])
+    assert cfg.model.dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_directory_loads_as_what_was_quantised(qwen2, int8, dtype):
+    assert (int8 / FILE).is_file()
+    assert not list(int8.glob("model.safetensors*"))
+    params, cfg = load_hf(int8, dtype=dtype)
+    expected, expected_cfg = load_hf(qwen2, dtype=dtype, quantize="int8")
+    assert same(params, expected)
+    assert cfg == expected_cfg
+    assert same(load_hf(int8, quantize="int8", dtype=dtype)[0], expected)
+
+
+def test_it_generates_and_is_saved_again(int8, tmp_path):
+    params, cfg = load_hf(int8)
+    out = generate(params, [[3, 4, 5]], None, cfg.replace(do_sample=False, temperature=None, max_new_tokens=4))
+    assert out.sequences.shape == (1, 7)
+    save_hf(params, cfg, tmp_path / "again")
+    assert (tmp_path / "again" / FILE).read_bytes() == (int8 / FILE).read_bytes()
+    assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "float32"
+    with pytest.raises(ConfigError, match="quantised, and their heads cannot be pooled"):
+        pool_kv_heads(params, cfg, 1)
+
+
+def test_shards_and_their_index(tmp_path, call, monkeypatch):
+    source = write(tmp_path / "source", LLAMA, weights(LLAMA, "bfloat16"), GENERATION, shards=3)
+    params, cfg = load_hf(source, quantize="int8")
+    monkeypatch.setattr(shards, "MAX_SHARD", 2000)
+    assert call(source, tmp_path / "int8", "--quantize", "int8", "--check")[0] == 0
+    save_hf(params, cfg, tmp_path / "saved")
+    for path in (tmp_path / "int8", tmp_path / "saved"):
+        names = {file.name for file in path.glob("*.safetensors*")}
+        assert INDEX in names
+        assert all(name.startswith("model.int8") for name in names)
+        assert len(names) > 3
+        loaded, loaded_cfg = load_hf(path)
+        assert same(loaded, params)
+        assert loaded_cfg.model.dtype == "bfloat16"
+
+
+def test_over_a_mesh(qwen2, int8):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    expected = load_hf(int8)[0]
+    for path, quantize in ((int8, None), (qwen2, "int8")):
+        params, _ = load_hf(path, quantize=quantize, mesh=mesh)
+        assert same(params, expected)
+        down = params["model"]["layers"]["0"]["mlp"]["down_proj"]["weight"]
+        assert {shard.data.shape for shard in down.values.addressable_shards} == {(16, 12)}
+        assert {shard.data.shape for shard in down.scales.addressable_shards} == {(16,)}
+
+
+def test_damaged_directories(int8, tmp_path):
+    good = load_file(int8 / FILE)
+    scale = f"{QUERY}_scale"
+
+    def damaged(**changes) -> list[str]:
+        save_file({name: x for name, x in (good | changes).items() if x is not None}, int8 / FILE)
+        return problems(int8)
+
+    advice = r"8-bit matrices need float32[16], one scale for each of their rows"
+    assert damaged(**{scale: None}) == [f"{int8}: {scale} is missing: {advice}"]
+    assert damaged(**{scale: good[scale][:5]}) == [f"{int8}: {scale} is F32[5]: {advice}"]
+    assert damaged(**{scale: good[scale].astype(np.float16)}) == [f"{int8}: {scale} is F16[16]: {advice}"]
+    (problem,) = damaged(**{QUERY: good[QUERY].astype(np.float32)})
+    assert f"{scale} [16] is unexpected" in problem
+    norm = "model.norm.weight"
+    found = damaged(**{norm: good[norm].astype(np.int8), f"{norm}_scale": good[norm]})
+    assert f"{norm}_scale is F32[16]: 8-bit matrices need" in found[0]
+    save_file(good, int8 / FILE)
+    save_file(good, int8 / "model.safetensors")
+    assert problems(int8) == [f"{int8} has quantised weights, {FILE}, and others: remove one of the two"]
+
+
+def test_a_matrix_that_is_not_finite(tmp_path):
+    tensors = weights(QWEN2)
+    tensors[QUERY][2, 5] = np.inf
+    path = write(tmp_path / "x", QWEN2, tensors)
+    with pytest.raises(CheckpointError, match=f"{QUERY} is not finite"):
+        load_hf(path, quantize="int8")
+
+
+def test_heads_are_pooled_before(qwen2, int8, tmp_path, call):
+    assert call(qwen2, tmp_path / "pooled", "--kv-heads", 1)[0] == 0
+    assert call(qwen2, tmp_path / "both", "--kv-heads", 1, "--quantize", "int8", "--check")[0] == 0
+    assert same(load_hf(tmp_path / "both")[0], load_hf(tmp_path / "pooled", quantize="int8")[0])
+    status, _, err = call(int8, tmp_path / "x", "--kv-heads", 1)
+    assert status == 2
+    assert "is quantised, and its heads cannot be pooled" in err

@@ -1,0 +1,103 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from convert import load_hf, save_hf
+from demo.corpus import conversations
+from jaxgen import Tokenizer, score
+from jaxgen.demo import PATH
+from jaxgen.model.int8 import Int8
+from jaxgen.model.linear import linear, look_up
+from tests.support.outliers import with_outliers
+
+F, D = 40, 64
+
+
+def int8(dtype, seed=0) -> tuple[Int8, np.ndarray]:
+    """A random weight, and the matrix that it represents."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-127, 128, (F, D)).astype(np.int8)
+    scales = rng.uniform(0.001, 0.1, F).astype(np.float32)
+    return Int8(jnp.asarray(values), jnp.asarray(scales), np.dtype(dtype)), values * scales[:, None]
+
+
+def rows(count: int, dtype, seed=1) -> jax.Array:
+    x = np.random.default_rng(seed).normal(size=(count, D))
+    x[:, 3] *= 50  # an outlier
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 40])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_products_are_those_of_the_matrix(dtype, count, tiles):
+    weight, matrix = int8(dtype)
+    x = rows(count, dtype)
+    exact = np.asarray(x, np.float64) @ matrix.T.astype(np.float64)
+    found = np.asarray(jax.jit(lambda x, weight: weight.product(x, tiles))(x, weight))
+    # Two 8-bit numbers are within 1/254 of a 254th of the largest entry; float32 sums are within a few units.
+    size = np.abs(np.asarray(x, np.float64)).max(axis=1, keepdims=True) * np.abs(matrix).sum(axis=1)
+    within = 1e-6 if dtype == jnp.float32 or count > 8 else 0.5 / 127 / 254
+    assert np.all(np.abs(found - exact) <= (within + 1e-7) * size)
+
+
+def test_a_row_of_zeros_and_a_row_that_is_not_a_number():
+    weight, matrix = int8(jnp.bfloat16)
+    x = rows(3, jnp.bfloat16).at[0].set(0).at[1, 5].set(jnp.nan)
+    found = np.asarray(linear(x, weight), np.float32)
+    assert np.all(found[0] == 0)
+    assert np.all(np.isnan(found[1]))
+    exact = np.asarray(x[2], np.float32) @ matrix.T
+    np.testing.assert_allclose(found[2], exact, atol=0.01 * np.abs(exact).max())
+    assert np.all(np.isnan(np.asarray(linear(jnp.full((20, D), jnp.nan, jnp.bfloat16), weight), np.float32)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_alone_is_the_row_in_a_batch(dtype):
+    weight, _ = int8(dtype)
+    x = rows(5, dtype)
+    alone = jnp.concatenate([linear(x[n : n + 1], weight) for n in range(5)]).astype(jnp.float32)
+    np.testing.assert_allclose(linear(x, weight).astype(jnp.float32), alone, atol=1e-7 * jnp.abs(alone).max())
+
+
+def test_rows_are_looked_up():
+    weight, matrix = int8(jnp.float32)
+    found = look_up(jnp.asarray([[0, F - 1, 7], [F, -1, 2**31 - 1]], jnp.int32), weight)
+    np.testing.assert_array_equal(found[0], matrix[[0, F - 1, 7]])
+    assert np.all(np.isnan(found[1]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("count", [2, 20])
+def test_gradients_in_the_rows(dtype, count):
+    weight, matrix = int8(dtype)
+    change = rows(count, dtype, seed=2)[:, :F]
+    found = jax.grad(lambda x: jnp.sum(linear(x, weight) * change))(rows(count, dtype))
+    exact = np.asarray(change, np.float32) @ matrix
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=tolerance * np.abs(exact).max())
+
+
+@pytest.fixture(scope="module")
+def texts():
+    tok = Tokenizer.from_pretrained(PATH)
+    return tok.chat(list(itertools.islice(conversations(seed=11), 24)), add_generation_prompt=False)
+
+
+def perplexity(params, cfg, batch) -> float:
+    scored = np.cumsum(batch.attention_mask, axis=1) * batch.attention_mask > 1  # a first token has no probability
+    logprobs = score(params, batch.ids, cfg, attention_mask=batch.attention_mask).logprobs
+    return float(np.exp(-np.asarray(logprobs)[scored].mean(dtype=np.float64)))
+
+
+def test_the_quality_is_kept(tmp_path, texts):
+    plain = load_hf(PATH, dtype="float32")
+    reference = perplexity(*plain, texts)
+    save_hf(with_outliers(plain[0], plain[1].model.num_hidden_layers), plain[1], tmp_path / "outliers")
+    assert perplexity(*load_hf(tmp_path / "outliers"), texts) == pytest.approx(reference, rel=1e-3)
+    for path in (PATH, tmp_path / "outliers"):
+        for dtype in ("float32", "bfloat16"):
+            assert perplexity(*load_hf(path, dtype=dtype, quantize="int8"), texts) < 1.01 * reference
