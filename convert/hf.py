@@ -25,6 +25,7 @@ from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.int8 import Int8
+from jaxgen.model.joined import separate
 from jaxgen.model.sharding import shardings
 from jaxgen.text.json_file import fetch_again
 
@@ -188,7 +189,7 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
     Raises:
         CheckpointError: all of their problems.
     """
-    arrays, problems = _flatten(params)
+    arrays, problems = _flatten(separate(params, model))
     weights, faults = split_scales(arrays)
     problems += [f"params: {fault}" for fault in faults]
     problems += _mismatch({name: array.shape for name, array in weights.items()}, model, "params")

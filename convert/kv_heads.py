@@ -17,6 +17,7 @@ from convert.tensors import DTYPES, Tensor
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.joined import separate
 
 _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bias)")
 
@@ -34,6 +35,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     """
     model = model_of(cfg)
     pooled = _with_kv_heads(model, kv_heads)
+    params = separate(params, model)
     if any(array.dtype == np.int8 for array in check_params(params, model).values()):
         raise ConfigError("params are quantised, and their heads cannot be pooled: start from the original")
 

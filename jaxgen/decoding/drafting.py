@@ -107,7 +107,7 @@ class DraftModel:
         prompt = Tokens.of_length(_known(drafting, history.ids[:, :width]), history.prompt_length)
         read, _ = run_model(drafting, rows, prompt, KVCache.create(drafting.model, rows.count, width))
         wanted = jnp.full(rows.count, drafting.cfg.num_assistant_tokens, jnp.int32)
-        return DraftState(read.cache.fork(1, run.capacity), wanted)
+        return DraftState(read.cache.grow(run.capacity), wanted)
 
     def propose(self, run: Run, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
         """Draft each row's wanted number of tokens, fewer if its text ends or the draft model is not confident."""

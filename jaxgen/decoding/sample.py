@@ -55,7 +55,9 @@ class Sample:
     def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
         """Choose the first token of each sequence."""
         copies = run.cfg.num_return_sequences
-        rows, cache = prefilled.rows.fork(copies), prefilled.read.cache.fork(copies, run.capacity)
+        rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
+        # One sequence per prompt shares nothing: with all slots in one part, a step has fewer and larger products.
+        cache = cache.grow(run.capacity) if copies == 1 else cache.fork(copies, run.capacity)
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
         return SampleState(extend(run, rows, read, 0, rows.live), cache)
 

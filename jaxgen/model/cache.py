@@ -86,6 +86,12 @@ class KVCache:
         length, owners = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, slots), jnp.int32)
         return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
 
+    def grow(self, slots: int) -> KVCache:
+        """Return a copy with `slots` more slots; rows do not share theirs."""
+        size = self.slots + slots
+        keys, values = (tuple(resize_axis(x, 2, size) for x in arrays) for arrays in (self.keys, self.values))
+        return dataclasses.replace(self, keys=keys, values=values)
+
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of a layer in this part as numbers, each `dtype[B, K, S, H]`."""
         return as_numbers(self.keys[index], self.dtype), as_numbers(self.values[index], self.dtype)

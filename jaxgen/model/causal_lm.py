@@ -23,6 +23,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxgen.errors import InputError
 from jaxgen.model.activations import activation
@@ -106,9 +107,21 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm `x [..., D]`."""
         weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
-        return jnp.broadcast_to(weight, x.shape) * wide.astype(x.dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        if rows.shape[0] == 1:
+            rows = lax.platform_dependent(rows, weight, cuda=self._of_two, default=self._normed)
+        else:
+            rows = self._normed(rows, weight)
+        return rows.reshape(x.shape)
+
+    def _normed(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = rows.astype(jnp.float32)
+        wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
+        return weight[None, :] * wide.astype(rows.dtype)
+
+    def _of_two(self, row: jax.Array, weight: jax.Array) -> jax.Array:
+        """Norm a row together with a row of zeros: XLA's GPU compiler makes one kernel of two rows, two of one row."""
+        return self._normed(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
 
 
 class Linear(nn.Module):
@@ -128,6 +141,20 @@ class Linear(nn.Module):
         if self.use_bias:
             bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
         return linear(x, weight, bias, tiles=cfg.cpu_tiles)
+
+
+# Projections of the same input, which `jaxgen.model.joined.prepare` makes one matrix.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _project(
+    module: nn.Module, x: jax.Array, joined: str, widths: tuple[int, ...], use_bias: bool, cfg: ModelConfig
+) -> list[jax.Array]:
+    """Map `x [..., in]` by the projections of a layer that are, or may be, joined under one name."""
+    if module.has_variable("params", joined):
+        out = Linear(sum(widths), use_bias, cfg, name=joined)(x)
+        return jnp.split(out, np.cumsum(widths)[:-1], axis=-1)
+    return [Linear(width, use_bias, cfg, name=name)(x) for name, width in zip(JOINED[joined], widths, strict=True)]
 
 
 class Embedding(nn.Module):
@@ -161,13 +188,9 @@ class Attention(nn.Module):
         cfg = self.cfg
         batch, steps, _ = x.shape
 
-        def project(heads: int, name: str) -> jax.Array:
-            projected = Linear(heads * cfg.head_dim, cfg.attention_bias, cfg, name=name)(x)
-            return projected.reshape(batch, steps, heads, cfg.head_dim).swapaxes(1, 2)
-
-        q = project(cfg.num_attention_heads, "q_proj")
-        k = project(cfg.num_key_value_heads, "k_proj")
-        v = project(cfg.num_key_value_heads, "v_proj")
+        queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        projected = _project(self, x, "qkv_proj", (queries, keys, keys), cfg.attention_bias, cfg)
+        q, k, v = (part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in projected)
         if cfg.qk_norm:
             q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
             k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
@@ -197,8 +220,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map `x [B, T, D]` to `[B, T, D]`."""
         cfg = self.cfg
-        gate = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="gate_proj")(x)
-        up = Linear(cfg.intermediate_size, cfg.mlp_bias, cfg, name="up_proj")(x)
+        gate, up = _project(self, x, "gate_up_proj", (cfg.intermediate_size,) * 2, cfg.mlp_bias, cfg)
         return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(activation(cfg.hidden_act)(gate) * up)
 
 

@@ -17,7 +17,7 @@ from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.joined import expected_shapes
 from jaxgen.model.weights import mismatch
 
 # Options that depend on the tokens of the prompt.
@@ -32,7 +32,7 @@ def check_call(params, cfg: GenerationConfig) -> None:
     if set(params) == {"params"}:
         raise InputError('params must be the tree itself, without the outer {"params": ...}')
     given: dict[str, Any] = dict(flax.traverse_util.flatten_dict(params, sep="."))
-    wanted = param_shapes(model)
+    wanted = expected_shapes(model, given)
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in wanted]
     reasons = {name: mismatch(given[name], shape) for name, shape in wanted.items() if name in given}

@@ -141,8 +141,12 @@ def test_early_exit_leaves_later_steps_at_zero():
 
 def test_the_cache_holds_all_but_the_last_token():
     out = count([[3], [7, 8, 9, 20]], CFG.replace(eos_token_id=[5]))
-    assert out.cache.kv.prefix.length.tolist() == [1, 4]
-    assert out.cache.kv.length.tolist() == [1, 5]
+    assert out.cache.kv.prefix is None  # one sequence per prompt shares nothing
+    assert out.cache.kv.length.tolist() == [2, 9]
+    drawn = CFG.replace(eos_token_id=[5], do_sample=True, num_return_sequences=2)
+    several = count([[3], [7, 8, 9, 20]], drawn, jax.random.key(0))
+    assert several.cache.kv.prefix.length.tolist() == [1, 4]
+    assert several.cache.kv.length.tolist() == [1, 1, 5, 5]
 
 
 def test_padding_can_be_anywhere():

@@ -1,0 +1,88 @@
+import jax
+import numpy as np
+import pytest
+
+from convert import load_hf, pool_kv_heads, save_hf
+from jaxgen import GenerationConfig, InputError, generate, prepare, score, shard_params
+from jaxgen.training import lora
+from tests.support.checkpoints import LLAMA, QWEN2, QWEN3, weights, write
+from tests.support.models import model_config, random_params
+
+MODEL = model_config(mlp_bias=True, model_type="llama", attention_bias=True)
+IDS = np.arange(1, 13).reshape(2, 6)
+
+
+def equal(left, right) -> bool:
+    return jax.tree.structure(left) == jax.tree.structure(right) and all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    )
+
+
+def test_the_results_are_the_same():
+    params = random_params(MODEL)
+    joined = prepare(params)
+    assert set(joined["model"]["layers"]["1"]["self_attn"]) == {"qkv_proj", "o_proj"}
+    assert set(joined["model"]["layers"]["1"]["mlp"]) == {"gate_up_proj", "down_proj"}
+    assert set(params["model"]["layers"]["1"]["mlp"]) == {"gate_proj", "up_proj", "down_proj"}
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=8, output_logits=True, num_beams=2)
+    one, other = (generate(tree, IDS, None, cfg) for tree in (params, joined))
+    np.testing.assert_array_equal(one.sequences, other.sequences)
+    rounding = 1e-5 * np.abs(one.logits).max()  # products of another width sum in another order
+    np.testing.assert_allclose(one.logits, other.logits, atol=rounding)
+    np.testing.assert_allclose(score(params, IDS, cfg).logprobs, score(joined, IDS, cfg).logprobs, atol=rounding)
+
+
+@pytest.mark.parametrize("config", [QWEN2, LLAMA, QWEN3])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_it_is_saved_as_it_was(tmp_path, config, quantize):
+    params, cfg = load_hf(write(tmp_path / "a", config, weights(config)), quantize=quantize)
+    save_hf(prepare(params), cfg, tmp_path / "b")
+    assert equal(load_hf(tmp_path / "b")[0], params)
+    cfg = cfg.replace(max_new_tokens=3, eos_token_id=None)
+    one, other = (generate(tree, IDS, None, cfg) for tree in (params, prepare(params)))
+    np.testing.assert_array_equal(one.sequences, other.sequences)
+
+
+def test_donated_arrays_are_deleted():
+    params = random_params(MODEL)
+    query = params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"]
+    output = params["model"]["layers"]["0"]["self_attn"]["o_proj"]["weight"]
+    joined = prepare(params, donate=True)
+    assert query.is_deleted()
+    assert not output.is_deleted()
+    assert equal(joined, prepare(random_params(MODEL)))
+    assert equal(prepare(joined), joined)
+
+
+def test_low_rank_updates_are_left():
+    params = random_params(MODEL)
+    updates = lora.init(params, 2, jax.random.key(0), targets=("q_proj",))
+    joined = prepare(lora.attach(params, updates, 1.0))
+    assert set(joined["model"]["layers"]["0"]["self_attn"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert set(joined["model"]["layers"]["0"]["mlp"]) == {"gate_up_proj", "down_proj"}
+    generate(joined, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
+
+
+def test_what_needs_the_original(tmp_path):
+    params = random_params(MODEL)
+    joined = prepare(params)
+    mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
+    with pytest.raises(InputError, match="params are divided over a mesh, and joined projections are for one device"):
+        prepare(shard_params(params, MODEL, mesh))
+    with pytest.raises(InputError, match="params have joined projections"):
+        shard_params(joined, MODEL, mesh)
+    with pytest.raises(InputError, match="params have the joined projection"):
+        lora.init(joined, 2, jax.random.key(0))
+    cfg = GenerationConfig(model=MODEL)
+    assert equal(pool_kv_heads(joined, cfg, 1)[0], pool_kv_heads(params, cfg, 1)[0])
+
+
+def test_a_joined_tree_that_does_not_fit():
+    joined = prepare(random_params(MODEL))
+    layer = joined["model"]["layers"]["0"]["self_attn"]
+    layer["qkv_proj"]["weight"] = layer["qkv_proj"]["weight"][1:]
+    with pytest.raises(InputError, match=r"qkv_proj.weight has shape \[63, 32\], wanted \[64, 32\]"):
+        generate(joined, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
+    del layer["qkv_proj"]["weight"]
+    with pytest.raises(InputError, match=r"q_proj.weight is missing"):
+        generate(joined, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
