@@ -13,7 +13,7 @@ import functools
 import json
 from typing import Any, NamedTuple, NoReturn
 
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, shown
 from jaxgen.grammar import keywords
 from jaxgen.grammar.expression import (
     EMPTY,
@@ -28,7 +28,6 @@ from jaxgen.grammar.expression import (
     common,
     complement,
     sequence,
-    shown,
     union,
 )
 from jaxgen.grammar.formats import FORMATS

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import json
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from jaxgen.errors import InputError
-from jaxgen.grammar.expression import shown
+from jaxgen.errors import InputError, shown
+from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # characters of a schema
 DEEPEST = 64  # schemas inside each other
@@ -30,22 +29,18 @@ OF_TYPE = {
 def plain(schema: dict[str, Any] | str) -> Any:
     """Return a schema, a dict or its JSON, as JSON has it: a copy, which has no object twice and no cycle."""
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        if len(text) > LONGEST:
-            raise InputError(f"the schema has {len(text)} characters: at most {LONGEST} are supported")
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
-        json.dumps(value, ensure_ascii=False).encode()
-    except InputError:
-        raise
+        text = schema if isinstance(schema, str) else json.dumps(schema)
     except RecursionError as error:
-        raise InputError(f"the schema is nested too deeply: at most {DEEPEST} levels are supported") from error
-    except UnicodeEncodeError as error:
-        raise InputError("the schema has half of a surrogate pair, such as \\ud83d: write the character") from error
+        raise InputError("the schema is nested too deeply") from error
     except (TypeError, ValueError) as error:
-        is_path = isinstance(schema, str) and schema.strip() and "{" not in schema
-        hint = "; pass a dict or the JSON itself, not its path" if is_path else ""
-        raise InputError(f"the schema is not valid JSON: {str(error)[:200]}{hint}") from error
-    return value
+        raise InputError(f"the schema is not valid JSON: {str(error)[:200]}") from error
+    if len(text) > LONGEST:
+        raise InputError(f"the schema has {len(text)} characters: at most {LONGEST} are supported")
+    try:
+        return parse_json(text)
+    except InputError as error:
+        hint = "; pass a dict or the JSON itself, not its path" if text.strip() and "{" not in text else ""
+        raise InputError(f"the schema is {error}{hint}") from error
 
 
 def refuse(where: str, reason: str) -> NoReturn:
@@ -159,21 +154,3 @@ def check(keywords: list[str], allowed: str, where: str) -> None:
             f" has {', '.join(other[:5])}, which is not supported there; the supported keywords are {', '.join(known)} "
             "and annotations. Leave it out and check the value afterwards, or list the values in an enum",
         )
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it has {name}")
-
-
-def _finite(digits: str) -> float:
-    if abs(number := float(digits)) == float("inf"):
-        raise ValueError(f"the number {shown(digits)[1:-1]} is too large")
-    return number
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
-        raise InputError(f"the schema has an object with the key {shown(name)} twice: keep one")
-    return found

@@ -13,10 +13,11 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from jaxgen.errors import ConfigError, InputError, shown
+from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
 from jaxgen.text.json_file import fetch_again, read_file, read_json
+from jaxgen.text.lines import decoded
 from jaxgen.text.token_bytes import token_bytes
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 
@@ -134,7 +135,7 @@ class Tokenizer:
         file = directory / "tokenizer.json"
         try:
             backend, config = read_backend(file), _read_config(directory)
-        except ConfigError as error:
+        except JaxgenError as error:
             raise ConfigError("; ".join([str(error), *fetch_again(directory, [f"damaged: {error}"])])) from error
         if backend is None:
             found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
@@ -400,10 +401,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         }
     template = directory / "chat_template.jinja"
     if (data := read_file(template, 4 * chat_template.LARGEST)) is not None:
-        try:
-            config["chat_template"] = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{template} is damaged: {error}") from error
+        config["chat_template"] = decoded(str(template), data)
     return config
 
 
