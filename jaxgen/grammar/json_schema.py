@@ -31,6 +31,7 @@ from jaxgen.grammar.expression import (
     union,
 )
 from jaxgen.grammar.formats import FORMATS
+from jaxgen.grammar.integers import integer_range
 from jaxgen.grammar.keywords import ANNOTATIONS, COMPANIONS, DEEPEST, OF_TYPE, literals, members, types
 from jaxgen.grammar.one_of import Overlaps
 from jaxgen.grammar.references import References
@@ -154,6 +155,8 @@ class _Converter:
             return self.array(schema, place)
         if name == "object":
             return self.object(schema, place)
+        if name in ("integer", "number") and any(bound in schema for bound in keywords.BOUNDS):
+            return _bounded(name, schema, place)
         return _scalar(name)
 
     def array(self, schema: dict[str, Any], place: _Place) -> Expression:
@@ -234,6 +237,14 @@ def _any_string() -> Expression:
 @functools.cache
 def _scalar(name: str) -> Expression:
     return read_regex(SCALARS[name])
+
+
+def _bounded(name: str, schema: dict[str, Any], place: _Place) -> Expression:
+    """Return the expression of integers with a minimum or a maximum."""
+    low, high = keywords.integer_bounds(schema, place.name)
+    if name == "number":
+        place.refuse(" has bounds of numbers, which only the type integer may have: leave them out and check the value")
+    return integer_range(low, high)
 
 
 @functools.lru_cache(1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -11,6 +12,7 @@ from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # characters of a schema
 DEEPEST = 64  # schemas inside each other
+MOST_DIGITS = 40  # of a bound: n digits need about n * n states before equal states are merged
 
 ANNOTATIONS = frozenset(
     "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
@@ -18,11 +20,16 @@ ANNOTATIONS = frozenset(
 )
 # The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
 COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
+# The bounds of numbers, each with the nearest integer that satisfies it.
+LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
+UPPER = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
+BOUNDS = (*LOWER, *UPPER)
 OF_TYPE = {
     "string": "minLength maxLength pattern format",
     "array": "items prefixItems minItems maxItems",
     "object": "properties required additionalProperties",
-    **dict.fromkeys(("boolean", "null", "integer", "number"), ""),
+    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # those of numbers are refused by name
+    **dict.fromkeys(("boolean", "null"), ""),
 }
 
 
@@ -133,6 +140,20 @@ def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int |
             refuse(where, f": {name} must be a whole number >= 0, got {shown(number)}")
     if high is not None and high < low:
         refuse(where, f": min{of} is {shown(low)} and max{of} is {shown(high)}: nothing satisfies both")
+    return low, high
+
+
+def integer_bounds(schema: dict[str, Any], where: str = "") -> tuple[int | None, int | None]:
+    """Return the smallest and the largest integer that the schema's bounds allow; None without a bound."""
+    given = {name: schema[name] for name in BOUNDS if name in schema}
+    for name, bound in given.items():
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) >= 10**MOST_DIGITS:
+            refuse(where, f": {name} must be a number of at most {MOST_DIGITS} digits, got {shown(bound)}")
+    low = max((nearest(given[name]) for name, nearest in LOWER.items() if name in given), default=None)
+    high = min((nearest(given[name]) for name, nearest in UPPER.items() if name in given), default=None)
+    if low is not None and high is not None and low > high:
+        bounds = " and ".join(f"{name} {shown(bound)}" for name, bound in given.items())
+        refuse(where, f" has {bounds}: no integer satisfies both")
     return low, high
 
 

@@ -207,6 +207,8 @@ def doubling(keyword, levels, **more):
          "schema 0 may also be valid against schema 1"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "may also be valid"),
         ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "may also be valid"),
+        ({"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 3}]}, "may also be valid"),
+        ({"oneOf": [{"const": 3.0}, {"type": "integer", "maximum": 3}]}, "may also be valid"),
         ({"oneOf": [{}, {"type": "null"}]}, "may also be valid"),
         ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, "may also be valid"),
         ({"oneOf": [{"type": "string"}, {"properties": {}}]}, "may also be valid"),
@@ -227,6 +229,8 @@ def test_hostile_schemas(schema, words):
     [
         [{"type": "string"}, {"type": "integer"}, {"type": ["null", "array"]}],
         [{"const": 1}, {"enum": [True, "1", None, [1]]}],
+        [{"type": "integer", "maximum": 3}, {"type": "integer", "exclusiveMinimum": 3}, {"type": "null"}],
+        [{"type": "integer", "minimum": 3}, {"enum": [2, 2.5]}],
         [{"enum": [{"a": 1}]}, {"properties": {"a": {"type": "string"}}, "type": "object"}],
         [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}, {"type": "array"}],
         [{"type": "array", "maxItems": 1}, {"type": "array", "minItems": 2}],
