@@ -129,7 +129,7 @@ class _Converter:
         levels = collections.Counter(part for part in place.refs if part in circle)
         key = id(target), frozenset(levels.items())
         if key not in self.known:
-            inner = _Place(shown(name)[1:-1], (*place.refs, id(target)), place.depth + 1)
+            inner = _Place(keywords.bare(name), (*place.refs, id(target)), place.depth + 1)
             self.known[key] = self.value(target, inner)
         return self.known[key]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -11,6 +12,7 @@ from jaxgen.errors import InputError, shown
 from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # characters of a schema
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # in a JSON pointer
 DEEPEST = 64  # schemas inside each other
 MOST_DIGITS = 40  # of a bound: n digits need about n * n states before equal states are merged
 
@@ -35,19 +37,30 @@ OF_TYPE = {
 
 def plain(schema: dict[str, Any] | str) -> Any:
     """Return a schema, a dict or its JSON, as JSON has it: a copy, which has no object twice and no cycle."""
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-    except RecursionError as error:
-        raise InputError("the schema is nested too deeply") from error
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the schema is not valid JSON: {str(error)[:200]}") from error
+    text = schema if isinstance(schema, str) else _dumped(schema)
     if len(text) > LONGEST:
-        raise InputError(f"the schema has {len(text)} characters: at most {LONGEST} are supported")
+        raise InputError(f"the schema has more than {LONGEST} characters, the most that is supported")
     try:
         return parse_json(text)
     except InputError as error:
         hint = "; pass a dict or the JSON itself, not its path" if text.strip() and "{" not in text else ""
         raise InputError(f"the schema is {error}{hint}") from error
+
+
+def _dumped(schema: dict[str, Any]) -> str:
+    """Return the JSON of a dict; only the beginning if it is too long, as where objects occur in several places."""
+    pieces, size = [], 0
+    try:
+        for piece in json.JSONEncoder().iterencode(schema):
+            pieces.append(piece)
+            size += len(piece)
+            if size > LONGEST:
+                break
+    except RecursionError as error:
+        raise InputError("the schema is not valid JSON: nested too deeply") from error
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the schema is not valid JSON: {error}") from error
+    return "".join(pieces)
 
 
 def refuse(where: str, reason: str) -> NoReturn:
@@ -57,7 +70,12 @@ def refuse(where: str, reason: str) -> NoReturn:
 
 def inside(where: str, *names: str | int) -> str:
     """Return the name of a part of a schema."""
-    return where + "".join(f"[{name}]" if isinstance(name, int) else f".{shown(name)[1:-1]}" for name in names)
+    return where + "".join(f"[{name}]" if isinstance(name, int) else f".{bare(name)}" for name in names)
+
+
+def bare(name: str) -> str:
+    """Return a name for a message, without quotation marks unless it is empty."""
+    return shown(name)[1:-1] or "''"
 
 
 def target(root: Any, name: Any, where: str) -> Any:
@@ -67,7 +85,7 @@ def target(root: Any, name: Any, where: str) -> Any:
     found: Any = root
     for part in name.split("/")[1:]:
         part = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and part.isdecimal() and len(part) < 9:
+        if isinstance(found, list) and _INDEX.fullmatch(part):
             found = found[int(part)] if int(part) < len(found) else None
         else:
             found = found.get(part) if isinstance(found, dict) else None
@@ -81,7 +99,7 @@ def types(schema: dict[str, Any], where: str = "") -> list[str]:
     if "type" not in schema:
         if "properties" in schema or "prefixItems" in schema:
             return ["object"] * ("properties" in schema) + ["array"] * ("prefixItems" in schema)
-        given = ", ".join(shown(name)[1:-1] for name in schema if name not in ANNOTATIONS)
+        given = ", ".join(bare(name) for name in schema if name not in ANNOTATIONS)
         refuse(where, f" needs one of type, {', '.join(COMPANIONS)}, properties, prefixItems; it has only {given}")
     names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if not names or not all(isinstance(name, str) and name in OF_TYPE for name in names):
@@ -168,7 +186,7 @@ def items(schema: dict[str, Any], keyword: str, where: str = "") -> list[Any]:
 def check(keywords: list[str], allowed: str, where: str) -> None:
     """Refuse keywords other than those allowed."""
     known = allowed.split()
-    other = [shown(name)[1:-1] for name in keywords if name not in known]
+    other = [bare(name) for name in keywords if name not in known]
     if other:
         refuse(
             where,

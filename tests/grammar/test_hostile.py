@@ -144,6 +144,14 @@ def tower(height):
     return {"anyOf": [{"$ref": "#/$defs" + "/title" * i} for i in range(height)], "$defs": part}
 
 
+def shared(levels):
+    """A dict whose JSON doubles at each level."""
+    schema: dict = {"type": "null"}
+    for _ in range(levels):
+        schema = {"prefixItems": [schema, schema]}
+    return schema
+
+
 def doubling(keyword, levels, **more):
     """A schema whose references double at each level."""
     defs = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2, **more} for i in range(levels)}
@@ -171,7 +179,7 @@ def doubling(keyword, levels, **more):
         (doubling("prefixItems", 28), "is too large"),
         (doubling("anyOf", 28), "is too large"),
         ({"enum": [f"value {i}" * 9 for i in range(9_000)]}, "is too large"),
-        ("[" + "1," * 600_000 + "1]", "the schema has 1200003 characters"),
+        ("[" + "1," * 600_000 + "1]", "the schema has more than 1000000 characters"),
         ('{"type": "null", "type": "string"}', "duplicate keys: type"),
         ('{"properties": {"a": {}, "a": {}}}', "duplicate keys: a"),
         (json.dumps({"properties": {"a" * 30 + str(i): {} for i in range(9000)}})[:-2] + ', "a": {}, "a": {}}}',
@@ -193,6 +201,9 @@ def doubling(keyword, levels, **more):
         ({"oneOf": [{"enum": list(range(i, i + 9))} for i in range(0, 9000, 9)]}, "too many alternatives to compare"),
         ({"type": "string", "pattern": "|".join(r"[^\p{L}]" for _ in range(999))}, "more than 100 Unicode categories"),
         ({"$ref": "#a"}, "only references inside the schema"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/٠"}]}, "not in the schema"),
+        ({"$ref": "#/$defs", "$defs": {}, "": 1}, "the schema has '', which"),
+        (shared(30), "the schema has more than 1000000 characters"),
         ({"$ref": "#/$defs/9/0", "$defs": [{}]}, "not in the schema"),
         ({"$ref": ["#"]}, "only references inside"),
         ({"properties": {"a": {"$id": "b", "type": "null"}}}, r"has \$id"),
