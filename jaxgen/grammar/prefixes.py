@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgen.grammar.byte_automaton import distinct
 from jaxgen.text.tokenizer import Tokenizer
 
 COMPLETE = 0  # the state in which nothing is left
@@ -62,8 +61,8 @@ def prefix_table(
     known = tokens.ids < vocab_size
     classes = np.zeros(vocab_size, np.int64)
     classes[tokens.ids[known]] = np.searchsorted(cuts, np.flatnonzero(known), side="right")
-    columns, like = distinct(np.ascontiguousarray(transitions.T))
-    return like[classes], transitions[:, columns], np.array([state[prefix] for prefix in prefixes], np.int32)
+    used, classes = np.unique(classes, return_inverse=True)
+    return classes, transitions[:, used], np.array([state[prefix] for prefix in prefixes], np.int32)
 
 
 def _span(texts: list[bytes], text: bytes, beginning: bool) -> tuple[int, int]:

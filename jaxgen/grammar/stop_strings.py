@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
 SMALLEST = 64  # states
 
@@ -60,8 +60,7 @@ class StopStrings:
             InputError: no string, an empty one, or one that no sequence of tokens produces.
             TypeError: `strings` is neither a str nor a list of them.
         """
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"stop_strings need a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+        check_tokenizer(tokenizer)
         patterns = _patterns(strings)
         vocabulary = _vocabulary(tokenizer, vocab_size)
         for pattern in patterns:

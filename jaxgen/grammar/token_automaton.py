@@ -23,7 +23,7 @@ from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.prefixes import COMPLETE, prefix_table, sorted_tokens
 from jaxgen.grammar.regex import read_regex
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
 SMALLEST_TABLE = 64
 LARGEST_TABLE = 2**25  # transitions, 128 MB; also of the tables while they are made
@@ -96,8 +96,7 @@ class TokenAutomaton:
     def _from_expression(
         cls, expression: Expression, name: str, tokenizer: Tokenizer, vocab_size: int | None
     ) -> TokenAutomaton:
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+        check_tokenizer(tokenizer)
         tokens = tokenizer.token_bytes()
         if vocab_size is not None:
             tokens = tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
@@ -109,9 +108,7 @@ class TokenAutomaton:
                 "no text of the grammar can be written with the tokenizer's tokens: allow what they can form "
                 "(SentencePiece has many words only with a leading space)"
             )
-        transitions, accepting, start = restricted(transitions, automaton.accepting, automaton.start, useful)
-        columns, like = distinct(np.ascontiguousarray(transitions.T))
-        return _padded(like[classes], transitions[:, columns], accepting, start)
+        return _padded(classes, *restricted(transitions, automaton.accepting, automaton.start, useful))
 
     @classmethod
     def from_prefixes(
@@ -128,22 +125,18 @@ class TokenAutomaton:
             InputError: a prefix that cannot be written with the tokenizer's tokens.
             TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` one string.
         """
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+        check_tokenizer(tokenizer)
         if isinstance(prefixes, str | bytes):
             raise TypeError("prefixes must be a list of texts, one per prompt: pass [text]")
         texts = [prefix.encode() if isinstance(prefix, str) else bytes(prefix) for prefix in prefixes]
         vocab_size = len(tokenizer.token_bytes()) if vocab_size is None else vocab_size
         classes, transitions, start = prefix_table(texts, sorted_tokens(tokenizer), vocab_size)
         accepting = np.arange(len(transitions)) == COMPLETE
-        used = np.isin(np.arange(transitions.shape[1]), classes)
-        transitions = np.where(used[None, :], transitions, -1)
-        shortest = _shortest(transitions, accepting)
-        transitions = np.where((transitions >= 0) & (shortest[transitions] < _NEVER), transitions, -1)
-        for text, least in zip(texts, shortest[start], strict=True):
-            if least >= _NEVER:
+        useful = useful_states(transitions, accepting, start)
+        for text, possible in zip(texts, useful[start], strict=True):
+            if not possible:
                 raise InputError(f"the prefix {text!r} cannot be written with the tokenizer's tokens: change it")
-        return _padded(classes, transitions, accepting, start)
+        return _padded(classes, *restricted(transitions, accepting, start, useful))
 
     @classmethod
     def stack(cls, automata: Sequence[TokenAutomaton]) -> TokenAutomaton:
@@ -294,6 +287,9 @@ def _used_states(automaton: TokenAutomaton) -> int:
 
 
 def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any) -> TokenAutomaton:
+    """Join equal classes, and pad the tables to powers of two."""
+    columns, like = distinct(np.ascontiguousarray(transitions.T))
+    classes, transitions = like[classes], transitions[:, columns]
     states, kinds = transitions.shape
     shape = tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
     if math.prod(shape) > LARGEST_TABLE:

@@ -356,6 +356,12 @@ class Tokenizer:
         return Batch(ids, mask)
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise a TypeError for another tokenizer, such as one of transformers."""
+    if not isinstance(tokenizer, Tokenizer):
+        raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+
+
 def clean_up(text: str) -> str:
     """Remove the spaces that HF's `clean_up_tokenization` removes, in its order."""
     for mark in (".", "?", "!", ","):
