@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import power_of_two
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, shown
 from jaxgen.grammar.byte_automaton import compile_expression, distances, distinct, edges, restricted, useful_states
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.prefixes import COMPLETE, prefix_table, sorted_tokens
 from jaxgen.grammar.regex import read_regex
+from jaxgen.text.lines import encoded
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
 SMALLEST_TABLE = 64
@@ -122,15 +123,16 @@ class TokenAutomaton:
             automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
 
         Raises:
-            InputError: a prefix that cannot be written with the tokenizer's tokens.
-            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` one string.
+            InputError: a prefix that cannot be written with the tokenizer's tokens, or prefixes that are too long.
+            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` not a list of texts.
         """
         check_tokenizer(tokenizer)
-        if isinstance(prefixes, str | bytes):
-            raise TypeError("prefixes must be a list of texts, one per prompt: pass [text]")
-        texts = [prefix.encode() if isinstance(prefix, str) else bytes(prefix) for prefix in prefixes]
+        is_list = isinstance(prefixes, Sequence) and not isinstance(prefixes, str)
+        if not is_list or not all(isinstance(prefix, str | bytes) for prefix in prefixes):
+            raise TypeError(f"prefixes must be a list of texts, one per prompt, got {shown(prefixes)}")
+        texts = [encoded("a prefix", prefix) if isinstance(prefix, str) else prefix for prefix in prefixes]
         vocab_size = len(tokenizer.token_bytes()) if vocab_size is None else vocab_size
-        classes, transitions, start = prefix_table(texts, sorted_tokens(tokenizer), vocab_size)
+        classes, transitions, start = prefix_table(texts, sorted_tokens(tokenizer), vocab_size, LARGEST_TABLE)
         accepting = np.arange(len(transitions)) == COMPLETE
         useful = useful_states(transitions, accepting, start)
         for text, possible in zip(texts, useful[start], strict=True):

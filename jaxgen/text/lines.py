@@ -1,4 +1,4 @@
-"""Text from files: UTF-8, and its lines."""
+"""Text in UTF-8, and its lines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ def decoded(source: str, data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{source}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
+
+
+def encoded(source: str, text: str) -> bytes:
+    """Return text as UTF-8.
+
+    Raises:
+        InputError: half of a surrogate pair; the message begins with `source`.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{source} is not valid Unicode: {error}") from error
 
 
 def text_lines(source: str, data: bytes) -> list[tuple[int, str]]:

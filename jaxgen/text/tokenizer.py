@@ -17,7 +17,7 @@ from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
 from jaxgen.text.json_file import fetch_again, read_file, read_json
-from jaxgen.text.lines import decoded
+from jaxgen.text.lines import decoded, encoded
 from jaxgen.text.token_bytes import token_bytes
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 
@@ -183,10 +183,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"the text is not valid Unicode: {error}") from error
+        encoded("the text", text)
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         backend = self._splitting_backend if split else self.backend
         # In two steps, because the backend's own truncation is a setting of the whole tokenizer
