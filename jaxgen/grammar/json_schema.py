@@ -125,8 +125,8 @@ class _Converter:
         target = keywords.target(self.root, name, place.name)
         if place.refs.count(id(target)) >= LEVELS:
             return NOTHING
-        circle = self.references.circle(target)
-        levels = collections.Counter(part for part in place.refs if part in circle)
+        cycle = self.references.cycle(target)
+        levels = collections.Counter(part for part in place.refs if part in cycle)
         key = id(target), frozenset(levels.items())
         if key not in self.known:
             inner = _Place(keywords.bare(name), (*place.refs, id(target)), place.depth + 1)
