@@ -21,7 +21,6 @@ from jaxgen.errors import InputError, shown
 from jaxgen.grammar.byte_automaton import compile_expression, distances, distinct, edges, restricted, useful_states
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
-from jaxgen.grammar.prefixes import COMPLETE, prefix_table, sorted_tokens
 from jaxgen.grammar.regex import read_regex
 from jaxgen.text.lines import encoded
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
@@ -29,6 +28,8 @@ from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 SMALLEST_TABLE = 64
 LARGEST_TABLE = 2**25  # transitions, 128 MB; also of the tables while they are made
 MOST_WORK = 2**28  # transitions that are followed while building
+LONGEST_PREFIXES = 30_000  # bytes, of all prompts
+COMPLETE = 0  # the state after a prefix
 _NEVER = 2**30  # the length of the shortest text, if there is none
 
 
@@ -97,10 +98,7 @@ class TokenAutomaton:
     def _from_expression(
         cls, expression: Expression, name: str, tokenizer: Tokenizer, vocab_size: int | None
     ) -> TokenAutomaton:
-        check_tokenizer(tokenizer)
-        tokens = tokenizer.token_bytes()
-        if vocab_size is not None:
-            tokens = tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
+        tokens = _tokens(tokenizer, vocab_size)
         automaton = compile_expression(expression, name)
         classes, transitions = _token_table(automaton.table, tokens)
         useful = useful_states(transitions, automaton.accepting, automaton.start)
@@ -126,14 +124,15 @@ class TokenAutomaton:
             InputError: a prefix that cannot be written with the tokenizer's tokens, or prefixes that are too long.
             TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` not a list of texts.
         """
-        check_tokenizer(tokenizer)
+        tokens = _tokens(tokenizer, vocab_size)
         is_list = isinstance(prefixes, Sequence) and not isinstance(prefixes, str)
         if not is_list or not all(isinstance(prefix, str | bytes) for prefix in prefixes):
             raise TypeError(f"prefixes must be a list of texts, one per prompt, got {shown(prefixes)}")
         texts = [encoded("a prefix", prefix) if isinstance(prefix, str) else prefix for prefix in prefixes]
-        vocab_size = len(tokenizer.token_bytes()) if vocab_size is None else vocab_size
-        classes, transitions, start = prefix_table(texts, sorted_tokens(tokenizer), vocab_size, LARGEST_TABLE)
-        accepting = np.arange(len(transitions)) == COMPLETE
+        table, start = _prefix_table(texts)
+        accepting = np.arange(len(table)) == COMPLETE
+        classes, transitions = _token_table(table, tokens, ~accepting)
+        transitions[COMPLETE] = COMPLETE
         useful = useful_states(transitions, accepting, start)
         for text, possible in zip(texts, useful[start], strict=True):
             if not possible:
@@ -237,8 +236,38 @@ class TokenAutomaton:
         return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
 
 
-def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes | None]:
+    """Return the bytes of the model's ids."""
+    check_tokenizer(tokenizer)
+    tokens = tokenizer.token_bytes()
+    return tokens if vocab_size is None else tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
+
+
+def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the automaton of the texts that begin with a prefix: its table int32[S, 256], and each prefix's state.
+
+    A prefix has a state for each place in it; after its last byte follows `COMPLETE`.
+    """
+    begin, states = {b"": COMPLETE}, COMPLETE + 1
+    for prefix in prefixes:
+        if prefix not in begin:
+            begin[prefix], states = states, states + len(prefix)
+    if states > LONGEST_PREFIXES:
+        raise InputError(f"the prefixes have {states - 1:,} bytes, more than {LONGEST_PREFIXES:,}: shorten them")
+    table = np.full((states, 256), -1, np.int32)
+    table[COMPLETE] = COMPLETE
+    for prefix, first in begin.items():
+        for state, byte in enumerate(prefix, start=first):
+            table[state, byte] = state + 1 if state + 1 < first + len(prefix) else COMPLETE
+    return table, np.array([begin[prefix] for prefix in prefixes], np.int32)
+
+
+def _token_table(
+    table: np.ndarray, tokens: Sequence[bytes | None], followed: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Follow every token's bytes from every state at once: classes int[V] and transitions int32[S, classes].
+
+    `followed bool[S]`, all if None: from other states, no token may follow.
 
     A token is a function from states to states: the composition of those of its bytes. There are few such functions,
     so each token has the number of its function, and only new pairs of a function and a byte are composed.
@@ -251,10 +280,13 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
     step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 stays -1
 
     nowhere, unmoved = np.full(len(table), -1, np.int32), np.arange(len(table), dtype=np.int32)
-    number = {nowhere.tobytes(): 0, unmoved.tobytes(): 1}
+    if followed is not None:
+        unmoved = np.where(followed, unmoved, -1).astype(np.int32)
+    number = {nowhere.tobytes(): 0}
+    number.setdefault(unmoved.tobytes(), 1)
     functions = [np.frombuffer(function, np.int32) for function in number]
     work = 0
-    current = (lengths > 0).astype(np.int64)  # a token without text is never allowed
+    current = (lengths > 0) * number[unmoved.tobytes()]  # a token without text is never allowed
     going = np.flatnonzero(current)
     for position in range(lengths.max(initial=0)):
         going = going[(lengths[going] > position) & (current[going] > 0)]
@@ -279,7 +311,7 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
 def _refuse_size(states: int) -> NoReturn:
     raise InputError(
         f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
-        "supported; lower the bounds of long texts and arrays, or split the grammar"
+        "supported; lower the bounds of long texts and arrays, shorten long prefixes, or split the grammar"
     )
 
 
