@@ -104,8 +104,9 @@ class _Converter:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
             place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
-        named = not place.depth and isinstance(schema.get("$id"), str)  # a name elsewhere changes references
-        given = [name for name in schema if name not in ANNOTATIONS and not (name == "$id" and named)]
+        given = [name for name in schema if name not in ANNOTATIONS]
+        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # elsewhere it changes references
+            given.remove("$id")
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:
             keywords.check(given, f"{decisive} {COMPANIONS[decisive]}", place.name)

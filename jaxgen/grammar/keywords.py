@@ -78,6 +78,11 @@ def bare(name: str) -> str:
     return shown(name)[1:-1] or "''"
 
 
+def is_base(name: Any) -> bool:
+    """Return True for an `$id` that names the whole schema: a text without a fragment."""
+    return isinstance(name, str) and "#" not in name.removesuffix("#")
+
+
 def target(root: Any, name: Any, where: str) -> Any:
     """Return the schema that a reference stands for."""
     if not isinstance(name, str) or (name != "#" and not name.startswith("#/")):

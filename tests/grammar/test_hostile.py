@@ -208,6 +208,7 @@ def doubling(keyword, levels, **more):
         ({"$ref": ["#"]}, "only references inside"),
         ({"properties": {"a": {"$id": "b", "type": "null"}}}, r"has \$id"),
         ({"$id": 0, "type": "null"}, r"has \$id"),
+        ({"$id": "#/$defs/a", "type": "null"}, r"has \$id"),
         ({"properties": {"line\nbreak": 3}}, r"properties\.line\\nbreak must be an object"),
         ({"required": [["a"]], "properties": {}}, "required must be a list of names"),
         ({"type": "string", "enum": [1, None]}, "no value of the type 'string'"),
