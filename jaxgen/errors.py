@@ -1,5 +1,7 @@
 """The errors that jaxgen raises and the one category of its warnings."""
 
+import reprlib
+
 LONGEST = 2000  # characters of a message
 LONGEST_VALUE = 100
 
@@ -40,6 +42,21 @@ def one_line(text: str, longest: int = LONGEST) -> str:
     return cut if len(cut) <= longest else f"{cut[: longest - 4]} ..."
 
 
+class _Shortened(reprlib.Repr):
+    """`repr` of the beginning of a large value, so that it costs little."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, value: int, _: int) -> str:
+        return repr(value) if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
+
+
+_SHORTENED = _Shortened()
+
+
 def shown(value: object) -> str:
-    """Return `repr(value)`, shortened, for a message about a value that comes from a file."""
-    return one_line(repr(value), LONGEST_VALUE)
+    """Return `repr(value)` as text on one line, shortened if it is long."""
+    return one_line(_SHORTENED.repr(value), LONGEST_VALUE)

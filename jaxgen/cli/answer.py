@@ -37,6 +37,8 @@ from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.assistant import check_assistant
 from jaxgen.request.memory import check_memory
+from jaxgen.text.json_file import read_file
+from jaxgen.text.lines import decoded
 from jaxgen.text.tokenizer import Batch, Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
@@ -137,17 +139,10 @@ def prompt_text(options: argparse.Namespace) -> str | None:
         return options.prompt
     name = "stdin" if options.prompt_file is None else f"--prompt-file {options.prompt_file}"
     data = stdin_bytes() if options.prompt_file is None else options.prompt_file.read_bytes()
-    text = _text(name, data).removesuffix("\n").removesuffix("\r")
+    text = decoded(name, data.removeprefix(codecs.BOM_UTF8)).removesuffix("\n").removesuffix("\r")
     if not text:
         raise InputError(f"{name} is empty: write a prompt")
     return text
-
-
-def _text(name: str, data: bytes) -> str:
-    try:
-        return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8: {error.reason} at byte {error.start + 1}") from error
 
 
 def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationConfig:
@@ -228,14 +223,10 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
 
 def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
     """Read a JSON schema; raise an error that names its file."""
+    data = read_file(schema, 4 * LONGEST) or b""
     try:
-        with schema.open("rb") as file:
-            data = file.read(4 * LONGEST + 4)  # more is too long anyway
-        return TokenAutomaton.from_json_schema(data.decode("utf-8-sig"), tokenizer, vocab_size=vocab)
-    except OSError as error:
-        raise InputError(f"{schema} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{schema} is not text in UTF-8: {error.reason} at byte {error.start + 1}") from error
+        text = decoded("the schema", data.removeprefix(codecs.BOM_UTF8))
+        return TokenAutomaton.from_json_schema(text, tokenizer, vocab_size=vocab)
     except InputError as error:
         raise InputError(f"{schema}: {error}") from error
 

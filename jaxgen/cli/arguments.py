@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
-from jaxgen.text.lines import json_line
+from jaxgen.text.json_file import parse_json
 
 # Exit statuses of the commands.
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -134,7 +134,7 @@ def layers(text: str) -> str | list[int]:
 def json_value(text: str) -> Any:
     """Read a value in JSON: a number, a list or a dict."""
     try:
-        return json_line(text)
+        return parse_json(text)
     except InputError as error:
         shown = textwrap.shorten(text, 40, placeholder=" ...")
         raise argparse.ArgumentTypeError(f"{shown!r}: {error}; write 5, [1, 2] or the like") from error

@@ -22,7 +22,8 @@ from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.generation import generate
 from jaxgen.output import GenerateOutput
-from jaxgen.text.lines import json_line, text_lines
+from jaxgen.text.json_file import parse_json
+from jaxgen.text.lines import text_lines
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -158,7 +159,7 @@ def _logprobs(out: GenerateOutput, row: int, tokenizer: Tokenizer) -> list[dict[
 
 
 def _entry(line: str) -> dict[str, Any]:
-    entry = json_line(line)
+    entry = parse_json(line)
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise InputError(
             'each line must be an object with "prompt" or "messages", because the first line begins with a brace'

@@ -24,7 +24,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import CONTRASTIVE, OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError, JaxgenError
-from jaxgen.text.lines import json_line
+from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 
 HELP = """\
@@ -129,7 +129,7 @@ class Chat:
             InputError: the file has something else; the conversation stays as it is.
         """
         try:
-            entry = json_line(path.read_text("utf-8"))
+            entry = parse_json(path.read_text("utf-8"))
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:

@@ -8,7 +8,7 @@ refused early, with the part that it is due to.
 from __future__ import annotations
 
 import collections
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from jaxgen.grammar.utf8 import spelled
 BYTES = 256
 # Bounds of one automaton. Building at all of them takes about a second and 150 MB.
 STATES = 2**15
-READ_STATES = 2**16  # of the nondeterministic automaton
-WORK = 2_000_000  # states and transitions that are visited while building
+NFA_STATES = 2**16  # of the nondeterministic automaton
+WORK = 2_000_000  # states and transitions visited while building
 HIGHEST = 400  # expressions inside each other
-MANY = 16  # repetitions
-MERGE_WORK = 20_000_000  # transitions compared while merging; beyond that, equal states stay apart
+MANY = 16  # repetitions, from which on a message names the repetition and not a part of it
+MINIMIZE_WORK = 20_000_000  # transitions compared while merging; beyond that, equal states stay apart
 
 
 class ByteAutomaton(NamedTuple):
@@ -45,29 +45,29 @@ def compile_expression(expression: Expression, name: str = "the pattern") -> Byt
     """
     if expression.height > HIGHEST:
         raise InputError(f"{name} has too many parts inside each other: simplify it")
-    if expression.size > READ_STATES:
+    if expression.size > NFA_STATES:
         _refuse_size(_largest(expression, name))
-    automaton = _determined(expression, name)
+    automaton = _determinized(expression, name)
     useful = useful_states(*automaton)
     if not useful.any():
         raise InputError(f"{name} matches no text, so nothing could be generated")
-    return _merged(ByteAutomaton(*restricted(*automaton, useful)))
+    return _minimized(ByteAutomaton(*restricted(*automaton, useful)))
 
 
-def useful_states(table: np.ndarray, accepting: np.ndarray, start: int) -> np.ndarray:
-    """Return the states that can be reached from the start and that lead to an accepting one, bool[S]."""
+def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.ndarray:
+    """Return the states that can be reached from a start and that lead to an accepting one, bool[S]."""
     source, target = edges(table)
-    return (distances(np.arange(len(table)) == start, source, target) >= 0) & (
+    return (distances(np.isin(np.arange(len(table)), start), source, target) >= 0) & (
         distances(accepting, target, source) >= 0
     )
 
 
 def restricted(
-    table: np.ndarray, accepting: np.ndarray, start: int, kept: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, int]:
+    table: np.ndarray, accepting: np.ndarray, start: Any, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, Any]:
     """Remove all states except `kept bool[S]`, and the transitions into the others."""
     number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1).astype(np.int32)  # -1 stays -1
-    return number[table[kept]], accepting[kept], int(number[start])
+    return number[table[kept]], accepting[kept], number[start]
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +106,7 @@ def _largest(expression: Expression, name: str) -> str:
     while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
-        if expression.size < READ_STATES // 2:
+        if expression.size < NFA_STATES // 2:
             break
     return name
 
@@ -117,8 +117,8 @@ def _refuse_size(name: str) -> NoReturn:
     )
 
 
-class _Reading:
-    """Nondeterministic automaton: bytes that lead to states, and jumps without a byte.
+class _Nfa:
+    """Nondeterministic automaton: moves by bytes, and jumps without a byte (epsilon transitions).
 
     `parts` has the name of the part that each state belongs to.
     """
@@ -135,6 +135,11 @@ class _Reading:
         self.moves.append([])
         self.parts.append(self.name)
         return len(self.jumps) - 1
+
+    def jump(self, start: int) -> int:
+        """Add a state that a jump from `start` leads to."""
+        self.jumps[start].append(self.state())
+        return self.jumps[start][-1]
 
     def add(self, expression: Expression, start: int) -> int:
         """Add states that read an expression from `start`; return the last. No transition to `start` is added."""
@@ -159,10 +164,8 @@ class _Reading:
                 for item in items:
                     self.jumps[self.add(item, start)].append(end)
                 return end
-            case Repeat(_, _, None):
-                return self.loop(expression, start)
             case Repeat():
-                return self.copies(expression, start)
+                return self.repeat(expression, start)
             case Members():
                 return self.members(expression, start)
             case Part(name, item):
@@ -172,31 +175,23 @@ class _Reading:
                 return start
         raise AssertionError(expression)
 
-    def separated(self, item: Expression, separator: Expression | None, start: int) -> int:
-        return self.add(item, start if separator is None else self.add(separator, start))
-
-    def loop(self, expression: Repeat, start: int) -> int:
-        item, separator = expression.item, expression.separator
-        again, end = self.state(), self.state()
-        if expression.low == 0:
-            self.jumps[start].append(end)
-        for number in range(1, expression.low):
-            start = self.separated(item, separator if number > 1 else None, start)
-        if separator is not None and expression.low > 1:
-            start = self.add(separator, start)
-        self.jumps[start].append(again)
-        last = self.add(item, again)
-        self.jumps[last].append(end)
-        self.jumps[last if separator is None else self.add(separator, last)].append(again)
-        return end
-
-    def copies(self, expression: Repeat, start: int) -> int:
+    def repeat(self, expression: Repeat, start: int) -> int:
+        """Add copies of the item, those beyond `low` optional; without a bound the last copy is a loop."""
+        item, low, high, separator = expression.item, expression.low, expression.high, expression.separator
+        copies = max(low, 1) if high is None else high
         end = self.state()
-        outer, self.repeated = self.repeated, self.repeated or (expression.high or 0) >= MANY
-        for number in range(expression.high or 0):
-            if number >= expression.low:
+        outer, self.repeated = self.repeated, self.repeated or (high or 0) >= MANY
+        for number in range(copies):
+            if number >= low:
                 self.jumps[start].append(end)
-            start = self.separated(expression.item, expression.separator if number else None, start)
+            if number and separator is not None:
+                start = self.add(separator, start)
+            if high is None and number == copies - 1:
+                start = self.jump(start)
+                again, start = start, self.add(item, start)
+                self.jumps[start if separator is None else self.add(separator, start)].append(again)
+            else:
+                start = self.add(item, start)
         self.jumps[start].append(end)
         self.repeated = outer
         return end
@@ -206,15 +201,10 @@ class _Reading:
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:
-            here = self.add(expression.separator, after)
+            begin = self.jump(self.add(expression.separator, after))
             if before is not None:
-                begin = self.state()
-                self.jumps[here].append(begin)
                 self.jumps[before].append(begin)
-                here = begin
-            end = self.add(item, here)
-            following = self.state()
-            self.jumps[end].append(following)
+            following = self.jump(self.add(item, begin))
             if needed:
                 before = None
             else:
@@ -225,16 +215,14 @@ class _Reading:
         return after
 
 
-def _determined(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Form the sets of states that the same bytes lead to: the table, the accepting states and the start."""
-    reading = _Reading(name)
-    start = reading.state()
-    final = reading.add(expression, start)
-    cuts = sorted(
-        {0, BYTES, *(cut for moves in reading.moves for first, last, _ in moves for cut in (first, last + 1))}
-    )
+def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """Construct the subsets of states that the same bytes lead to: the table, the accepting states and the start."""
+    nfa = _Nfa(name)
+    start = nfa.state()
+    final = nfa.add(expression, start)
+    cuts = sorted({0, BYTES, *(cut for moves in nfa.moves for first, last, _ in moves for cut in (first, last + 1))})
     kind = {cut: number for number, cut in enumerate(cuts)}
-    moves = [[(range(kind[first], kind[last + 1]), target) for first, last, target in row] for row in reading.moves]
+    moves = [[(range(kind[first], kind[last + 1]), target) for first, last, target in row] for row in nfa.moves]
 
     sets: list[tuple[int, ...]] = []
     number: dict[tuple[int, ...], int] = {}
@@ -247,7 +235,7 @@ def _determined(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarr
         if begin not in closures:
             seen, rest = set(begin), list(begin)
             while rest:
-                new = [target for target in reading.jumps[rest.pop()] if target not in seen]
+                new = [target for target in nfa.jumps[rest.pop()] if target not in seen]
                 seen.update(new)
                 rest += new
             work += len(seen)
@@ -274,14 +262,14 @@ def _determined(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarr
             row[kinds] = closure(reached)
         rows.append(row)
         if len(sets) > STATES or work > WORK:
-            often = collections.Counter(reading.parts[state] for states in sets[-1000:] for state in states)
+            often = collections.Counter(nfa.parts[state] for states in sets[-1000:] for state in states)
             _refuse_size(often.most_common(1)[0][0])
     table = np.stack(rows)
     accepting = np.array([final in states for states in sets])
     return np.repeat(table, np.diff(cuts), axis=1), accepting, 0
 
 
-def _merged(automaton: ByteAutomaton) -> ByteAutomaton:
+def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
     """Merge states that accept the same texts (Moore): split by acceptance, then by the states after the next byte.
 
     Classes of states are compared by sums of random numbers. If two sums are ever equal by chance, or if it takes too
@@ -293,7 +281,7 @@ def _merged(automaton: ByteAutomaton) -> ByteAutomaton:
     random = np.random.default_rng(0)
     weights = random.integers(2**63, size=len(columns), dtype=np.uint64) | np.uint64(1)
     sums, parts, first, part = accepting.astype(np.uint64), 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for _ in range(max(MERGE_WORK // narrow.size, 1)):
+    for _ in range(max(MINIMIZE_WORK // narrow.size, 1)):
         first, part = np.unique(sums, return_index=True, return_inverse=True)[1:]
         if len(first) == parts:
             break

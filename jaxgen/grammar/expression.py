@@ -6,7 +6,6 @@ Expressions are compared by identity. `size` is the number of states that one ne
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -131,10 +130,6 @@ class Part(Expression):
 EMPTY = Sequence(())
 NOTHING = Choice(())
 
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
-_REPR.maxlong = 40
-
 
 def sequence(*items: Expression | str) -> Expression:
     """Return one expression after another; a str is a text."""
@@ -170,8 +165,3 @@ def complement(ranges: Ranges) -> Ranges:
 def common(first: Ranges, second: Ranges) -> Ranges:
     """Return the characters in both."""
     return complement(union([*complement(first), *complement(second)]))
-
-
-def shown(value: object) -> str:
-    """Return a value as text on one line, shortened in the middle."""
-    return _REPR.repr(value)

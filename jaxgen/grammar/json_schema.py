@@ -13,7 +13,7 @@ import functools
 import json
 from typing import Any, NamedTuple, NoReturn
 
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, shown
 from jaxgen.grammar import keywords
 from jaxgen.grammar.expression import (
     EMPTY,
@@ -28,10 +28,10 @@ from jaxgen.grammar.expression import (
     common,
     complement,
     sequence,
-    shown,
     union,
 )
 from jaxgen.grammar.formats import FORMATS
+from jaxgen.grammar.integers import integer_range
 from jaxgen.grammar.keywords import ANNOTATIONS, COMPANIONS, DEEPEST, OF_TYPE, literals, members, types
 from jaxgen.grammar.one_of import Overlaps
 from jaxgen.grammar.references import References
@@ -104,8 +104,9 @@ class _Converter:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
             place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
-        named = not place.depth and isinstance(schema.get("$id"), str)  # a name elsewhere changes references
-        given = [name for name in schema if name not in ANNOTATIONS and not (name == "$id" and named)]
+        given = [name for name in schema if name not in ANNOTATIONS]
+        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # elsewhere it changes references
+            given.remove("$id")
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:
             keywords.check(given, f"{decisive} {COMPANIONS[decisive]}", place.name)
@@ -125,11 +126,11 @@ class _Converter:
         target = keywords.target(self.root, name, place.name)
         if place.refs.count(id(target)) >= LEVELS:
             return NOTHING
-        circle = self.references.circle(target)
-        levels = collections.Counter(part for part in place.refs if part in circle)
+        cycle = self.references.cycle(target)
+        levels = collections.Counter(part for part in place.refs if part in cycle)
         key = id(target), frozenset(levels.items())
         if key not in self.known:
-            inner = _Place(shown(name)[1:-1], (*place.refs, id(target)), place.depth + 1)
+            inner = _Place(keywords.bare(name), (*place.refs, id(target)), place.depth + 1)
             self.known[key] = self.value(target, inner)
         return self.known[key]
 
@@ -155,6 +156,8 @@ class _Converter:
             return self.array(schema, place)
         if name == "object":
             return self.object(schema, place)
+        if name in ("integer", "number") and any(bound in schema for bound in keywords.BOUNDS):
+            return _bounded(name, schema, place)
         return _scalar(name)
 
     def array(self, schema: dict[str, Any], place: _Place) -> Expression:
@@ -235,6 +238,14 @@ def _any_string() -> Expression:
 @functools.cache
 def _scalar(name: str) -> Expression:
     return read_regex(SCALARS[name])
+
+
+def _bounded(name: str, schema: dict[str, Any], place: _Place) -> Expression:
+    """Return the expression of integers with a minimum or a maximum."""
+    low, high = keywords.integer_bounds(schema, place.name)
+    if name == "number":
+        place.refuse(" has bounds of numbers, which only the type integer may have: leave them out and check the value")
+    return integer_range(low, high)
 
 
 @functools.lru_cache(1000)

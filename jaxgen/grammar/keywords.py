@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import json
+import math
+import re
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from jaxgen.errors import InputError
-from jaxgen.grammar.expression import shown
+from jaxgen.errors import InputError, shown
+from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # characters of a schema
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # in a JSON pointer
 DEEPEST = 64  # schemas inside each other
+MOST_DIGITS = 40  # of a bound: n digits need about n * n states before equal states are merged
 
 ANNOTATIONS = frozenset(
     "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
@@ -19,33 +22,45 @@ ANNOTATIONS = frozenset(
 )
 # The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
 COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
+# The bounds of numbers, each with the nearest integer that satisfies it.
+LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
+UPPER = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
+BOUNDS = (*LOWER, *UPPER)
 OF_TYPE = {
     "string": "minLength maxLength pattern format",
     "array": "items prefixItems minItems maxItems",
     "object": "properties required additionalProperties",
-    **dict.fromkeys(("boolean", "null", "integer", "number"), ""),
+    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # those of numbers are refused by name
+    **dict.fromkeys(("boolean", "null"), ""),
 }
 
 
 def plain(schema: dict[str, Any] | str) -> Any:
     """Return a schema, a dict or its JSON, as JSON has it: a copy, which has no object twice and no cycle."""
+    text = schema if isinstance(schema, str) else _dumped(schema)
+    if len(text) > LONGEST:
+        raise InputError(f"the schema has more than {LONGEST} characters, the most that is supported")
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        if len(text) > LONGEST:
-            raise InputError(f"the schema has {len(text)} characters: at most {LONGEST} are supported")
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
-        json.dumps(value, ensure_ascii=False).encode()
-    except InputError:
-        raise
+        return parse_json(text)
+    except InputError as error:
+        hint = "; pass a dict or the JSON itself, not its path" if text.strip() and "{" not in text else ""
+        raise InputError(f"the schema is {error}{hint}") from error
+
+
+def _dumped(schema: dict[str, Any]) -> str:
+    """Return the JSON of a dict; only the beginning if it is too long, as where objects occur in several places."""
+    pieces, size = [], 0
+    try:
+        for piece in json.JSONEncoder().iterencode(schema):
+            pieces.append(piece)
+            size += len(piece)
+            if size > LONGEST:
+                break
     except RecursionError as error:
-        raise InputError(f"the schema is nested too deeply: at most {DEEPEST} levels are supported") from error
-    except UnicodeEncodeError as error:
-        raise InputError("the schema has half of a surrogate pair, such as \\ud83d: write the character") from error
+        raise InputError("the schema is not valid JSON: nested too deeply") from error
     except (TypeError, ValueError) as error:
-        is_path = isinstance(schema, str) and schema.strip() and "{" not in schema
-        hint = "; pass a dict or the JSON itself, not its path" if is_path else ""
-        raise InputError(f"the schema is not valid JSON: {str(error)[:200]}{hint}") from error
-    return value
+        raise InputError(f"the schema is not valid JSON: {error}") from error
+    return "".join(pieces)
 
 
 def refuse(where: str, reason: str) -> NoReturn:
@@ -55,7 +70,17 @@ def refuse(where: str, reason: str) -> NoReturn:
 
 def inside(where: str, *names: str | int) -> str:
     """Return the name of a part of a schema."""
-    return where + "".join(f"[{name}]" if isinstance(name, int) else f".{shown(name)[1:-1]}" for name in names)
+    return where + "".join(f"[{name}]" if isinstance(name, int) else f".{bare(name)}" for name in names)
+
+
+def bare(name: str) -> str:
+    """Return a name for a message, without quotation marks unless it is empty."""
+    return shown(name)[1:-1] or "''"
+
+
+def is_base(name: Any) -> bool:
+    """Return True for an `$id` that names the whole schema: a text without a fragment."""
+    return isinstance(name, str) and "#" not in name.removesuffix("#")
 
 
 def target(root: Any, name: Any, where: str) -> Any:
@@ -65,7 +90,7 @@ def target(root: Any, name: Any, where: str) -> Any:
     found: Any = root
     for part in name.split("/")[1:]:
         part = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and part.isdecimal() and len(part) < 9:
+        if isinstance(found, list) and _INDEX.fullmatch(part):
             found = found[int(part)] if int(part) < len(found) else None
         else:
             found = found.get(part) if isinstance(found, dict) else None
@@ -79,7 +104,7 @@ def types(schema: dict[str, Any], where: str = "") -> list[str]:
     if "type" not in schema:
         if "properties" in schema or "prefixItems" in schema:
             return ["object"] * ("properties" in schema) + ["array"] * ("prefixItems" in schema)
-        given = ", ".join(shown(name)[1:-1] for name in schema if name not in ANNOTATIONS)
+        given = ", ".join(bare(name) for name in schema if name not in ANNOTATIONS)
         refuse(where, f" needs one of type, {', '.join(COMPANIONS)}, properties, prefixItems; it has only {given}")
     names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if not names or not all(isinstance(name, str) and name in OF_TYPE for name in names):
@@ -141,6 +166,20 @@ def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int |
     return low, high
 
 
+def integer_bounds(schema: dict[str, Any], where: str = "") -> tuple[int | None, int | None]:
+    """Return the smallest and the largest integer that the schema's bounds allow; None without a bound."""
+    given = {name: schema[name] for name in BOUNDS if name in schema}
+    for name, bound in given.items():
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) >= 10**MOST_DIGITS:
+            refuse(where, f": {name} must be a number of at most {MOST_DIGITS} digits, got {shown(bound)}")
+    low = max((nearest(given[name]) for name, nearest in LOWER.items() if name in given), default=None)
+    high = min((nearest(given[name]) for name, nearest in UPPER.items() if name in given), default=None)
+    if low is not None and high is not None and low > high:
+        bounds = " and ".join(f"{name} {shown(bound)}" for name, bound in given.items())
+        refuse(where, f" has {bounds}: no integer satisfies both")
+    return low, high
+
+
 def items(schema: dict[str, Any], keyword: str, where: str = "") -> list[Any]:
     """Return a keyword's list, which must not be empty."""
     values = schema[keyword]
@@ -152,28 +191,10 @@ def items(schema: dict[str, Any], keyword: str, where: str = "") -> list[Any]:
 def check(keywords: list[str], allowed: str, where: str) -> None:
     """Refuse keywords other than those allowed."""
     known = allowed.split()
-    other = [shown(name)[1:-1] for name in keywords if name not in known]
+    other = [bare(name) for name in keywords if name not in known]
     if other:
         refuse(
             where,
             f" has {', '.join(other[:5])}, which is not supported there; the supported keywords are {', '.join(known)} "
             "and annotations. Leave it out and check the value afterwards, or list the values in an enum",
         )
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it has {name}")
-
-
-def _finite(digits: str) -> float:
-    if abs(number := float(digits)) == float("inf"):
-        raise ValueError(f"the number {shown(digits)[1:-1]} is too large")
-    return number
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
-        raise InputError(f"the schema has an object with the key {shown(name)} twice: keep one")
-    return found

@@ -9,7 +9,18 @@ import json
 from typing import Any
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.keywords import ANNOTATIONS, DEEPEST, OF_TYPE, bounds, literals, members, target, types, types_of
+from jaxgen.grammar.keywords import (
+    ANNOTATIONS,
+    DEEPEST,
+    OF_TYPE,
+    bounds,
+    integer_bounds,
+    literals,
+    members,
+    target,
+    types,
+    types_of,
+)
 
 MOST = 200_000  # comparisons of two schemas, or of a value and a schema
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has one schema
@@ -70,6 +81,8 @@ class Overlaps:
         """Return True if no value of `one` with the first type is a value of `other` with the second."""
         if first != second:
             return {first, second} != {"integer", "number"}
+        if first == "integer":
+            return _apart(integer_bounds(one), integer_bounds(other))
         if first == "string":
             return _apart(bounds(one, "Length"), bounds(other, "Length"))
         if first == "array":
@@ -106,6 +119,8 @@ class Overlaps:
             return _key(value) in self.keys[id(schema)]
         if not any(name in _valid_types(schema) for name in types_of(value)):
             return False
+        if isinstance(value, int) and not isinstance(value, bool) and "integer" in _valid_types(schema):
+            return not _apart((value, value), integer_bounds(schema))
         if isinstance(value, str):
             return not _apart((len(value), len(value)), bounds(schema, "Length"))
         if isinstance(value, list):
@@ -136,9 +151,13 @@ def _has_literals(schema: dict[str, Any]) -> bool:
     return "const" in schema or "enum" in schema
 
 
-def _apart(one: tuple[int, int | None], other: tuple[int, int | None]) -> bool:
-    (low, high), (least, most) = one, other
-    return (high is not None and high < least) or (most is not None and most < low)
+def _apart(one: tuple[int | None, int | None], other: tuple[int | None, int | None]) -> bool:
+    """Return True if no number is in both ranges; None is no bound."""
+    return _below(one[1], other[0]) or _below(other[1], one[0])
+
+
+def _below(high: int | None, low: int | None) -> bool:
+    return high is not None and low is not None and high < low
 
 
 def _key(value: Any) -> str:

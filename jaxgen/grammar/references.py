@@ -19,18 +19,18 @@ class References:
         self.named: dict[str, Any] = {}
         self.direct: dict[int, list[Any]] = {}
         self.reached: dict[int, dict[int, Any]] = {}
-        self.circles: dict[int, frozenset[int]] = {}
+        self.cycles: dict[int, frozenset[int]] = {}
         self.steps = 0
 
-    def circle(self, part: Any) -> frozenset[int]:
-        """Return the parts that refer to `part`, of those that it refers to; in both cases by way of others, too."""
-        if id(part) not in self.circles:
+    def cycle(self, part: Any) -> frozenset[int]:
+        """Return the parts that `part` refers to and that refer back to it, both directly or by way of others."""
+        if id(part) not in self.cycles:
             others = self._reach(part).items()
-            self.circles[id(part)] = frozenset(number for number, other in others if id(part) in self._reach(other))
-        return self.circles[id(part)]
+            self.cycles[id(part)] = frozenset(number for number, other in others if id(part) in self._reach(other))
+        return self.cycles[id(part)]
 
     def _reach(self, part: Any) -> dict[int, Any]:
-        """Return the parts that `part` refers to, by way of others too."""
+        """Return the parts that `part` refers to, directly or by way of others."""
         if id(part) not in self.reached:
             found: dict[int, Any] = {}
             rest = [part]
@@ -42,7 +42,7 @@ class References:
         return self.reached[id(part)]
 
     def _inside(self, part: Any) -> list[Any]:
-        """Return the parts that are referred to inside `part`; values that only look like references, too."""
+        """Return the parts that are referred to inside `part`, also by values that only look like references."""
         if id(part) not in self.direct:
             if len(self.direct) >= MOST:
                 raise InputError(f"the schema refers to more than {MOST} of its parts: simplify it")

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, shown
 from jaxgen.grammar.expression import (
     EMPTY,
     LAST,
@@ -29,7 +29,6 @@ from jaxgen.grammar.expression import (
     Sequence,
     choice,
     complement,
-    shown,
     union,
 )
 from jaxgen.grammar.utf8 import Ranges
@@ -180,7 +179,11 @@ class _Reader:
         ranges = union(ranges)
         if not ranges:
             self.refuse("has a part that matches no character")
-        return self.characters(_any_case(ranges) if "i" in self.flags else ranges)
+        return self.characters(self.cased(ranges))
+
+    def cased(self, ranges: Ranges) -> Ranges:
+        """Return the characters, in either case with the flag i."""
+        return _any_case(ranges) if "i" in self.flags else ranges
 
     def group(self, depth: int) -> Expression:
         if not self.next("(?:") and not self.match(_NAME):
@@ -213,9 +216,7 @@ class _Reader:
                 parts.append((first, last))
             else:
                 parts += first if isinstance(first, tuple) else [(first, first)]
-        ranges = union(parts)
-        ranges = _any_case(ranges) if "i" in self.flags else ranges
-        return complement(ranges) if negated else ranges
+        return complement(self.cased(union(parts))) if negated else union(parts)
 
     def member(self) -> int | Ranges:
         """Read a character, or an escaped class, inside brackets."""
@@ -237,7 +238,7 @@ class _Reader:
         sign = self.pattern[self.place : self.place + 1]
         if sign.lower() in CLASSES and sign:
             self.place += 1
-            return CLASSES[sign] if sign in CLASSES else complement(CLASSES[sign.lower()])
+            return CLASSES[sign] if sign in CLASSES else complement(self.cased(CLASSES[sign.lower()]))
         if sign in ("x", "u"):
             return self.code_point()
         if sign in ("p", "P"):
@@ -320,12 +321,11 @@ def _category(name: str) -> Ranges:
 
 @functools.cache
 def _cases() -> list[tuple[int, int]]:
-    """Pairs of characters that differ in their case: those whose case folding is the same character."""
+    """Pairs of characters that differ in their case: those whose case folding is the same."""
     alike: dict[str, list[int]] = {}
     for code in range(0x1E944):  # no character after these has a case
         alike.setdefault(chr(code).casefold(), []).append(code)
-    groups = [codes for folded, codes in alike.items() if len(folded) == 1 and len(codes) > 1]
-    return [pair for codes in groups for pair in itertools.permutations(codes, 2)]
+    return [pair for codes in alike.values() for pair in itertools.permutations(codes, 2)]
 
 
 def _any_case(ranges: Ranges) -> Ranges:

@@ -22,7 +22,8 @@ from jax import lax
 
 from jaxgen.buckets import power_of_two
 from jaxgen.errors import InputError
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.lines import encoded
+from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
 SMALLEST = 64  # states
 
@@ -60,8 +61,7 @@ class StopStrings:
             InputError: no string, an empty one, or one that no sequence of tokens produces.
             TypeError: `strings` is neither a str nor a list of them.
         """
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"stop_strings need a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+        check_tokenizer(tokenizer)
         patterns = _patterns(strings)
         vocabulary = _vocabulary(tokenizer, vocab_size)
         for pattern in patterns:
@@ -161,10 +161,7 @@ def _patterns(strings: str | Sequence[str]) -> list[bytes]:
         raise TypeError(f"stop_strings must be a str or a list of str, got {strings!r}")
     if not strings or "" in strings:
         raise InputError(f"stop_strings must not be empty, got {strings!r}: leave it out to use none")
-    try:
-        return [string.encode() for string in strings]
-    except UnicodeEncodeError as error:
-        raise InputError(f"stop_strings has a string that is not valid Unicode: {error}") from error
+    return [encoded("a string of stop_strings", string) for string in strings]
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

@@ -17,17 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import power_of_two
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, shown
 from jaxgen.grammar.byte_automaton import compile_expression, distances, distinct, edges, restricted, useful_states
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
-from jaxgen.grammar.prefixes import COMPLETE, prefix_table, sorted_tokens
 from jaxgen.grammar.regex import read_regex
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.lines import encoded
+from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
 SMALLEST_TABLE = 64
 LARGEST_TABLE = 2**25  # transitions, 128 MB; also of the tables while they are made
 MOST_WORK = 2**28  # transitions that are followed while building
+LONGEST_PREFIXES = 30_000  # bytes, of all prompts
+COMPLETE = 0  # the state after a prefix
 _NEVER = 2**30  # the length of the shortest text, if there is none
 
 
@@ -96,11 +98,7 @@ class TokenAutomaton:
     def _from_expression(
         cls, expression: Expression, name: str, tokenizer: Tokenizer, vocab_size: int | None
     ) -> TokenAutomaton:
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
-        tokens = tokenizer.token_bytes()
-        if vocab_size is not None:
-            tokens = tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
+        tokens = _tokens(tokenizer, vocab_size)
         automaton = compile_expression(expression, name)
         classes, transitions = _token_table(automaton.table, tokens)
         useful = useful_states(transitions, automaton.accepting, automaton.start)
@@ -109,9 +107,7 @@ class TokenAutomaton:
                 "no text of the grammar can be written with the tokenizer's tokens: allow what they can form "
                 "(SentencePiece has many words only with a leading space)"
             )
-        transitions, accepting, start = restricted(transitions, automaton.accepting, automaton.start, useful)
-        columns, like = distinct(np.ascontiguousarray(transitions.T))
-        return _padded(like[classes], transitions[:, columns], accepting, start)
+        return _padded(classes, *restricted(transitions, automaton.accepting, automaton.start, useful))
 
     @classmethod
     def from_prefixes(
@@ -125,25 +121,23 @@ class TokenAutomaton:
             automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
 
         Raises:
-            InputError: a prefix that cannot be written with the tokenizer's tokens.
-            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` one string.
+            InputError: a prefix that cannot be written with the tokenizer's tokens, or prefixes that are too long.
+            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` not a list of texts.
         """
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
-        if isinstance(prefixes, str | bytes):
-            raise TypeError("prefixes must be a list of texts, one per prompt: pass [text]")
-        texts = [prefix.encode() if isinstance(prefix, str) else bytes(prefix) for prefix in prefixes]
-        vocab_size = len(tokenizer.token_bytes()) if vocab_size is None else vocab_size
-        classes, transitions, start = prefix_table(texts, sorted_tokens(tokenizer), vocab_size)
-        accepting = np.arange(len(transitions)) == COMPLETE
-        used = np.isin(np.arange(transitions.shape[1]), classes)
-        transitions = np.where(used[None, :], transitions, -1)
-        shortest = _shortest(transitions, accepting)
-        transitions = np.where((transitions >= 0) & (shortest[transitions] < _NEVER), transitions, -1)
-        for text, least in zip(texts, shortest[start], strict=True):
-            if least >= _NEVER:
+        tokens = _tokens(tokenizer, vocab_size)
+        is_list = isinstance(prefixes, Sequence) and not isinstance(prefixes, str)
+        if not is_list or not all(isinstance(prefix, str | bytes) for prefix in prefixes):
+            raise TypeError(f"prefixes must be a list of texts, one per prompt, got {shown(prefixes)}")
+        texts = [encoded("a prefix", prefix) if isinstance(prefix, str) else prefix for prefix in prefixes]
+        table, start = _prefix_table(texts)
+        accepting = np.arange(len(table)) == COMPLETE
+        classes, transitions = _token_table(table, tokens, ~accepting)
+        transitions[COMPLETE] = COMPLETE
+        useful = useful_states(transitions, accepting, start)
+        for text, possible in zip(texts, useful[start], strict=True):
+            if not possible:
                 raise InputError(f"the prefix {text!r} cannot be written with the tokenizer's tokens: change it")
-        return _padded(classes, transitions, accepting, start)
+        return _padded(classes, *restricted(transitions, accepting, start, useful))
 
     @classmethod
     def stack(cls, automata: Sequence[TokenAutomaton]) -> TokenAutomaton:
@@ -242,8 +236,38 @@ class TokenAutomaton:
         return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
 
 
-def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes | None]:
+    """Return the bytes of the model's ids."""
+    check_tokenizer(tokenizer)
+    tokens = tokenizer.token_bytes()
+    return tokens if vocab_size is None else tokens[:vocab_size] + [None] * (vocab_size - len(tokens))
+
+
+def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the automaton of the texts that begin with a prefix: its table int32[S, 256], and each prefix's state.
+
+    A prefix has a state for each place in it; after its last byte follows `COMPLETE`.
+    """
+    begin, states = {b"": COMPLETE}, COMPLETE + 1
+    for prefix in prefixes:
+        if prefix not in begin:
+            begin[prefix], states = states, states + len(prefix)
+    if states > LONGEST_PREFIXES:
+        raise InputError(f"the prefixes have {states - 1:,} bytes, more than {LONGEST_PREFIXES:,}: shorten them")
+    table = np.full((states, 256), -1, np.int32)
+    table[COMPLETE] = COMPLETE
+    for prefix, first in begin.items():
+        for state, byte in enumerate(prefix, start=first):
+            table[state, byte] = state + 1 if state + 1 < first + len(prefix) else COMPLETE
+    return table, np.array([begin[prefix] for prefix in prefixes], np.int32)
+
+
+def _token_table(
+    table: np.ndarray, tokens: Sequence[bytes | None], followed: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Follow every token's bytes from every state at once: classes int[V] and transitions int32[S, classes].
+
+    `followed bool[S]`, all if None: from other states, no token may follow.
 
     A token is a function from states to states: the composition of those of its bytes. There are few such functions,
     so each token has the number of its function, and only new pairs of a function and a byte are composed.
@@ -256,10 +280,13 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
     step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 stays -1
 
     nowhere, unmoved = np.full(len(table), -1, np.int32), np.arange(len(table), dtype=np.int32)
-    number = {nowhere.tobytes(): 0, unmoved.tobytes(): 1}
+    if followed is not None:
+        unmoved = np.where(followed, unmoved, -1).astype(np.int32)
+    number = {nowhere.tobytes(): 0}
+    number.setdefault(unmoved.tobytes(), 1)
     functions = [np.frombuffer(function, np.int32) for function in number]
     work = 0
-    current = (lengths > 0).astype(np.int64)  # a token without text is never allowed
+    current = (lengths > 0) * number[unmoved.tobytes()]  # a token without text is never allowed
     going = np.flatnonzero(current)
     for position in range(lengths.max(initial=0)):
         going = going[(lengths[going] > position) & (current[going] > 0)]
@@ -284,7 +311,7 @@ def _token_table(table: np.ndarray, tokens: Sequence[bytes | None]) -> tuple[np.
 def _refuse_size(states: int) -> NoReturn:
     raise InputError(
         f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
-        "supported; lower the bounds of long texts and arrays, or split the grammar"
+        "supported; lower the bounds of long texts and arrays, shorten long prefixes, or split the grammar"
     )
 
 
@@ -294,6 +321,9 @@ def _used_states(automaton: TokenAutomaton) -> int:
 
 
 def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any) -> TokenAutomaton:
+    """Join equal classes, and pad the tables to powers of two."""
+    columns, like = distinct(np.ascontiguousarray(transitions.T))
+    classes, transitions = like[classes], transitions[:, columns]
     states, kinds = transitions.shape
     shape = tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
     if math.prod(shape) > LARGEST_TABLE:

@@ -12,7 +12,7 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.inputs import mask_of, prompts_of
 from jaxgen.request.prepare import CallInputs
-from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.tokenizer import check_tokenizer
 
 # Options that force tokens at places counted from the prompt's first token.
 _PLACED = ("forced_bos_token_id", "forced_decoder_ids")
@@ -39,8 +39,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
     """
     if tokenizer is None:
         raise InputError("token_healing compares texts: pass the tokenizer too, generate(..., tokenizer=tokenizer)")
-    if not isinstance(tokenizer, Tokenizer):
-        raise TypeError(f"token_healing needs a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+    check_tokenizer(tokenizer)
     if allowed is not None:
         raise InputError("token_healing and prefix_allowed_tokens_fn both restrict the first tokens: leave one out")
     if inputs.ids is None and inputs.inputs_embeds is not None:

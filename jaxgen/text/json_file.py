@@ -1,4 +1,4 @@
-"""Small files that come with a checkpoint, read without trust: JSON objects, templates, tokenizers."""
+"""JSON, and small files that come with a checkpoint, read without trust."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from jaxgen.errors import ConfigError, one_line
+from jaxgen.errors import ConfigError, InputError, one_line
 
 LARGEST = 10_000_000  # bytes of JSON; the index of the largest known checkpoint has 9 MB
-_DEEPEST = 100  # lists and objects in each other
+_DEEPEST = 200  # lists and objects in each other
 _MOST = 500_000  # brackets: each list and object takes far more memory than text
 
 
@@ -57,28 +57,47 @@ def read_json(file: Path, largest: int = LARGEST) -> dict[str, Any] | None:
 
 
 def json_object(source: str, data: bytes) -> dict[str, Any]:
-    """Return the object that JSON text describes; `source` begins the text of an error.
+    """Return the object that JSON text describes; NaN and infinite numbers are allowed, as transformers writes them.
 
     Raises:
-        ConfigError: not valid JSON, not an object, a key twice in one object, half of a surrogate pair, nested too
-            deeply, or too many lists and objects.
+        ConfigError: the text is refused by `parse_json`, is not UTF-8, is not an object or has too many lists and
+            objects; the message begins with `source`.
     """
     if data.count(b"[") + data.count(b"{") > _MOST:
         raise ConfigError(f"{source}: not valid JSON: more than {_MOST:,} lists and objects")
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-        if b"\\u" in data:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{source}: not valid JSON: a string has half of a surrogate pair") from error
-    except RecursionError as error:
-        raise ConfigError(f"{source}: not valid JSON: nested too deeply") from error
-    except ValueError as error:
+        value = parse_json(data.decode("utf-8"), finite=False)
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: not valid JSON: {error}") from error
+    except InputError as error:
+        raise ConfigError(f"{source}: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{source}: must contain a JSON object, contains {type(value).__name__}")
+    return value
+
+
+def parse_json(text: str, *, finite: bool = True) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        InputError: not valid JSON, a key twice in one object, half of a surrogate pair, nested too deeply, or, if
+            `finite`, NaN or a number that is not finite.
+    """
+    hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite} if finite else {}
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, **hooks)
+        (json.dumps(value, ensure_ascii=False) if "\\u" in text else text).encode("utf-8")
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"character {error.pos + 1}"
+        raise InputError(f"not valid JSON: {error.msg} at {place}") from error
+    except UnicodeEncodeError as error:
+        raise InputError("not valid JSON: a string has half of a surrogate pair, such as \\ud83d") from error
+    except RecursionError as error:
+        raise InputError("not valid JSON: nested too deeply") from error
+    except ValueError as error:  # also a number with thousands of digits
+        raise InputError(f"not valid JSON: {error}") from error
     if _is_deep(value):
-        raise ConfigError(f"{source}: not valid JSON: nested too deeply")
+        raise InputError("not valid JSON: nested too deeply")
     return value
 
 
@@ -90,20 +109,28 @@ def fetch_again(directory: Path, problems: Iterable[str]) -> list[str]:
     return [f"{directory} was downloaded: delete {directory.parent.parent}, and the next use downloads it again"]
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def _finite(digits: str) -> float:
+    if abs(number := float(digits)) == float("inf"):
+        raise ValueError(f"the number {one_line(digits, 40)} is too large")
+    return number
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         counts = collections.Counter(name for name, _ in pairs)
         names = ", ".join(sorted(name for name, count in counts.items() if count > 1))
-        raise ValueError(f"duplicate names: {one_line(names, 200)}")
+        raise ValueError(f"duplicate keys: {one_line(names, 200)}")
     return result
 
 
 def _is_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(_DEEPEST):
-        children = (node.values() if isinstance(node, dict) else node for node in level)
-        level = [child for group in children for child in group if isinstance(child, dict | list)]
-        if not level:
-            return False
-    return True
+    for _ in range(_DEEPEST + 1):
+        containers = (node for node in level if isinstance(node, dict | list))
+        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
+    return bool(level)

@@ -220,8 +220,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.check(max(numbers, default=0))
         elif name == "expandtabs":
             self.check(length * max(numbers, default=8))
-        elif name == "translate":
-            raise TooMuch("calls translate, which is not offered")
+        elif name in ("translate", "encode", "decode"):  # a table has any size; codecs of Python's take quadratic time
+            raise TooMuch(f"calls {name}, which is not offered")
         return arguments
 
     def pieces(self, value: Any, separator: Any) -> list:

@@ -10,10 +10,10 @@ from typing import Any, TextIO
 import numpy as np
 
 from jaxgen.errors import InputError
+from jaxgen.text.token_bytes import FALLBACK
 from jaxgen.text.tokenizer import Tokenizer, clean_up, id_list
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # A pattern of clean_up starts with a space; these are the characters that can follow before it is complete
 UNDECIDED = re.compile(r" [ 'nvr]*$")
 # An incomplete UTF-8 character has at most 3 bytes, so it begins in one of the last 3 tokens
@@ -69,7 +69,7 @@ class TextStream:
         if not token or token_id in self._skipped:
             return ""
         self._window.append(token_id)
-        if self._byte_fallback and BYTE_TOKEN.fullmatch(token):
+        if self._byte_fallback and FALLBACK.fullmatch(token):
             return ""
         text = self._decode()
         held = text.endswith(REPLACEMENT)

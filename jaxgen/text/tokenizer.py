@@ -13,10 +13,11 @@ import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from jaxgen.errors import ConfigError, InputError, shown
+from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
 from jaxgen.text.json_file import fetch_again, read_file, read_json
+from jaxgen.text.lines import decoded, encoded
 from jaxgen.text.token_bytes import token_bytes
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 
@@ -134,7 +135,7 @@ class Tokenizer:
         file = directory / "tokenizer.json"
         try:
             backend, config = read_backend(file), _read_config(directory)
-        except ConfigError as error:
+        except JaxgenError as error:
             raise ConfigError("; ".join([str(error), *fetch_again(directory, [f"damaged: {error}"])])) from error
         if backend is None:
             found = ", ".join(sorted(p.name for p in directory.iterdir())) or "nothing"
@@ -182,10 +183,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"the text is not valid Unicode: {error}") from error
+        encoded("the text", text)
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         backend = self._splitting_backend if split else self.backend
         # In two steps, because the backend's own truncation is a setting of the whole tokenizer
@@ -355,6 +353,12 @@ class Tokenizer:
         return Batch(ids, mask)
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise a TypeError for another tokenizer, such as one of transformers."""
+    if not isinstance(tokenizer, Tokenizer):
+        raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
+
+
 def clean_up(text: str) -> str:
     """Remove the spaces that HF's `clean_up_tokenization` removes, in its order."""
     for mark in (".", "?", "!", ","):
@@ -400,10 +404,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         }
     template = directory / "chat_template.jinja"
     if (data := read_file(template, 4 * chat_template.LARGEST)) is not None:
-        try:
-            config["chat_template"] = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{template} is damaged: {error}") from error
+        config["chat_template"] = decoded(str(template), data)
     return config
 
 

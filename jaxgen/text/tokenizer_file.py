@@ -20,6 +20,7 @@ from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.json_file import json_object, read_file
 
 LARGEST = 50_000_000  # bytes; those of known checkpoints have 35 MB at most
+_MOST_ADDED = 1000  # tokens, such as BOS and EOS, around a text
 _MOST_GROWTH = 1000  # by which a normalizer or decoder may multiply a text
 
 # Escapes and classes of characters, which have no operators, and single characters.
@@ -41,6 +42,9 @@ def read_backend(file: Path) -> tokenizers.Tokenizer | None:
         _check_charsmaps(file, json_object(str(file), data))
     with library_errors(str(file)), _without_panic_messages():
         backend = tokenizers.Tokenizer.from_buffer(data)
+        added = backend.num_special_tokens_to_add(is_pair=False)
+    if added > _MOST_ADDED:
+        raise ConfigError(f"{file}: its post-processor adds {added:,} tokens to each text, more than {_MOST_ADDED}")
     for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder):
         steps = {} if part is None else json.loads(part.__getstate__())
         if _growth(steps) > _MOST_GROWTH:

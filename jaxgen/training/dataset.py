@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.text.lines import json_line, text_lines
+from jaxgen.text.json_file import parse_json
+from jaxgen.text.lines import text_lines
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training.train import TrainBatch
 
@@ -82,7 +83,7 @@ def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
     examples = []
     for number, line in text_lines(str(file), file.read_bytes()):
         try:
-            example = _example(tokenizer, json_line(line))
+            example = _example(tokenizer, parse_json(line))
             if len(example.ids) < 2:
                 raise InputError("fewer than two tokens, so there is nothing to predict")
             examples.append(example)

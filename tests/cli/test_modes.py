@@ -125,7 +125,7 @@ class TestChat:
         ("content", "words"),
         [
             (b"\xff", "is not a conversation: "),
-            (b"[" * 100_000, "the JSON is nested too deeply"),
+            (b"[" * 100_000, "not valid JSON: nested too deeply"),
             (b'{"messages": []}', "it must be"),
             (b'{"messages": [{"role": "user", "content": "A"}]}', "user and assistant in turn"),
             (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be texts"),
@@ -266,7 +266,8 @@ class TestInput:
             ('{"messages": []}', 'line 1: "messages" must be a list of at least one'),
             ('{"messages": null}', 'line 1: "messages" must be a list of at least one'),
             ('{"messages": [3]}', 'line 1: "messages" must be a list of at least one'),
-            ('{"prompt": "\\ud83d"}', "line 1: a string has half of a surrogate pair"),
+            ('{"prompt": "A", "prompt": "B"}', "line 1: not valid JSON: duplicate keys: prompt"),
+            ('{"prompt": "\\ud83d"}', "line 1: not valid JSON: a string has half of a surrogate pair"),
             ('{"prompt": "A"}\n\n{"text": "B"}', 'line 3: each line must be an object with "prompt" or "messages"'),
             ('{"prompt": 3}', 'line 1: "prompt" must be a string, got 3'),
             ('{"messages": [{"role": "user", "content": "A"}]}', "need a chat template"),
@@ -488,12 +489,12 @@ class TestPrompts:
         assert run(*arguments, "-n", 3) == (0, "CDE\n", "")
         assert "a prompt and --prompt-file exclude each other" in refused(*arguments, "A")
         (tmp_path / "prompt").write_bytes(b"A\xff")
-        assert f"--prompt-file {tmp_path / 'prompt'} is not UTF-8: invalid start byte at byte 2" in refused(*arguments)
+        assert f"--prompt-file {tmp_path / 'prompt'}: not UTF-8: invalid start byte at byte 2" in refused(*arguments)
         (tmp_path / "prompt").write_bytes(b"\n")
         assert "is empty: write a prompt" in refused(*arguments)
 
     def test_stdin_that_cannot_be_read(self, refused, checkpoint, monkeypatch):
-        for data, words in ((b"", "stdin is empty"), (b"\xff", "stdin is not UTF-8: invalid start byte at byte 1")):
+        for data, words in ((b"", "stdin is empty"), (b"\xff", "stdin: not UTF-8: invalid start byte at byte 1")):
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
             assert words in refused("--model", checkpoint)
         monkeypatch.setattr(sys, "stdin", None)

@@ -104,7 +104,7 @@ def test_duplicate_keys_take_linear_time(tmp_path, count):
     file = tmp_path / "x.json"
     file.write_text("{" + ",".join(f'"{n}":1,"{n}":1' for n in range(count)) + "}")
     start = time.process_time()
-    with pytest.raises(ConfigError, match="duplicate names: 0, 1, 10, "):
+    with pytest.raises(ConfigError, match="duplicate keys: 0, 1, 10, "):
         json_file.read_json(file)
     assert time.process_time() - start < count * 2e-5
 

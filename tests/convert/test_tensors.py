@@ -251,7 +251,7 @@ def test_a_name_twice_in_the_header(file):
     text = f'{{"x":{entry},"x":{entry}}}'.encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
     (problem,) = problems(file)
-    assert "duplicate names: x" in problem
+    assert "duplicate keys: x" in problem
 
 
 def test_a_huge_header_length_is_not_believed(file):

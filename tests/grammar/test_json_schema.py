@@ -182,7 +182,16 @@ def test_formats(name, valid, other):
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "integer", "minimum": 1}, "has minimum"),
+        ({"type": "number", "minimum": 1}, "bounds of numbers, which only the type integer may have"),
+        ({"type": ["integer", "number"], "maximum": 1}, "bounds of numbers"),
+        ({"type": "string", "minimum": 1}, "has minimum, which is not supported there"),
+        ({"type": "integer", "minimum": 1, "exclusiveMaximum": 1.5, "maximum": 0}, "minimum 1 and maximum 0 and excl"),
+        ({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, "no integer satisfies both"),
+        ({"type": "integer", "minimum": 10**40}, "minimum must be a number of at most 40 digits"),
+        ({"type": "integer", "maximum": -(10**4000)}, "maximum must be a number of at most 40 digits"),
+        ({"type": "integer", "exclusiveMaximum": True}, "exclusiveMaximum must be a number .* got True"),
+        ({"type": "integer", "minimum": "1"}, "must be a number .* got '1'"),
+        ({"type": "integer", "multipleOf": 2}, "has multipleOf"),
         (
             {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
             r"properties\.a has uniqueItems",
@@ -198,7 +207,7 @@ def test_formats(name, valid, other):
         ({"prefixItems": [{}], "minItems": 2}, "1 prefixItems"),
         ({"enum": []}, "non-empty"),
         ({"enum": [math.nan]}, "not valid JSON"),
-        ('{"enum": [NaN]}', "it has NaN"),
+        ('{"enum": [NaN]}', "NaN is not a number"),
         ("{", "not valid JSON"),
         ("3", "the schema must be an object.* got 3"),
         ({"type": "array", "items": False}, r"items must be an object.* got False"),

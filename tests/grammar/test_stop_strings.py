@@ -271,7 +271,7 @@ class TestErrors:
             (b"a", TypeError, "stop_strings must be a str"),
             (None, TypeError, "stop_strings must be a str"),
             ({"a"}, TypeError, "stop_strings must be a str"),
-            (["\ud800"], InputError, "stop_strings has a string that is not valid Unicode"),
+            (["\ud800"], InputError, "a string of stop_strings is not valid Unicode"),
         ],
     )
     def test_strings(self, strings, error, message):

@@ -1,5 +1,6 @@
 import json
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -367,6 +368,25 @@ class TestPrefixes:
         assert automaton.classes.shape == (256,)
         assert np.flatnonzero(allowed(automaton, automaton.start, None)[0]).tolist() == tokenizer.encode("h")
 
-    def test_one_string_is_refused(self):
-        with pytest.raises(TypeError, match="one per prompt: pass"):
-            TokenAutomaton.from_prefixes("hello", byte_level())
+    @pytest.mark.parametrize("prefixes", ["hello", b"hello", [3], None, {"hello"}, [["hello"]]])
+    def test_other_types(self, prefixes):
+        with pytest.raises(TypeError, match="a list of texts, one per prompt, got"):
+            TokenAutomaton.from_prefixes(prefixes, byte_level())
+
+    @pytest.mark.parametrize(
+        ("prefixes", "words"),
+        [
+            (["\ud800"], "a prefix is not valid Unicode"),
+            (["ab" * 10**6], "the prefixes have 2,000,000 bytes, more than 30,000"),
+            ([f"prompt {i} " * 100 for i in range(2000)], "more than 30,000"),
+        ],
+    )
+    def test_prefixes_that_are_refused(self, prefixes, words):
+        start = time.process_time()
+        with pytest.raises(InputError, match=words):
+            TokenAutomaton.from_prefixes(prefixes, byte_level())
+        assert time.process_time() - start < 2
+
+    def test_a_long_prefix(self):
+        automaton = TokenAutomaton.from_prefixes(["hello " * 1000], byte_level())
+        assert int(automaton.shortest[automaton.start[0]]) > 1000

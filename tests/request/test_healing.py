@@ -268,7 +268,7 @@ def test_the_bundled_model_finds_the_better_spelling():
     ("more", "error", "text"),
     [
         ({"tokenizer": None}, InputError, "token_healing compares texts: pass the tokenizer"),
-        ({"tokenizer": "qwen"}, TypeError, "token_healing needs a jaxgen.Tokenizer, got str"),
+        ({"tokenizer": "qwen"}, TypeError, "tokenizer must be a jaxgen.Tokenizer, got str"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, InputError, "both restrict the first tokens: leave one"),
         (
             {"prefix_allowed_tokens_fn": TokenAutomaton.from_prefixes(["a"], SMALL)},

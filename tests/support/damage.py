@@ -358,6 +358,14 @@ def tokenizers(draw) -> Iterator[Case]:
         ("post_processor", template | {"special_tokens": {}}),
         ("post_processor", template | {"special_tokens": {"A": {"id": "A", "ids": [2**32 - 1], "tokens": ["A"]}}}),
         ("post_processor", template | {"special_tokens": {"A": {"id": "A", "ids": [], "tokens": []}}}),
+        (
+            "post_processor",
+            template
+            | {
+                "single": template["single"] * 50_000,
+                "special_tokens": {"A": {"id": "A", "ids": [1] * 1000, "tokens": ["A"] * 1000}},
+            },
+        ),
         ("post_processor", {"type": "RobertaProcessing", "sep": ["x", 2**32 - 1], "cls": ["x", 0]}),
         ("decoder", {"type": "Strip", "content": "a", "start": 2**64 - 1, "stop": 1}),
         ("decoder", {"type": "Replace", "pattern": {"String": ""}, "content": "x"}),

@@ -61,8 +61,15 @@ class RandomSchemas:
         return {"type": "string", **self.random.choice(kinds)}
 
     def scalar(self, _: int) -> dict[str, Any]:
+        if self.random.random() < 0.4:
+            return self.integer()
         names = ["integer", "number", "boolean", "null"]
         return {"type": self.random.choice([*names, self.random.sample(names, 2)])}
+
+    def integer(self) -> dict[str, Any]:
+        low, high = sorted(self.random.choice([-1, 1]) * self.random.randrange(10**digits) for digits in (1, 5))
+        bounds = [("minimum", low), ("exclusiveMinimum", low - 0.5), ("maximum", high), ("exclusiveMaximum", high + 1)]
+        return {"type": "integer", **dict(self.random.sample(bounds, self.random.randint(1, 4)))}
 
     def value(self, depth: int = 1) -> Any:
         values = [None, True, False, 0, -3, 2.5, 1e30, self.random.choice(WORDS)]

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from jaxgen import InputError
-from jaxgen.text.lines import json_line, text_lines
+from jaxgen.text.json_file import parse_json
+from jaxgen.text.lines import text_lines
 
 # Separators at which Python's splitlines would cut, and a few that look like spaces.
 INSIDE = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\u00a0\ufeff"
@@ -27,7 +28,7 @@ def test_what_was_written_is_read(seed):
     read = text_lines("x", end.join(texts).encode())
     assert [text for _, text in read] == [text for text in texts if text.strip()]
     lines = text_lines("x", end.join(json.dumps(text, ensure_ascii=False) for text in texts).encode())
-    assert [json_line(line) for _, line in lines] == texts
+    assert [parse_json(line) for _, line in lines] == texts
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"a\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\xc0\xaf"])
@@ -56,6 +57,9 @@ def bad_lines():
         '{"a": ["\\udc00x"]}',
         "1" * 5000,
         "[" * 100_000,
+        "[" * 300 + "]" * 300,
+        "-1e400",
+        '{"a": 1, "b": 2, "a": 3}',
         "",
     )
 
@@ -63,6 +67,6 @@ def bad_lines():
 @pytest.mark.parametrize("line", list(bad_lines()), ids=lambda line: line[:20].encode("unicode_escape").decode())
 def test_a_bad_line_is_one_message(line):
     with pytest.raises(InputError) as caught:
-        json_line(line)
+        parse_json(line)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200

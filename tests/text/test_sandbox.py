@@ -72,6 +72,7 @@ def test_a_long_conversation_is_no_attack():
         ("{{ ''|tojson(indent=99) }}", "indents JSON"),
         ("{{ '%9999d' % 1 }}", "a width of more than 999"),
         ("{{ 'x'.translate({}) }}", "translate"),
+        ("{{ ('é.' * 4000000).encode('idna') }}", "encode"),
     ],
 )
 def test_limits(template, reason, monkeypatch):

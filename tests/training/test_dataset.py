@@ -145,7 +145,7 @@ class TestTexts:
         [
             (b"{", "line 3: not valid JSON: .* at character 2"),
             (b'{"text": "\xff"}', "line 3: not UTF-8: .* at byte 11"),
-            (b"[" * 100_000, "line 3: (the JSON is nested too deeply|not valid JSON)"),
+            (b"[" * 100_000, "line 3: not valid JSON: nested too deeply"),
             (b'["hello"]', "line 3: each line must be"),
             (b'{"text": ""}', "line 3: each line must be"),
             (b'{"text": 5}', "line 3: each line must be"),
@@ -156,7 +156,7 @@ class TestTexts:
             (b'{"messages": [{"role": "user", "content": "a"}, "b"]}', "line 3: a conversation must be a list"),
             (b'{"messages": [{"role": "user", "content": "a"}]}', "line 3: the conversation has no answer"),
             (b'{"messages": [{"role": 1, "content": "a"}, {"role": "assistant"}]}', 'must have a "role"'),
-            (b'{"text": "\\ud800"}', "line 3: a string has half of a surrogate pair"),
+            (b'{"text": "\\ud800"}', "line 3: not valid JSON: a string has half of a surrogate pair"),
         ],
     )
     def test_bad_lines_are_named(self, tmp_path, line, message):

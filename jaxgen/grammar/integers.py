@@ -1,0 +1,58 @@
+"""Ranges of integers as expressions of their decimal digits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxgen.grammar.expression import Characters, Expression, Repeat, choice, sequence
+from jaxgen.grammar.utf8 import Ranges
+
+
+def integer_range(low: int | None, high: int | None) -> Expression:
+    """Return the expression of the integers from `low` to `high`, both included; None is no bound.
+
+    Each integer has one text, without leading zeros; 0 has no sign. There is at least one integer.
+    """
+    parts: list[Expression | str] = []
+    if low is None or low < 0:
+        least = max(1, -high) if high is not None else 1
+        parts.append(sequence("-", _positive(least, None if low is None else -low)))
+    if (low is None or low <= 0) and (high is None or high >= 0):
+        parts.append("0")
+    if high is None or high > 0:
+        parts.append(_positive(max(1, low or 1), high))
+    return choice(parts)
+
+
+def _positive(low: int, high: int | None) -> Expression:
+    """Return the expression of the integers from `low`, at least 1, to `high`."""
+    longer = 10 ** len(str(low))
+    blocks = [_block(*block) for block in _blocks(low, longer - 1 if high is None else high)]
+    if high is None:
+        blocks.append(sequence(_digits(1, 9), Repeat(_digits(0, 9), len(str(low)))))
+    return choice(blocks)
+
+
+def _blocks(low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a range into blocks (first, last, free): numbers that begin with first to last and end in `free` any digits.
+
+    `first` and `last` differ in their last digit only.
+    """
+    while low <= high:
+        free, unit = 0, 1
+        while low % (10 * unit) == 0 and low + 10 * unit - 1 <= high:
+            free, unit = free + 1, 10 * unit
+        first = low // unit
+        last = min(first // 10 * 10 + 9, (high + 1) // unit - 1)
+        yield first, last, free
+        low = (last + 1) * unit
+
+
+def _block(first: int, last: int, free: int) -> Expression:
+    before = str(first // 10) if first >= 10 else ""
+    return sequence(before, _digits(first % 10, last % 10), Repeat(_digits(0, 9), free, free))
+
+
+def _digits(first: int, last: int) -> Expression:
+    ranges: Ranges = ((ord("0") + first, ord("0") + last),)
+    return Characters(ranges)
