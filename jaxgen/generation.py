@@ -98,8 +98,8 @@ def generate(
     Raises:
         InputError: ids, mask or key that do not fit the model, each other or the config.
         ConfigError: an option that cannot be honoured.
-        GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN. Under the
-            caller's own jit nothing raises: see `stop_reasons` of the output.
+        GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN; its `output`
+            has the other rows. Under the caller's own jit nothing raises: see `stop_reasons` of the output.
         TypeError: an argument of the wrong type.
 
     Gradients do not flow through it: tokens are integers. Use `CausalLM` for a differentiable forward pass.
@@ -222,7 +222,8 @@ def _run(
     jax.block_until_ready(decoded.reasons)
     if calls is not None and calls.error is not None:
         raise calls.error
-    raise_failures(decoded)
+    out = output(prepared, decoded)
+    raise_failures(out)
     if streamer is not None:
         streamer.end()
-    return output(prepared, decoded)
+    return out

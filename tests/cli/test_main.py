@@ -275,7 +275,7 @@ class TestMistakes:
             (
                 PermissionError(13, "Permission denied", "f"),
                 2,
-                "jaxgen: error: [Errno 13] Permission denied: 'f'\n",
+                "jaxgen: error: f: Permission denied\n",
             ),
         ],
     )
