@@ -117,14 +117,8 @@ def generate(
         stop_strings=_stop_strings(cfg, tokenizer),
         hook=_hook(hook),
     )
-    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
-    if streamer is not None and cfg.num_beams > 1:
-        raise InputError(f"a streamer cannot follow beams, got num_beams={cfg.num_beams}: leave the streamer out")
-    if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
-        raise InputError(
-            f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
-        )
+    if streamer is not None:
+        _check_streamer(streamer, cfg)
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
     on_host = {"streamer": streamer, "max_time": cfg.max_time, "token_healing": cfg.token_healing or None}
     for name, value in on_host.items():
@@ -189,6 +183,17 @@ def _hook(given):
     if not isinstance(given, StepHook):
         raise TypeError(f"hook must be an object of a class derived from jaxgen.StepHook, got {given!r}")
     return as_pytree(given)
+
+
+def _check_streamer(streamer: Streamer, cfg: GenerationConfig) -> None:
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
+    if cfg.num_beams > 1:
+        raise InputError(f"a streamer cannot follow beams, got num_beams={cfg.num_beams}: leave the streamer out")
+    if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
+        raise InputError(
+            f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
+        )
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from convert.hub import local_directory
 from jaxgen import demo
 from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import AnswerFile, answer_file, recorded
-from jaxgen.cli.batch import Line, digest, prompt_ids, read_lines, stdin_bytes, write_answers
+from jaxgen.cli.batch import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes, write_answers
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import add_tensors
 from jaxgen.cli.options import generation_fields
@@ -268,11 +268,8 @@ def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> lis
 
 def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int]) -> int:
     """Return the maximum number of new tokens after a prompt."""
-    prompt, context, vocab = len(ids), model_of(cfg).context_length, model_of(cfg).vocab_size
-    if max(ids, default=0) >= vocab:
-        raise InputError(
-            f"the tokenizer produced the id {max(ids)}, but the model has {vocab} tokens: they do not match"
-        )
+    prompt, context = len(ids), model_of(cfg).context_length
+    check_vocabulary(ids, model_of(cfg))
     if prompt >= context:
         raise InputError(
             f"the prompt has {prompt} tokens and the model's context is {context}, answer included: shorten it"

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jaxgen.decoding.keys import prompt_keys
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.generation import generate
+from jaxgen.model.config import ModelConfig
 from jaxgen.output import GenerateOutput, failure_of
 from jaxgen.text.lines import json_line, text_lines
 from jaxgen.text.tokenizer import Tokenizer
@@ -165,6 +166,15 @@ def _logprobs(out: GenerateOutput, row: int, tokenizer: Tokenizer) -> list[dict[
         {"id": token, "token": tokenizer.decode([token], skip_special_tokens=False), "logprob": round(value, 6)}
         for token, value in zip(ids, values, strict=True)
     ]
+
+
+def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
+    """Raise an error for an id that the model lacks: the tokenizer is another model's."""
+    largest = max(ids, default=0)
+    if largest >= model.vocab_size:
+        raise InputError(
+            f"the tokenizer produced the id {largest}, but the model has {model.vocab_size} tokens: they do not match"
+        )
 
 
 def _entry(line: str) -> dict[str, Any]:

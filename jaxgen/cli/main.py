@@ -103,7 +103,8 @@ def _answer(argv: Sequence[str]) -> int:
         for line in stats.lines():
             terminal.say("stats", line)
     if stats.failed:
-        terminal.say("error", f"{stats.failed:,} answers could not be completed: see the field error of their lines")
+        answers = "1 answer" if stats.failed == 1 else f"{stats.failed:,} answers"
+        terminal.say("error", f"{answers} could not be completed: see the field error")
     return FAILED if stats.failed else 0
 
 

@@ -15,16 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Arguments of `generate`, and the statistics of the run.
-
-    Attributes:
-        params: the parameters.
-        cfg: the options, with the model.
-        key: the key of --seed.
-        tokenizer: the model's.
-        stats: the statistics to add to.
-        more: further keywords of `generate`.
-    """
+    """Arguments of `generate`, `more` of them as keywords, and the statistics of the run."""
 
     params: Any
     cfg: GenerationConfig

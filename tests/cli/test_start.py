@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from jaxgen.cli import answer, options
+from tests.support.compilations import compilations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +55,24 @@ def test_the_users_files_are_not_imported(tmp_path, installed):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("jaxgen: error: 'no where' is neither a directory nor a hub id")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_first_answer_needs_three_programs(run):
+    jax.clear_caches()
+    with compilations() as count:
+        assert run("Tell me a story about an owl", "-n", 4)[0] == 0
+    assert count == [3]  # the prompt with the first token, the other steps, the end
+
+
+def test_the_key_is_jaxs():
+    for seed in (0, 1, 2**31 - 1):
+        assert answer.key_of(seed).dtype == jax.random.key(seed).dtype
+        assert np.array_equal(jax.random.key_data(answer.key_of(seed)), jax.random.key_data(jax.random.key(seed)))
+
+
+def test_an_argument_in_utf_8_whatever_the_locale():
+    text = "Erzähl".encode().decode("ascii", "surrogateescape")  # as Python reads it where the locale is ASCII
+    assert options.parse([text]).prompt == "Erzähl"
 
 
 def test_a_platform_that_is_not_there():
