@@ -24,7 +24,7 @@ from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import AnswerFile, answer_file, recorded
 from jaxgen.cli.batch import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes, write_answers
 from jaxgen.cli.chat import Chat, converse
-from jaxgen.cli.fingerprint import add_tensors
+from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.options import generation_fields
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
@@ -209,8 +209,7 @@ def _run(options: argparse.Namespace, job: _Job) -> dict[str, Any]:
     values = {name: value for name, value in vars(options).items() if name not in _FREE and value is not None}
     if options.json_schema is not None:
         values["json_schema"] = options.json_schema.read_text("utf-8")
-    model = hashlib.sha256(repr(job.source.cfg).encode())
-    add_tensors(model, job.source)
+    model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source)}".encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     return {"--input": digest(job.lines), "--model": model.hexdigest(), **flags}
 

@@ -61,12 +61,9 @@ def _run(argv: Sequence[str]) -> int:
 def _explained(error: BaseException) -> int:
     """Say what went wrong and return the exit status; raise an error that nobody expected again."""
     match error:
-        case GenerationError():
-            terminal.say("error", _shortened(error))
-            return FAILED
         case JaxgenError():
             terminal.say("error", _shortened(error))
-            return BAD_INPUT
+            return FAILED if isinstance(error, GenerationError) else BAD_INPUT
         case BrokenPipeError():
             _discard_stdout()
             return BROKEN_PIPE

@@ -21,7 +21,7 @@ from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint
 from convert.hub import local_directory
 from jaxgen.cli import terminal
 from jaxgen.cli.batch import check_vocabulary
-from jaxgen.cli.fingerprint import add_tensors
+from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.config.generation_config import model_of, warn
 from jaxgen.config.tables import eos_list
@@ -183,8 +183,7 @@ def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
     digest = hashlib.sha256()
     for array in (rows.ids, rows.labels, rows.segments):
         digest.update(np.ascontiguousarray(array).data)
-    add_tensors(digest, source)
-    return digest.hexdigest()
+    return f"{digest.hexdigest()} {fingerprint(source)}"
 
 
 def _check_memory(job: _Job) -> None:
