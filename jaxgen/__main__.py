@@ -1,5 +1,6 @@
 """`jaxgen` and `python -m jaxgen`: run the command as its own process."""
 
+import gc
 import io
 import os
 import sys
@@ -7,6 +8,7 @@ import sys
 
 def main() -> None:
     """Run the command and end the process with its status."""
+    gc.disable()  # the many objects of imported modules are not garbage; `cli.main` enables it again
     try:
         from jaxgen.cli import interrupts
 

@@ -1,6 +1,7 @@
 """The errors that jaxgen raises and the one category of its warnings."""
 
 import reprlib
+from typing import Any
 
 LONGEST = 2000  # characters of a message
 LONGEST_VALUE = 100
@@ -22,7 +23,15 @@ class InputError(JaxgenError):
 
 
 class GenerationError(JaxgenError):
-    """A run that could not continue: every token banned, or scores that are NaN."""
+    """A run that could not continue: every token banned, or scores that are NaN.
+
+    Attributes:
+        output: the `GenerateOutput` of all rows. Those that failed have fewer tokens, and their stop reason tells why.
+    """
+
+    def __init__(self, text: object = "", output: Any = None):
+        super().__init__(text)
+        self.output = output
 
 
 class JaxgenWarning(UserWarning):

@@ -98,8 +98,8 @@ def generate(
     Raises:
         InputError: ids, mask or key that do not fit the model, each other or the config.
         ConfigError: an option that cannot be honoured.
-        GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN. Under the
-            caller's own jit nothing raises: see `stop_reasons` of the output.
+        GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN; its `output`
+            has the other rows. Under the caller's own jit nothing raises: see `stop_reasons` of the output.
         TypeError: an argument of the wrong type.
 
     Gradients do not flow through it: tokens are integers. Use `CausalLM` for a differentiable forward pass.
@@ -117,14 +117,8 @@ def generate(
         stop_strings=_stop_strings(cfg, tokenizer),
         hook=_hook(hook),
     )
-    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
-    if streamer is not None and cfg.num_beams > 1:
-        raise InputError(f"a streamer cannot follow beams, got num_beams={cfg.num_beams}: leave the streamer out")
-    if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
-        raise InputError(
-            f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
-        )
+    if streamer is not None:
+        _check_streamer(streamer, cfg)
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
     on_host = {"streamer": streamer, "max_time": cfg.max_time, "token_healing": cfg.token_healing or None}
     for name, value in on_host.items():
@@ -191,6 +185,17 @@ def _hook(given):
     return as_pytree(given)
 
 
+def _check_streamer(streamer: Streamer, cfg: GenerationConfig) -> None:
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
+    if cfg.num_beams > 1:
+        raise InputError(f"a streamer cannot follow beams, got num_beams={cfg.num_beams}: leave the streamer out")
+    if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
+        raise InputError(
+            f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
+        )
+
+
 @contextlib.contextmanager
 def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
     """Yield what computes the allowed tokens, and the record of its host calls."""
@@ -222,7 +227,8 @@ def _run(
     jax.block_until_ready(decoded.reasons)
     if calls is not None and calls.error is not None:
         raise calls.error
-    raise_failures(decoded)
+    out = output(prepared, decoded)
+    raise_failures(out)
     if streamer is not None:
         streamer.end()
-    return output(prepared, decoded)
+    return out

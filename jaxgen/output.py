@@ -170,14 +170,18 @@ def _layers_per_step(record: LayerRecording | None, steps: int, tokens: bool):
     return tuple(result)
 
 
-def raise_failures(decoded: Decoded) -> None:
+def raise_failures(out: GenerateOutput) -> None:
     """Raise an error if a row could not continue."""
-    reasons = np.asarray(decoded.reasons)
-    for reason, text in FAILURES.items():
-        rows = np.flatnonzero(reasons == reason)
-        if len(rows):
-            step = int(np.asarray(decoded.lengths)[rows[0]])
-            raise GenerationError(f"row {rows[0]} cannot continue after {step} generated tokens: {text}")
+    reasons = np.asarray(out.stop_reasons)
+    for reason in FAILURES:
+        for row in np.flatnonzero(reasons == reason)[:1]:
+            raise GenerationError(f"row {row} {failure_of(out, row)}", out)
+
+
+def failure_of(out: GenerateOutput, row: int) -> str | None:
+    """Return why a row could not continue, or None if it could."""
+    text = FAILURES.get(StopReason(int(np.asarray(out.stop_reasons)[row])))
+    return text and f"cannot continue after {int(np.asarray(out.lengths)[row])} generated tokens: {text}"
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from convert.hub import local_directory
 from jaxgen import demo
 from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import AnswerFile, answer_file, recorded
-from jaxgen.cli.batch import Line, digest, prompt_ids, read_lines, stdin_bytes, write_answers
+from jaxgen.cli.batch import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes, write_answers
 from jaxgen.cli.chat import Chat, converse
-from jaxgen.cli.fingerprint import add_tensors
+from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.options import generation_fields
 from jaxgen.cli.printing import Printer, generate_and_print
+from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable, without_unread
 from jaxgen.config.generation_config import GenerationConfig, model_of
@@ -39,7 +40,7 @@ from jaxgen.request.assistant import check_assistant
 from jaxgen.request.memory import check_memory
 from jaxgen.text.json_file import read_file
 from jaxgen.text.lines import decoded
-from jaxgen.text.tokenizer import Batch, Tokenizer
+from jaxgen.text.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
 # Options that answers to --input do not depend on, but for rounding.
@@ -49,8 +50,21 @@ _FREE = set(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A checked request; the weights have not been read yet. `lines` is empty in a conversation, `chat`."""
+
+    source: Checkpoint
+    assistant: Path | None
+    cfg: GenerationConfig
+    tokenizer: Tokenizer
+    lines: list[Line]
+    chat: Chat | None
+    more: dict[str, Any]
+
+
 def answer(options: argparse.Namespace) -> Stats:
-    """Print the answers to stdout, or to --output; return the timings.
+    """Print the answers to stdout, or to --output; return the statistics.
 
     All input is checked before the weights are read, which can take long.
 
@@ -58,75 +72,87 @@ def answer(options: argparse.Namespace) -> Stats:
         JaxgenError: bad input, or a checkpoint that cannot be read.
         OSError: a file that cannot be read or written.
     """
-    stats = Stats()
+    stats, job = Stats(), _prepare(options)
+    with _answer_file(job, options) as file:
+        start = _first_prompt(file)
+        if start and start == len(job.lines):
+            return stats
+        if options.mesh is None:
+            rows, width = _shape(job, options)
+            rows *= 2 if job.cfg.on("guidance_scale") else 1  # the negative prompts
+            check_memory(job.source.path, job.cfg, rows, width, dtype=options.dtype, assistant=job.assistant)
+        terminal.show(f"loading {options.model or 'the bundled model'}")
+        with stats.loading():
+            session = _load(job, options, stats)
+        if job.chat is not None:
+            converse(job.chat, session, set(generation_fields(options)))
+        elif options.input:
+            write_answers(job.lines, start, session, options.batch_size, file)
+        else:
+            ids, mask = job.tokenizer.pad([job.lines[0].ids])
+            generate_and_print(session, ids, Printer(job.tokenizer), attention_mask=mask)
+    return stats
+
+
+def _prepare(options: argparse.Namespace) -> _Job:
+    """Read and check all input except the weights."""
     text = prompt_text(options)
-    directory = local_directory(options.model) if options.model is not None else demo.PATH
-    source = open_checkpoint(directory)
-    cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(directory)
+    source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
+    cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(source.path)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
             "--token-healing continues the prompt's own text, and the chat template ends in its own: add --raw, or "
             "leave it out"
         )
-    # Process 0 writes the answers; the others discard their stdout.
+    room = functools.partial(_room, cfg, options)
+    if options.input:
+        lines = read_lines(options.input, options.system, tokenizer, options.raw, room)
+    elif text is not None:
+        ids = _encode(tokenizer, options, text)
+        lines = [Line({"prompt": text}, ids, room(ids))]
+    else:
+        lines = []
+    chat = Chat(tokenizer, model_of(cfg).context_length, options.system) if options.chat else None
+    cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=room([])))
+    assistant = None if options.assistant is None else local_directory(options.assistant)
+    job = _Job(source, assistant, cfg, tokenizer, lines, chat, _further_arguments(cfg, options, tokenizer))
+    check_options(cfg, _shape(job, options)[0])
+    if assistant is not None:
+        check_assistant(open_checkpoint(assistant).cfg, cfg)
+    return job
+
+
+def _shape(job: _Job, options: argparse.Namespace) -> tuple[int, int]:
+    """Return the number of prompts in a batch, and the width of the longest."""
+    return max(1, min(options.batch_size, len(job.lines))), max((len(line.ids) for line in job.lines), default=1)
+
+
+def _answer_file(
+    job: _Job, options: argparse.Namespace
+) -> contextlib.AbstractContextManager[AnswerFile] | contextlib.nullcontext[None]:
+    """Open --output, in process 0: the others discard what they write."""
     target = options.output if jax.process_index() == 0 else None
     if options.seed is None:
         options.seed = _chosen_seed(target)
-    room = functools.partial(_room, cfg, options)
-    lines = read_lines(options.input, options.system, tokenizer, options.raw, room) if options.input else None
-    batch = None if text is None else _encode(tokenizer, options, text)
-    chat = Chat(tokenizer, model_of(cfg).context_length, options.system) if options.chat else None
-    if lines is not None:
-        rows, width = min(options.batch_size, len(lines)), max(len(line.ids) for line in lines)
-        cfg = cfg.replace(max_new_tokens=max(line.budget for line in lines))
-    else:
-        rows, width = (1, 1) if batch is None else batch.ids.shape
-        cfg = cfg.replace(max_new_tokens=room([] if batch is None else batch.ids[0].tolist()))
-    check_options(cfg, rows)
-    more = _further_arguments(cfg, options, tokenizer)
-    streams = 2 if cfg.on("guidance_scale") else 1
-    assistant = None if options.assistant is None else local_directory(options.assistant)
-    if assistant is not None:
-        check_assistant(open_checkpoint(assistant).cfg, cfg)
+    if target is None:
+        return contextlib.nullcontext()
+    sizes = {"prompts": len(job.lines), "copies": job.cfg.num_return_sequences, "batch_size": options.batch_size}
+    return answer_file(target, _run(options, job), **sizes)
 
-    with contextlib.ExitStack() as stack:
-        file = None
-        if target is not None and lines is not None:
-            sizes = {"prompts": len(lines), "copies": cfg.num_return_sequences, "batch_size": options.batch_size}
-            file = stack.enter_context(answer_file(target, _run(options, source, lines), **sizes))
-        start = _first_prompt(file)
-        if lines is not None and start == len(lines):
-            return stats
-        if options.mesh is None:
-            check_memory(directory, cfg, rows * streams, width, dtype=options.dtype, assistant=assistant)
-        terminal.show(f"loading {options.model or 'the bundled model'}")
-        with stats.loading():
-            mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
-            params, loaded = load_hf(directory, dtype=options.dtype, mesh=mesh)
-            if assistant is not None:
-                more["assistant"] = load_hf(assistant, dtype=options.dtype, mesh=mesh)
-        cfg = cfg.replace(model=loaded.model)
 
-        key = jax.random.key(options.seed)
-        if chat is not None:
-            converse(chat, params, cfg, set(generation_fields(options)), key, stats, more)
-        elif lines is not None:
-            write_answers(
-                lines,
-                start,
-                params,
-                cfg,
-                key if cfg.do_sample else None,
-                tokenizer,
-                options.batch_size,
-                file,
-                stats,
-                more,
-            )
-        elif batch is not None:
-            mask, printer = batch.attention_mask, Printer(tokenizer)
-            generate_and_print(params, batch.ids, key, cfg, stats, printer=printer, attention_mask=mask, **more)
-    return stats
+def _load(job: _Job, options: argparse.Namespace, stats: Stats) -> Session:
+    mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
+    params, loaded = load_hf(job.source.path, dtype=options.dtype, mesh=mesh)
+    more = dict(job.more)
+    if job.assistant is not None:
+        more["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)
+    return Session(params, job.cfg.replace(model=loaded.model), key_of(options.seed), job.tokenizer, stats, more)
+
+
+def key_of(seed: int) -> jax.Array:
+    """Return `jax.random.key(seed)` without compiling the two programs that compute it; seed < 2**32."""
+    words: Any = np.array([0, seed], np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def prompt_text(options: argparse.Namespace) -> str | None:
@@ -172,15 +198,14 @@ def _chosen_seed(target: Path | None) -> int:
     return seed
 
 
-def _run(options: argparse.Namespace, source: Checkpoint, lines: Sequence[Line]) -> dict[str, Any]:
+def _run(options: argparse.Namespace, job: _Job) -> dict[str, Any]:
     """Return what the answers to --input depend on, by the names that a message has for it."""
     values = {name: value for name, value in vars(options).items() if name not in _FREE and value is not None}
     if options.json_schema is not None:
         values["json_schema"] = options.json_schema.read_text("utf-8")
-    model = hashlib.sha256(repr(source.cfg).encode())
-    add_tensors(model, source)
+    model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source)}".encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
-    return {"--input": digest(lines), "--model": model.hexdigest(), **flags}
+    return {"--input": digest(job.lines), "--model": model.hexdigest(), **flags}
 
 
 def _first_prompt(file: AnswerFile | None) -> int:
@@ -206,12 +231,12 @@ def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the further keywords of generate()."""
-    more: dict[str, Any] = {"tokenizer": tokenizer}
+    more: dict[str, Any] = {}
+    vocab = model_of(cfg).vocab_size
     if options.negative_prompt is not None:
         if not cfg.on("guidance_scale"):
             raise InputError("--negative-prompt needs --guidance-scale: set that too")
-        more["negative_prompt_ids"] = _encode(tokenizer, options, options.negative_prompt).ids
-    vocab = model_of(cfg).vocab_size
+        more["negative_prompt_ids"] = [_encode(tokenizer, options, options.negative_prompt)]
     if options.regex is not None:
         more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
@@ -224,24 +249,21 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
 def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
     """Read a JSON schema; raise an error that names its file."""
     data = read_file(schema, 4 * LONGEST) or b""
+    text = decoded(str(schema), data.removeprefix(codecs.BOM_UTF8))
     try:
-        text = decoded("the schema", data.removeprefix(codecs.BOM_UTF8))
         return TokenAutomaton.from_json_schema(text, tokenizer, vocab_size=vocab)
     except InputError as error:
         raise InputError(f"{schema}: {error}") from error
 
 
-def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> Batch:
-    return tokenizer.pad([prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)])
+def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> list[int]:
+    return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 
 
 def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int]) -> int:
     """Return the maximum number of new tokens after a prompt."""
-    prompt, context, vocab = len(ids), model_of(cfg).context_length, model_of(cfg).vocab_size
-    if max(ids, default=0) >= vocab:
-        raise InputError(
-            f"the tokenizer produced the id {max(ids)}, but the model has {vocab} tokens: they do not match"
-        )
+    prompt, context = len(ids), model_of(cfg).context_length
+    check_vocabulary(ids, model_of(cfg))
     if prompt >= context:
         raise InputError(
             f"the prompt has {prompt} tokens and the model's context is {context}, answer included: shorten it"

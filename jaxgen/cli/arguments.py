@@ -7,6 +7,7 @@ import difflib
 import functools
 import math
 import re
+import stat
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxgen.errors import InputError
-from jaxgen.text.json_file import parse_json
+from jaxgen.text.json_file import kind_of, parse_json
 
 # Exit statuses of the commands.
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -36,19 +37,20 @@ class Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         for word in words[: words.index("--")] if "--" in words else words:
             if f"-{word.partition('=')[0]}" in known and word.startswith("-"):
-                self.error(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
+                raise InputError(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
-            if word.startswith("-") and word != "-":
-                near = suggestion(word.partition("=")[0], known)
-                self.error(f"unknown option {word}" + (f": did you mean {near}?" if near else ""))
+            if word.startswith("-") and word not in ("-", *known):  # known ones follow "--", as words
+                hint = suggestion(word.partition("=")[0], known, f"; see {self.prog} --help")
+                raise InputError(f"unknown option {word}{hint}")
         return options, rest
 
 
-def suggestion(word: str, known: Sequence[str]) -> str | None:
-    """Return the first known word that begins with `word`, or else the one most like it."""
+def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
+    """Return a question for the first known word that begins with `word`, or else the one most like it."""
     longer = [name for name in known if name.startswith(word) and len(word) > 2]
-    return next(iter(longer or difflib.get_close_matches(word, known, n=1)), None)
+    near = longer or difflib.get_close_matches(word, known, n=1)
+    return f": did you mean {near[0]}?" if near else otherwise
 
 
 def whole(text: str, least: int = 1 - 2**31) -> int:
@@ -76,12 +78,11 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def unicode(text: str) -> str:
-    """Read a text; an argument that is not UTF-8 has surrogates in Python."""
+    """Read a text in UTF-8; Python has surrogates for bytes that the locale lacks."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid Unicode") from error
-    return text
 
 
 def path(text: str) -> Path:
@@ -99,11 +100,11 @@ def source(text: str) -> str:
 def file(text: str) -> Path:
     """Read the path of a file that exists."""
     try:
-        found = path(text).is_file()
-    except OSError as error:  # such as a name that is too long
+        mode = path(text).stat().st_mode
+    except OSError as error:
         raise argparse.ArgumentTypeError(f"{text[:80]}: {error.strerror}") from error
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text} is not a file")
+    if not stat.S_ISREG(mode):
+        raise argparse.ArgumentTypeError(f"{text} is not a regular file but {kind_of(Path(text))}")
     return Path(text)
 
 

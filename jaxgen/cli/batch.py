@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +16,15 @@ import numpy as np
 
 from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import AnswerFile
+from jaxgen.cli.options import in_flags
+from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
-from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.keys import prompt_keys
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.generation import generate
-from jaxgen.output import GenerateOutput
+from jaxgen.model.config import ModelConfig
+from jaxgen.output import GenerateOutput, failure_of
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.lines import text_lines
 from jaxgen.text.tokenizer import Tokenizer
@@ -79,44 +82,46 @@ def digest(lines: Sequence[Line]) -> str:
 
 
 def write_answers(
-    lines: Sequence[Line],
-    start: int,
-    params,
-    cfg: GenerationConfig,
-    key: jax.Array | None,
-    tokenizer: Tokenizer,
-    batch_size: int,
-    file: AnswerFile | None,
-    stats: Stats,
-    more: Mapping[str, Any],
+    lines: Sequence[Line], start: int, session: Session, batch_size: int, file: AnswerFile | None
 ) -> None:
     """Answer the lines from number `start` on: a JSON line for each answer, as soon as its batch is ready.
 
-    The answer to a line depends on its place in the input, not on the other lines or on the batch size. `file`: None
-    for stdout. `more`: further keywords of `generate`.
+    The answer to a line depends on its place in the input, not on the other lines or on the batch size. One that cannot
+    continue, because all tokens are banned for example, has the reason in `error`. `file`: None for stdout.
     """
-    keys = None if key is None else prompt_keys(key, len(lines))
-    progress = _Progress(len(lines), stats)
+    keys = prompt_keys(session.key, len(lines)) if session.cfg.do_sample else None
+    progress = _Progress(len(lines), session.stats)
     for first in range(start, len(lines), batch_size):
         part = lines[first : first + batch_size]
-        ids, mask = tokenizer.pad([line.ids for line in part])
-        ids = ids * mask  # the tokenizer may pad with an id that the model lacks
-        cfg = cfg.replace(max_new_tokens=[line.budget for line in part])
-        own = None if keys is None else keys[first : first + batch_size]
-        with stats.generating() as generated:
-            try:
-                out = generate(params, ids, own, cfg, attention_mask=mask, **more)
-            except GenerationError as error:
-                raise GenerationError(f"prompts {first + 1} to {first + len(part)} of --input: {error}") from error
+        with session.stats.generating() as generated:
+            out = _generate(part, session, None if keys is None else keys[first : first + batch_size])
             generated(out.lengths)
-        answers = list(_answers(part, out, cfg, tokenizer))
+        answers = list(_answers(part, out, session))
         if file is not None:
             file.write(answers)
         else:
             terminal.erase()
-            print(*(json.dumps(answer, ensure_ascii=False) for answer in answers), sep="\n", flush=True)
+            print(*(_json(answer) for answer in answers), sep="\n", flush=True)
         if file is not None or not (sys.stdout is not None and sys.stdout.isatty()):
             progress.show(first - start + len(part), first + len(part))
+
+
+def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:
+    """Answer some lines; rows that cannot continue end there."""
+    ids, mask = session.tokenizer.pad([line.ids for line in part])
+    ids = ids * mask  # the tokenizer may pad with an id that the model lacks
+    cfg = session.cfg.replace(max_new_tokens=[line.budget for line in part])
+    more = {"attention_mask": mask, "tokenizer": session.tokenizer, **session.more}
+    try:
+        return generate(session.params, ids, keys, cfg, **more)
+    except GenerationError as error:
+        return error.output
+
+
+def _json(answer: Mapping[str, Any]) -> str:
+    """Return a line for stdout, in ASCII if its encoding is not UTF-8."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return json.dumps(answer, ensure_ascii=codecs.lookup(encoding).name != "utf-8")
 
 
 class _Progress:
@@ -137,14 +142,20 @@ class _Progress:
         )
 
 
-def _answers(part: Sequence[Line], out: GenerateOutput, cfg: GenerationConfig, tokenizer: Tokenizer) -> Iterator[dict]:
+def _answers(part: Sequence[Line], out: GenerateOutput, session: Session) -> Iterator[dict[str, Any]]:
+    """Yield the output line of each row: the request with its answer."""
     lengths, reasons = np.asarray(out.lengths), np.asarray(out.stop_reasons)
-    copies = cfg.num_return_sequences
-    for row, text in enumerate(tokenizer.decode_batch(out)):
-        sequence = {"sequence": row % copies} if copies > 1 else {}
+    copies = session.cfg.num_return_sequences
+    for row, text in enumerate(session.tokenizer.decode_batch(out)):
+        answer = part[row // copies].asked | ({"sequence": row % copies} if copies > 1 else {})
         finish = StopReason(reasons[row]).name.lower()
-        answer = part[row // copies].asked | sequence | {"text": text, "tokens": int(lengths[row]), "finish": finish}
-        yield answer | ({} if out.logprobs is None else {"logprobs": _logprobs(out, row, tokenizer)})
+        answer |= {"text": text, "tokens": int(lengths[row]), "finish": finish}
+        if (failure := failure_of(out, row)) is not None:
+            session.stats.failed += 1
+            answer["error"] = in_flags(failure)
+        if out.logprobs is not None:
+            answer["logprobs"] = _logprobs(out, row, session.tokenizer)
+        yield answer
 
 
 def _logprobs(out: GenerateOutput, row: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -156,6 +167,15 @@ def _logprobs(out: GenerateOutput, row: int, tokenizer: Tokenizer) -> list[dict[
         {"id": token, "token": tokenizer.decode([token], skip_special_tokens=False), "logprob": round(value, 6)}
         for token, value in zip(ids, values, strict=True)
     ]
+
+
+def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
+    """Raise an error for an id that the model lacks: the tokenizer is another model's."""
+    largest = max(ids, default=0)
+    if largest >= model.vocab_size:
+        raise InputError(
+            f"the tokenizer produced the id {largest}, but the model has {model.vocab_size} tokens: they do not match"
+        )
 
 
 def _entry(line: str) -> dict[str, Any]:

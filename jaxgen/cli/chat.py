@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from jaxgen.cli.arguments import suggestion
 from jaxgen.cli.batch import is_conversation
 from jaxgen.cli.options import in_flags, setting
 from jaxgen.cli.printing import Printer, generate_and_print
-from jaxgen.cli.timing import Stats
+from jaxgen.cli.session import Session
 from jaxgen.config.availability import refuse_unavailable, without_unread
-from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import CONTRASTIVE, OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError, JaxgenError
@@ -59,16 +59,16 @@ class Chat:
         self.turns: list[dict[str, str]] = []
         self._forget_cache()
 
-    def ask(self, text: str, params, cfg: GenerationConfig, key, stats: Stats, more: Mapping[str, Any]) -> int:
+    def ask(self, text: str, session: Session) -> int:
         """Print the answer to `text`; return the number of oldest messages that were forgotten to make room.
 
-        `more`: further keywords of `generate`. An answer that Ctrl-C ends is kept as far as it goes.
+        An answer that Ctrl-C ends is kept as far as it goes.
 
         Raises:
             InputError: the message alone exceeds the model's context.
             KeyboardInterrupt: Ctrl-C ended the answer.
         """
-        most = int(np.max(np.asarray(cfg.max_new_tokens)))
+        most = int(np.max(np.asarray(session.cfg.max_new_tokens)))
         turns = [*self.turns, {"role": "user", "content": text}]
         dropped = self._too_many(turns, min(most, self.context // 2))
         turns = turns[dropped:]
@@ -76,12 +76,12 @@ class Chat:
         if not prompt.startswith(self._text):  # turns were dropped, or the template renders earlier ones differently
             self._forget_cache()
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
-        cfg = cfg.replace(max_new_tokens=min(most, self._left(prompt)))
-        given = {"attention_mask": [[1] * len(ids)], "cache": self._cache, **more}
+        cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
+        session, mask = dataclasses.replace(session, cfg=cfg), [[1] * len(ids)]
         with interrupts.postponed() if sys.stdin.isatty() else contextlib.nullcontext() as stop:
             printer = Printer(self.tokenizer, stop)
             try:
-                out = generate_and_print(params, [ids], key, cfg, stats, printer=printer, **given)
+                out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:
                 printer.end()
                 if not printer.text.strip():
@@ -169,9 +169,7 @@ class Chat:
         self._text = ""  # the text of the cached tokens
 
 
-def converse(
-    chat: Chat, params, cfg: GenerationConfig, given: set[str], key: jax.Array, stats: Stats, more: Mapping[str, Any]
-) -> None:
+def converse(chat: Chat, session: Session, given: set[str]) -> None:
     """Read messages from stdin until its end, and answer each; the n-th answer is drawn with `fold_in(key, n)`.
 
     `given`: the options of the command line, which cause a warning if the decode mode does not read them.
@@ -184,15 +182,14 @@ def converse(
             import readline  # noqa: F401  (input() then has line editing and history)
         _note("Say something. /help lists the commands, Ctrl-D quits.")
     with interrupts.conversing() if sys.stdin.isatty() else contextlib.nullcontext():
-        _Conversation(chat, params, cfg, given, key, stats, more).run()
+        _Conversation(chat, session, given).run()
 
 
 class _Conversation:
     """A conversation with the user; a method for each command."""
 
-    def __init__(self, chat: Chat, params, cfg: GenerationConfig, given: set[str], key, stats: Stats, more):
-        self.chat, self.params, self.cfg, self.given, self.key = chat, params, cfg, given, key
-        self.stats, self.more = stats, more
+    def __init__(self, chat: Chat, session: Session, given: set[str]):
+        self.chat, self.session, self.given = chat, session, given
         self.answers = 0
         self.own_files: set[Path] = set()  # which /save may replace
         self.commands: dict[str, Callable[[str], None]] = {
@@ -231,15 +228,16 @@ class _Conversation:
         if word in self.commands:
             self.commands[word](rest.strip())
         elif word.startswith("/") and word[1:].isalpha():
-            near = suggestion(word, [*self.commands, "/exit"])
-            _note(f"{word} is not a command" + (f": did you mean {near}?" if near else "; /help lists the commands"))
+            hint = suggestion(word, [*self.commands, "/exit"], "; /help lists the commands")
+            _note(f"{word} is not a command{hint}")
         elif message.strip():
             self.ask(message)
 
     def ask(self, message: str) -> None:
         """Answer a message."""
-        cfg, key = without_unread(self.cfg, self.given), jax.random.fold_in(self.key, self.answers)
-        dropped = self.chat.ask(message, self.params, cfg, key if cfg.do_sample else None, self.stats, self.more)
+        cfg = without_unread(self.session.cfg, self.given)
+        key = jax.random.fold_in(self.session.key, self.answers) if cfg.do_sample else self.session.key
+        dropped = self.chat.ask(message, dataclasses.replace(self.session, cfg=cfg, key=key))
         self.answers += 1
         if dropped:
             _note(f"The oldest {dropped} messages were forgotten: the model's context is {self.chat.context} tokens.")
@@ -283,7 +281,7 @@ class _Conversation:
     def set(self, text: str) -> None:
         """Change an option, or list those that are set."""
         if not text:
-            values = {name: getattr(self.cfg, name) for name in sorted(self.given)}
+            values = {name: getattr(self.session.cfg, name) for name in sorted(self.given)}
             shown = [
                 f"{name}={value}" for name, value in values.items() if value is False or OPTIONS[name].is_given(value)
             ]
@@ -291,11 +289,11 @@ class _Conversation:
             return
         fields = setting(text)
         try:
-            cfg = self.cfg.replace(**fields)
+            cfg = self.session.cfg.replace(**fields)
             refuse_unavailable(cfg)
         except TypeError as error:
             raise InputError(str(error)) from error
-        self.cfg, self.given = cfg, self.given | set(fields)
+        self.session, self.given = dataclasses.replace(self.session, cfg=cfg), self.given | set(fields)
         (name, value), *_ = fields.items()
         unread = name in [option.name for option in cfg.unread()]
         _note(in_flags(f"{name}={value}") + (f", which {cfg.mode} does not read" if unread else ""))

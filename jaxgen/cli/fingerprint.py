@@ -1,25 +1,20 @@
-"""Digests that tell if a run can be continued: of checkpoints, without reading all of their bytes."""
+"""Fingerprints of checkpoints, which tell if a run can be continued."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import hashlib
 
 from convert.hf import Checkpoint
 
-_SAMPLE = 4096  # bytes of each tensor
+_SAMPLE = 4096  # bytes of each tensor: to read all would take long
 
 
-class Digest(Protocol):
-    """A hash of hashlib."""
-
-    def update(self, data: bytes, /) -> None:
-        """Add bytes."""
-
-
-def add_tensors(digest: Digest, source: Checkpoint) -> None:
-    """Add a checkpoint's tensors to a digest, by their names, dtypes, shapes and first bytes."""
+def fingerprint(source: Checkpoint) -> str:
+    """Return a digest of a checkpoint's tensors: their names, dtypes, shapes and first bytes."""
+    digest = hashlib.sha256()
     for name, tensor in source.tensors.items():
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
         with open(tensor.file, "rb") as stream:
             stream.seek(tensor.offset)
             digest.update(stream.read(min(_SAMPLE, tensor.nbytes)))
+    return digest.hexdigest()

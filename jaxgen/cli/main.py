@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import traceback
@@ -13,7 +14,7 @@ from jaxgen.cli import distributed, terminal
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.options import in_flags, parse
 from jaxgen.cli.train_options import parse as parse_train
-from jaxgen.errors import JaxgenError, JaxgenWarning
+from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
 
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a truncated file would name all of its lost tensors
@@ -23,8 +24,8 @@ LINE_WIDTH = 1000  # a value on the command line may be long
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0: done; 1: a failure of the machine, such as too little memory, or the loss of another process; 2: bad input;
-    130: Ctrl-C; 141: stdout was closed.
+    0: done; 1: a failure while running, such as too little memory, a text that cannot continue, or the loss of another
+    process; 2: bad input; 130: Ctrl-C; 141: stdout was closed.
     Each error and each warning is one line on stderr.
     """
     status = FAILED  # of an error that nobody expected
@@ -62,12 +63,13 @@ def _explained(error: BaseException) -> int:
     match error:
         case JaxgenError():
             terminal.say("error", _shortened(error))
-            return BAD_INPUT
+            return FAILED if isinstance(error, GenerationError) else BAD_INPUT
         case BrokenPipeError():
             _discard_stdout()
             return BROKEN_PIPE
         case OSError():
-            terminal.say("error", _one_line(str(error), LINE_WIDTH))
+            name = f"{error.filename}: " if error.filename else ""
+            terminal.say("error", _one_line(f"{name}{error.strerror or error}", LINE_WIDTH))
             _discard_stdout()
             return BAD_INPUT
         case KeyboardInterrupt():
@@ -89,6 +91,7 @@ def _answer(argv: Sequence[str]) -> int:
     from jaxgen.cli.device import use_device
     from jaxgen.cli.programs import keep_programs
 
+    _collect_garbage()
     if options.compile_cache:
         keep_programs()
     with use_device(options.device):
@@ -96,7 +99,10 @@ def _answer(argv: Sequence[str]) -> int:
     if options.stats:
         for line in stats.lines():
             terminal.say("stats", line)
-    return 0
+    if stats.failed:
+        answers = "1 answer" if stats.failed == 1 else f"{stats.failed:,} answers"
+        terminal.say("error", f"{answers} could not be completed: see the field error")
+    return FAILED if stats.failed else 0
 
 
 def _train(argv: Sequence[str]) -> None:
@@ -104,8 +110,16 @@ def _train(argv: Sequence[str]) -> None:
     from jaxgen.cli.device import use_device
     from jaxgen.cli.train import train_and_save
 
+    _collect_garbage()
     with use_device(options.device):
         train_and_save(options)
+
+
+def _collect_garbage() -> None:
+    """Enable the garbage collector if `__main__` disabled it, but not for the modules that were imported since."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def _shortened(error: JaxgenError) -> str:

@@ -9,13 +9,14 @@ import argparse
 import functools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jaxgen
 from jaxgen.cli import arguments
+from jaxgen.cli.distributed import wanted
 from jaxgen.config.kinds import Choice, Flag, Layers, Text
-from jaxgen.config.options import OPTIONS, Option
+from jaxgen.config.options import CHOICE, LENGTH, MODES, OPTIONS, OUTPUT, SCORES, Option
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 
@@ -28,6 +29,11 @@ _NAMED = re.compile(
 )
 
 
+# A section of --help for each section of the option reference.
+_SECTIONS = {LENGTH: "length and end", CHOICE: "choosing a token", SCORES: "scores", OUTPUT: "prompts"}
+_SECTIONS |= {MODES: "beams, contrastive search, drafts, DoLa"}
+
+
 def parser() -> arguments.Parser:
     """Return the parser of the command line."""
     result = arguments.Parser(
@@ -38,77 +44,63 @@ def parser() -> arguments.Parser:
         "Text goes to stdout as it is generated, everything else to stderr.",
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
     )
-    add, text = result.add_argument, arguments.unicode
+    _add_sources(result)
+    _add_machine(result.add_argument_group("model and machine").add_argument)
+    _add_generation(result)
+    return result
+
+
+def _add_sources(command: arguments.Parser) -> None:
+    add, text = command.add_argument, arguments.unicode
     add("--version", action="version", version=f"jaxgen {jaxgen.__version__}")
     add("prompt", metavar="PROMPT", nargs="?", type=text, help="put it in quotes; - (the default in a pipe) is stdin")
     add("-f", "--prompt-file", type=arguments.file, metavar="FILE", help="the prompt is this file's text")
-    add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
     add("-c", "--chat", action="store_true", help="start a conversation; /help lists its commands")
-    add(
-        "-i",
-        "--input",
-        type=arguments.source,
-        metavar="FILE",
-        help="one prompt per line, or JSONL with prompt or messages; - is stdin",
-    )
-    add(
-        "-o",
-        "--output",
-        type=arguments.path,
-        metavar="FILE",
-        help="write the answers to --input to this file, as JSONL (default: stdout)",
-    )
-    add(
-        "-b",
-        "--batch-size",
-        type=arguments.count,
-        default=8,
-        metavar="N",
-        help="prompts of --input at once (default: 8)",
-    )
+    many = "one prompt per line, or JSONL with prompt or messages; - is stdin"
+    add("-i", "--input", type=arguments.source, metavar="FILE", help=many)
+    to = "write the answers to --input to this file, as JSONL (default: stdout)"
+    add("-o", "--output", type=arguments.path, metavar="FILE", help=to)
+    size = "prompts of --input at once (default: 8)"
+    add("-b", "--batch-size", type=arguments.count, default=8, metavar="N", help=size)
     add("--logprobs", action="store_true", help="add the tokens and their log-probabilities to the answers to --input")
     add("-s", "--system", type=text, metavar="TEXT", help="a system message before each conversation")
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
-    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
+    add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
+    add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
+    away = "what --guidance-scale moves away from (default: the last token)"
+    add("--negative-prompt", type=text, metavar="TEXT", help=away)
     add("--seed", type=arguments.seed, default=0, metavar="N|random", help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
-    add(
-        "--device",
-        type=arguments.device,
-        metavar="NAME",
-        help="cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)",
-    )
+    add("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _add_machine(add: Callable[..., Any]) -> None:
+    add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
+    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
+    device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
+    add("--device", type=arguments.device, metavar="NAME", help=device)
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide rows and weights over devices, such as 1x8")
     add("--distributed", action="store_true", help="join the other processes that Slurm or Cloud TPU started")
     add("--coordinator", metavar="HOST:PORT", help="join other processes: the address of process 0")
     add("--processes", type=arguments.count, metavar="N", help="how many processes there are")
     add("--process", type=arguments.natural, metavar="I", help="which of them this is, from 0")
-    add(
-        "--compile-cache",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="keep compiled programs in the user's cache directory, so that the next start is fast",
-    )
-    add("--debug", action="store_true", help="show the traceback of an error")
-    add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
-    add(
-        "--negative-prompt",
-        type=text,
-        metavar="TEXT",
-        help="what --guidance-scale moves away from (default: the last token)",
-    )
-    add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
-    add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
-    groups: dict[str, Any] = {}
+    keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
+    add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
+
+
+def _add_generation(command: arguments.Parser) -> None:
+    """Add the options of `GenerationConfig`; of two alternative limits, only one is accepted."""
+    sections = {name: command.add_argument_group(title) for name, title in _SECTIONS.items()}
+    limits: dict[str, Any] = {}
     for option in OFFERED:
-        group = result
-        if option.instead_of:
-            group = groups.get(option.instead_of) or result.add_mutually_exclusive_group()
-            groups[option.name] = group
+        group = limits.get(option.instead_of) or sections[option.group]
+        if option.instead_of and option.instead_of not in limits:
+            group = limits[option.name] = group.add_mutually_exclusive_group()
+        letter = [f"-{_LETTERS[option.name]}"] if option.name in _LETTERS else []
         note = option.command if isinstance(option.command, str) else ""
-        flags = [f"-{_LETTERS[option.name]}"] if option.name in _LETTERS else []
-        group.add_argument(*flags, _flag(option.name), help=option.doc.replace("%", "%%") + note, **_argument(option))
-    return result
+        help_text = in_flags(option.doc).replace("%", "%%") + note
+        group.add_argument(*letter, _flag(option.name), help=help_text, **_argument(option))
 
 
 def _flag(name: str) -> str:
@@ -166,6 +158,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command.error("no prompt: write it at the end, in quotes, or use --prompt-file, --chat or --input")
     if len(chosen) > 1:
         command.error(f"{' and '.join(chosen)} exclude each other: choose one")
+    _refuse_conflicts(command, options)
+    return options
+
+
+def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) -> None:
+    """Raise an error for options that do not go together."""
     if options.regex is not None and options.json_schema is not None:
         command.error("--regex and --json-schema exclude each other: choose one")
     if options.output is not None and options.input is None:
@@ -178,20 +176,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command.error("--chat gives one answer per message: leave out --num-return-sequences")
     if options.chat and (options.max_length is not None or options.min_length is not None):
         command.error("--max-length and --min-length count the prompt, which grows in a --chat: use --max-new-tokens")
-    if options.mesh is None and (options.distributed or options.coordinator is not None):
+    several = wanted(options)
+    if several and options.mesh is None:
         command.error("several processes divide the weights over their devices: add --mesh DATAxMODEL")
     if options.coordinator is None and (options.processes is not None or options.process is not None):
         command.error("--processes and --process need --coordinator HOST:PORT, the address of process 0")
     if options.processes is not None and (options.process or 0) >= options.processes:
         command.error(f"--process {options.process} must be less than --processes {options.processes}")
-    several = options.distributed or options.coordinator is not None
     if several and (options.chat or "-" in (options.input, options.prompt)):
         command.error("--chat and - read stdin, which several processes do not share: write prompts to a file")
     if several and options.seed is None:
         command.error("--seed random draws another seed in each process: choose one")
     if options.raw and (options.chat or options.system is not None):
         command.error("--raw disables the chat template, which --chat and --system need: choose one")
-    return options
 
 
 def setting(text: str) -> dict[str, Any]:
@@ -204,8 +201,9 @@ def setting(text: str) -> dict[str, Any]:
     name, value = name.lstrip("-").replace("-", "_"), value.strip()
     names = [option.name for option in OFFERED if option.name not in ("max_length", "min_length", "token_healing")]
     if name not in names:
-        near = arguments.suggestion(name, names)
-        raise InputError(f"{name} is not an option of a conversation" + (f": did you mean {near}?" if near else ""))
+        raise InputError(f"{name} is not an option of a conversation{arguments.suggestion(name, names)}")
+    if name == "num_return_sequences":
+        raise InputError("--chat gives one answer per message")
     if not value:
         raise InputError(f"/set {name} needs a value")
     if isinstance(OPTIONS[name].kind, Flag):
@@ -214,8 +212,6 @@ def setting(text: str) -> dict[str, Any]:
         words = [_flag(name if value == "true" else f"no_{name}")]
     else:
         words = [f"{_flag(name)}={value}"]
-    if name == "num_return_sequences":
-        raise InputError("--chat gives one answer per message")
     fields = generation_fields(parser().read(words)[0])
     return {name: fields.pop(name), **fields}
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from jaxgen.cli import terminal
-from jaxgen.cli.timing import Stats
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.cli.session import Session
 from jaxgen.generation import generate
 from jaxgen.output import GenerateOutput
 from jaxgen.text.streaming import TextStreamer
@@ -38,19 +37,24 @@ class Printer(TextStreamer):
         super().on_finalized_text(text, stream_end)
 
 
-def generate_and_print(
-    params, ids, key, cfg: GenerationConfig, stats: Stats, *, tokenizer: Tokenizer, printer: Printer, **more
-) -> GenerateOutput:
+def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:
     """Print the answers to one prompt: a single one as it is generated, unless it comes from beams.
 
-    Arguments are those of `generate`; `stats` is told how long it took, and `printer` prints what is generated.
+    Args:
+        session: the model, the options and the key.
+        ids: int32[1, P], the prompt.
+        printer: prints what is generated.
+        **more: keywords of `generate`, in addition to the session's.
     """
     terminal.show("compiling, and reading the prompt")
+    cfg = session.cfg
+    arguments = {"tokenizer": session.tokenizer, **session.more, **more}
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
-        return generate(params, ids, key, cfg, tokenizer=tokenizer, streamer=stats.watch(printer), **more)
-    with stats.generating() as generated:
-        out = generate(params, ids, key, cfg, tokenizer=tokenizer, **more)
+        streamer = session.stats.watch(printer)
+        return generate(session.params, ids, session.key, cfg, streamer=streamer, **arguments)
+    with session.stats.generating() as generated:
+        out = generate(session.params, ids, session.key, cfg, **arguments)
         generated(out.lengths)
     terminal.erase()
-    print("\n\n".join(tokenizer.decode_batch(out)), flush=True)
+    print("\n\n".join(session.tokenizer.decode_batch(out)), flush=True)
     return out

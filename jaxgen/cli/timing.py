@@ -1,4 +1,4 @@
-"""Timings of a run of the command."""
+"""Statistics of a run of the command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPILING += ("/jax/core/compile/backend_compile_duration",)
 
 
 class Stats:
-    """Clocks for loading, compiling, the first token and the others.
+    """Times of loading, compiling, the first token and the others, and counts.
 
     Attributes:
         load: seconds from the files to arrays on the device.
@@ -24,12 +24,13 @@ class Stats:
         first: seconds from each request to its first token, compiling included.
         rest: seconds from each first token to the last.
         tokens: the number of generated tokens, without those that `first` times.
+        failed: the number of answers that could not be completed.
     """
 
     def __init__(self):
         self.load = self.compile = self.rest = 0.0
         self.first: list[float] = []
-        self.tokens = 0
+        self.tokens = self.failed = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:

@@ -20,7 +20,8 @@ from convert.atomic_directory import new_directory
 from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint, write_arrays
 from convert.hub import local_directory
 from jaxgen.cli import terminal
-from jaxgen.cli.fingerprint import add_tensors
+from jaxgen.cli.batch import check_vocabulary
+from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.config.generation_config import model_of, warn
 from jaxgen.config.tables import eos_list
@@ -48,15 +49,15 @@ def train_and_save(options: argparse.Namespace) -> None:
     work = out.with_name(f"{out.name}.training")
     with alone_in(work):
         if can_resume(work, model=job.model, cfg=job.cfg, run=job.run):
-            _say(f"resuming from the state in {work}")
+            terminal.write(f"resuming from the state in {work}")
         else:
-            _say(f"the state is saved in {work} every {options.save_every} steps")
+            terminal.write(f"the state is saved in {work} every {options.save_every} steps")
         _say_held_out(job, "before")
         params = _trained(job, work, options)
         with new_directory(out, overwrite=options.overwrite) as directory:
             _write(params, job, directory)
         remove_state(work)
-    _say(f"{options.out} written")
+    terminal.write(f"{options.out} written")
     _say_held_out(job, "after", out)
 
 
@@ -109,7 +110,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
     run = f"{_fingerprint(source, rows)} batch {options.batch} rank {options.lora}"
     job = _Job(source, model, config, generation, rows, held_out, cfg, options.batch, options.lora, run)
     _check_memory(job)
-    _say(
+    terminal.write(
         f"{len(examples):,} examples in {len(rows.ids):,} rows of {width} tokens, {np.sum(rows.labels != IGNORED):,} "
         f"to learn from; {cfg.steps:,} steps of {options.batch} rows in {cfg.dtype}"
     )
@@ -124,11 +125,7 @@ def _width(wanted: int | None, model: ModelConfig) -> int:
 
 
 def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -> TrainBatch:
-    largest = max(max(example.ids, default=0) for example in examples)
-    if largest >= model.vocab_size:
-        raise InputError(
-            f"the tokenizer produced the id {largest}, but the model has {model.vocab_size} tokens: they do not match"
-        )
+    check_vocabulary((max(example.ids, default=0) for example in examples), model)
     rows, cut = pack(examples, width)
     if not np.any(rows.labels != IGNORED):
         raise InputError(
@@ -171,7 +168,7 @@ def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Examp
     special = {index for index, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
     if endings <= special:
         for ending in sorted(endings):
-            _say(f"examples end with {tokenizer.backend.id_to_token(ending)}: it will end generation too")
+            terminal.write(f"examples end with {tokenizer.backend.id_to_token(ending)}: it will end generation too")
         eos = {"eos_token_id": [*known, *sorted(endings)]} if endings else {}
         if generation is None:
             return config | eos, None
@@ -188,8 +185,7 @@ def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
     digest = hashlib.sha256()
     for array in (rows.ids, rows.labels, rows.segments):
         digest.update(np.ascontiguousarray(array).data)
-    add_tensors(digest, source)
-    return digest.hexdigest()
+    return f"{digest.hexdigest()} {fingerprint(source)}"
 
 
 def _check_memory(job: _Job) -> None:
@@ -220,7 +216,7 @@ def _trained(job: _Job, work: Path, options: argparse.Namespace):
         run=job.run,
         save_every=options.save_every,
         report_every=options.report_every,
-        report=_say,
+        report=terminal.write,
     )
     if frozen is not None:
         return lora.merge(frozen, trained, job.cfg.lora_scale)
@@ -249,8 +245,4 @@ def _say_held_out(job: _Job, when: str, path: Path | None = None) -> None:
     params = load_hf(path or job.source.path)[0]
     rows = job.batch // job.cfg.accumulate
     loss = evaluate(params, job.held_out, model=job.model, dtype=job.cfg.dtype, rows=rows)
-    _say(f"held-out loss {when}: {loss:.4f}")
-
-
-def _say(line: str) -> None:
-    terminal.write(line)
+    terminal.write(f"held-out loss {when}: {loss:.4f}")

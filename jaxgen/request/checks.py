@@ -102,14 +102,15 @@ def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -
 
 def check_room(extensions: Extensions, cfg: GenerationConfig, budget: np.ndarray) -> None:
     """Raise an error if an automaton's shortest text exceeds the budget."""
-    if isinstance(extensions.allowed, TokenAutomaton):
-        least = np.asarray(extensions.allowed.shortest)[np.asarray(extensions.allowed.start)]
-        if np.any(least > budget):
-            text = "the text that token_healing takes back" if cfg.token_healing else "the automaton's shortest text"
-            raise InputError(
-                f"{text} has {int(np.max(least))} tokens, which exceeds the budget of "
-                f"{int(budget.min())}: raise max_new_tokens"
-            )
+    if not isinstance(extensions.allowed, TokenAutomaton):
+        return
+    least = np.asarray(extensions.allowed.shortest)[np.asarray(extensions.allowed.start)]
+    least = np.broadcast_to(least, budget.shape)
+    if len(rows := np.flatnonzero(least > budget)):
+        text = "the text that token_healing takes back" if cfg.token_healing else "the constraint's shortest text"
+        raise InputError(
+            f"{text} has {least[rows[0]]} tokens, which exceeds the budget of {budget[rows[0]]}: raise max_new_tokens"
+        )
 
 
 def check_key(key, cfg: GenerationConfig, prompts: int):

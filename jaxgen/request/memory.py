@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -33,18 +32,15 @@ from jaxgen.request.prepare import Prepared
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# Changes that make a request smaller.
+# Changes that make a request smaller. Only the command's check, before the weights are read, can offer the dtype.
 _REMEDIES: dict[str, dict[str, Any]] = {
-    "dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
+    "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
     "a smaller max_new_tokens": {"new_tokens": 1},
     "a smaller num_return_sequences or num_beams": {"copies": 1},
     "a smaller top_k": {"candidates": 1},
     "fewer prompts at once": {"prompts": 1},
     "a shorter prompt": {"width": 1},
 }
-# How the command writes what these name.
-_FLAGS = {name: "--" + name.replace("_", "-") for name in ("dtype", "max_new_tokens", "top_k", "num_beams")}
-_FLAGS["num_return_sequences"] = "--num-return-sequences"
 _SMALL = 2**28  # bytes; to read what is free would take longer than some calls that need less
 
 
@@ -100,9 +96,9 @@ def check_memory(
     if free is None or (needed := request.needed()) <= free:
         return
     weights = _size(_weights(checkpoint, request.dtype))
-    remedy = _in_flags(request.remedy(free))
     raise InputError(
-        f"this request needs {_size(needed)} ({weights} of weights) {_and_only(free, device)}: try {remedy}"
+        f"this request needs {_size(needed)} ({weights} of weights) {_and_only(free, device)}: try "
+        f"{request.remedy(free)}"
     )
 
 
@@ -146,10 +142,6 @@ def _of_config(cfg: GenerationConfig) -> dict[str, int]:
 
 def _and_only(free: int, device) -> str:
     return f"and only {_size(free)} is free{'' if device.platform == 'cpu' else f' on {device}'}"
-
-
-def _in_flags(remedy: str) -> str:
-    return re.sub("|".join(_FLAGS), lambda name: _FLAGS[name[0]], remedy)
 
 
 def free_bytes(device) -> int | None:

@@ -94,13 +94,7 @@ def prepare(
     key = check_key(inputs.key, cfg, prompts)
     mesh = mesh_of(params)
     cache = _continuation(inputs.cache, mesh, eager)
-    check_options(cfg, prompts)
-    if cfg.dola_layers is not None:
-        dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
-    if cache is not None:
-        check_cache(cache, cfg, prompts, extensions)
-    check_processes(mesh, cfg, extensions)
-    check_grammar(extensions, cfg, prompts)
+    _check(cfg, prompts, cache, mesh, extensions)
     check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
     negative_ids, negative_mask = negative_prompts(
         inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask, cfg, prompts, has_ids
@@ -110,7 +104,7 @@ def prepare(
     cached = None if cache is None else _cached_tokens(cache, prompts, eager)
     room = width if cache is None else width + cache.slots
     new_tokens, budget = _budget(cfg, mask, cached, room, extensions, eager)
-    shown = (ids, mask) if has_ids else (ids[:, :0], mask[:, :0])
+    given = (ids, mask) if has_ids else (ids[:, :0], mask[:, :0])
     slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, mesh, eager)
     capacity = new_tokens
     if eager:
@@ -120,25 +114,22 @@ def prepare(
         model = for_this_machine(model)
     # The program's arguments must be arrays, so the config's Python numbers become arrays.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
-    return Prepared(
-        run=with_draft(
-            Run(
-                params,
-                numbers,
-                extensions,
-                model,
-                Sizes(prompts, capacity, slots, candidates_of(cfg)),
-                mesh=mesh,
-            ),
-            assistant,
-            eager,
-        ),
-        request=Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask),
-        ids=shown[0],
-        mask=shown[1],
-        width=width,
-        new_tokens=new_tokens,
-    )
+    run = Run(params, numbers, extensions, model, Sizes(prompts, capacity, slots, candidates_of(cfg)), mesh=mesh)
+    request = Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask)
+    return Prepared(with_draft(run, assistant, eager), request, *given, width, new_tokens)
+
+
+def _check(
+    cfg: GenerationConfig, prompts: int, cache: Continuation | None, mesh: Mesh | None, extensions: Extensions
+) -> None:
+    """Raise an error for parts of a call that do not fit each other."""
+    check_options(cfg, prompts)
+    if cfg.dola_layers is not None:
+        dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
+    if cache is not None:
+        check_cache(cache, cfg, prompts, extensions)
+    check_processes(mesh, cfg, extensions)
+    check_grammar(extensions, cfg, prompts)
 
 
 _wrapped = jax.jit(Continuation.of)

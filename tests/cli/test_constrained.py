@@ -16,11 +16,11 @@ def test_a_schema_in_a_file(run, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\x80\x81", "the schema: not UTF-8: invalid start byte at byte 1"),
+        (b"\x80\x81", "not UTF-8: invalid start byte at byte 1"),
         ('{"type": "null"}'.encode("utf-16"), "not UTF-8"),
         (b"", "the schema is not valid JSON: Expecting value"),
         (b"[" * 20_000, "the schema is not valid JSON: nested too deeply"),
-        (b" " * 9_000_000, "larger than 4,000,000 bytes"),
+        (b" " * 9_000_000, "larger than 4,000,000 bytes, the most that is read"),
         (b'{"type": "null", "type": "null"}', "duplicate keys: type"),
         (b'{"type": "string", "minLength": 1000000000}', "the schema is too large"),
         (b'{"$ref": "#"}', "the schema matches no text"),
@@ -38,8 +38,10 @@ def test_bad_schemas(refused, checkpoint, tmp_path, content, words, monkeypatch)
 
 def test_files_that_cannot_be_read(refused, checkpoint, tmp_path, monkeypatch):
     arguments = ("--model", checkpoint, "A", "--json-schema")
-    assert "is not a file" in refused(*arguments, tmp_path)
-    assert "is not a file" in refused(*arguments, tmp_path / "nowhere")
+    assert "is not a regular file but a directory" in refused(*arguments, tmp_path)
+    assert "nowhere: No such file or directory" in refused(*arguments, tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a regular file but a pipe" in refused(*arguments, tmp_path / "pipe")
     line = refused(*arguments, "x" * 5000)
     assert "File name too long" in line
     assert len(line) < 300
@@ -48,7 +50,7 @@ def test_files_that_cannot_be_read(refused, checkpoint, tmp_path, monkeypatch):
     file.chmod(0)
     if os.access(file, os.R_OK):  # as root
         pytest.skip("every file can be read")
-    assert "cannot be read: Permission denied" in refused(*arguments, file)
+    assert f"{file}: Permission denied" in refused(*arguments, file)
 
 
 @pytest.mark.parametrize("pattern", ["(?=a)b", "[", r"(a)\1", "(a|b)*a(a|b){25}", "a{9999999}"])

@@ -186,6 +186,7 @@ class TestMistakes:
             (["A", "--max", "x"], "did you mean --max-new-tokens?"),
             (["A", "-temperature", "0.5"], "did you mean --temperature?"),
             (["A", "B"], "in quotes"),
+            (["--", "A", "-n", "3"], "'-n' follows the prompt 'A': put the whole prompt in quotes"),
             ([""], "prompt is empty"),
             (["\udcff"], "not valid Unicode"),
             (["A", "--temperature", "hot"], "--temperature"),
@@ -212,7 +213,7 @@ class TestMistakes:
             (["A", "--dtype", "int8"], "--dtype"),
             (["A", "--dola-layers", "2,x"], "'2,x' is neither low, high nor layers"),
             (["A", "--early-stopping", "maybe"], "--early-stopping: 'maybe' must be one of false, true, never"),
-            (["A", "--json-schema", "nowhere.json"], "argument --json-schema: nowhere.json is not a file"),
+            (["A", "--json-schema", "nowhere.json"], "argument --json-schema: nowhere.json: No such file or directory"),
         ],
     )
     def test_arguments(self, refused, checkpoint, arguments, words):
@@ -275,7 +276,7 @@ class TestMistakes:
             (
                 PermissionError(13, "Permission denied", "f"),
                 2,
-                "jaxgen: error: [Errno 13] Permission denied: 'f'\n",
+                "jaxgen: error: f: Permission denied\n",
             ),
         ],
     )

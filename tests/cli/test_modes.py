@@ -19,6 +19,7 @@ from convert import load_hf
 from jaxgen import demo, generate, score
 from jaxgen.cli import batch, printing
 from jaxgen.cli.chat import Chat
+from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
 from tests.support.tokenizers import CHATML
@@ -49,6 +50,18 @@ def say(run, talking, monkeypatch):
         return run("--model", talking, "--chat", "--max-new-tokens", 4, *options)
 
     return say
+
+
+def interrupt_third_batch(monkeypatch):
+    generate, calls = batch.generate, []
+
+    def interrupted(*arguments, **more):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(*arguments, **more)
+
+    monkeypatch.setattr(batch, "generate", interrupted)
 
 
 class TestChat:
@@ -287,15 +300,7 @@ class TestInput:
         target.unlink()
         assert len({json.loads(line)["text"] for line in whole.splitlines()}) > 15
 
-        generate, calls = batch.generate, []
-
-        def interrupted(*arguments, **more):
-            calls.append(arguments)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return generate(*arguments, **more)
-
-        monkeypatch.setattr(batch, "generate", interrupted)
+        interrupt_third_batch(monkeypatch)
         assert run(*options) == (130, "", "")
         lines = whole.splitlines(keepends=True)
         assert partial.read_bytes() == b"".join(lines[:16])
@@ -378,15 +383,7 @@ class TestInput:
         (tmp_path / "prompts").write_text("A\nB\nC", encoding="utf-8")
         options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
         options += ("--max-new-tokens", 6, "--batch-size", 1, "--output", tmp_path / "answers", "--seed", "random")
-        generate, calls = batch.generate, []
-
-        def interrupted(*arguments, **more):
-            calls.append(arguments)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return generate(*arguments, **more)
-
-        monkeypatch.setattr(batch, "generate", interrupted)
+        interrupt_third_batch(monkeypatch)
         status, _, seed = run(*options)
         assert status == 130
         assert re.fullmatch(r"jaxgen: seed: \d+\n", seed)
@@ -411,6 +408,39 @@ class TestInput:
         assert [token["id"] for token in first["logprobs"]] == ids[1:]
         np.testing.assert_allclose([token["logprob"] for token in first["logprobs"]], expected[1:], atol=1e-4)
         assert "--logprobs adds to the JSON lines of --input" in refused("--model", checkpoint, "A", "--logprobs")
+
+    def test_a_line_that_cannot_continue(self, run, checkpoint, tmp_path):
+        # Its n-grams of one token ban every token, in the order in which the model counts.
+        tokenizer = Tokenizer.from_pretrained(checkpoint)
+        letters = [tokenizer.decode([id]) for id in tokenizer.encode("ABCDEFGHIJ")]
+        banned = [id for id in range(load_hf(checkpoint)[1].model.vocab_size) if id not in tokenizer.encode("CDEFGHIJ")]
+        (tmp_path / "prompts").write_text("\n".join(["A", "".join(letters), "B"]), encoding="utf-8")
+        options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--suppress-tokens", json.dumps(banned))
+        options += ("--encoder-no-repeat-ngram-size", 1, "--max-new-tokens", 3, "--stats")
+        status, out, err = run(*options)
+        assert status == 1
+        assert "jaxgen: error: 1 answer could not be completed: see the field error" in err
+        assert "jaxgen: stats: " in err
+        first, second, third = self.lines(out)
+        reason = "cannot continue after 0 generated tokens: every token is banned: loosen the options that ban tokens"
+        assert second.pop("error").startswith(reason)
+        assert second == {"prompt": "ABCDEFGHIJ", "text": "", "tokens": 0, "finish": "no_token"}
+        assert [line["tokens"] for line in (first, third)] == [3, 3]
+        assert "error" not in first | third
+        target = tmp_path / "answers"
+        assert run(*options, "--output", target)[0] == 1
+        assert target.read_text(encoding="utf-8") == out
+
+    @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+    def test_json_is_utf_8_or_ascii(self, checkpoint, tmp_path, monkeypatch, encoding):
+        (tmp_path / "prompts").write_text("é", encoding="utf-8")
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        options = ["--model", checkpoint, "--input", tmp_path / "prompts", "--max-new-tokens", 2]
+        assert main([str(option) for option in options]) == 0
+        data = stdout.buffer.getvalue()
+        assert json.loads(data)["prompt"] == "é"
+        assert data.isascii() == (encoding != "utf-8")
 
     def test_mistakes(self, refused, checkpoint, tmp_path):
         (tmp_path / "prompts").write_bytes(b"A\xff\n")

@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from jaxgen.cli import answer, options
+from tests.support.compilations import compilations
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +57,24 @@ def test_the_users_files_are_not_imported(tmp_path, installed):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_first_answer_needs_three_programs(run):
+    jax.clear_caches()
+    with compilations() as count:
+        assert run("Tell me a story about an owl", "-n", 4)[0] == 0
+    assert count == [3]  # the prompt with the first token, the other steps, the end
+
+
+def test_the_key_is_jaxs():
+    for seed in (0, 1, 2**31 - 1):
+        assert answer.key_of(seed).dtype == jax.random.key(seed).dtype
+        assert np.array_equal(jax.random.key_data(answer.key_of(seed)), jax.random.key_data(jax.random.key(seed)))
+
+
+def test_an_argument_in_utf_8_whatever_the_locale():
+    text = "Erzähl".encode().decode("ascii", "surrogateescape")  # as Python reads it where the locale is ASCII
+    assert options.parse([text]).prompt == "Erzähl"
+
+
 def test_a_platform_that_is_not_there():
     environment = {**os.environ, "JAX_PLATFORMS": "foo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "jaxgen", "A"], env=environment, capture_output=True, text=True)
@@ -71,7 +94,7 @@ def test_a_stdout_that_cannot_be_written():
     command = [sys.executable, "-m", "jaxgen", "--help"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "jaxgen: error: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (2, "jaxgen: error: No space left on device\n")
     closed = subprocess.run(["sh", "-c", f"{sys.executable} -m jaxgen --version >&-"], cwd=ROOT, capture_output=True)
     assert (closed.returncode, closed.stderr) == (0, b"jaxgen 0.1.0\n")  # argparse's way
     begin = subprocess.run(

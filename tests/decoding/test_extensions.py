@@ -147,8 +147,10 @@ def test_a_row_that_cannot_go_on(failure, do_sample):
     reason, fields, processor, message = FAILURES[failure]
     cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields, **(KEPT_BY if do_sample else {}))
     more = {} if processor is None else {"logits_processor": [processor]}
-    with pytest.raises(GenerationError, match=f"row 0 cannot continue after 0 generated tokens.*{message}"):
+    with pytest.raises(GenerationError, match=f"row 0 cannot continue after 0 generated tokens.*{message}") as raised:
         generate(PARAMS, IDS, jax.random.key(0), cfg, **more)
+    assert raised.value.output.stop_reasons.tolist() == [reason, StopReason.LENGTH]
+    assert generated(raised.value.output, 1) == [8, 9, 10, 11, 12, 13]
     out = jax.jit(lambda params: generate(params, IDS, jax.random.key(0), cfg, **more))(PARAMS)
     assert out.stop_reasons.tolist() == [reason, StopReason.LENGTH]
     assert out.lengths.tolist() == [0, 6]

@@ -107,14 +107,14 @@ def test_the_text(refusal, checkpoint):
 @pytest.mark.parametrize(
     ("request_", "remedy"),
     [
-        ({"max_new_tokens": 30_000}, "a smaller --max-new-tokens"),
-        ({"num_return_sequences": 1000, "do_sample": True}, "a smaller --num-return-sequences or --num-beams"),
-        ({"top_k": 1000, "penalty_alpha": 0.6}, "a smaller --top-k"),
+        ({"max_new_tokens": 30_000}, "a smaller max_new_tokens"),
+        ({"num_return_sequences": 1000, "do_sample": True}, "a smaller num_return_sequences or num_beams"),
+        ({"top_k": 1000, "penalty_alpha": 0.6}, "a smaller top_k"),
         ({"prompts": 1000}, "fewer prompts at once"),
         ({"width": 20_000}, "a shorter prompt"),
-        ({"max_new_tokens": 30_000, "width": 20_000}, "a smaller --max-new-tokens and a shorter prompt"),
+        ({"max_new_tokens": 30_000, "width": 20_000}, "a smaller max_new_tokens and a shorter prompt"),
         ({"prompts": 8, "width": 64}, "fewer prompts at once or a shorter prompt"),
-        ({"max_new_tokens": 300, "output_scores": True, "output_logits": True}, "a smaller --max-new-tokens"),
+        ({"max_new_tokens": 300, "output_scores": True, "output_logits": True}, "a smaller max_new_tokens"),
     ],
 )
 def test_a_remedy_for_what_is_large(refusal, request_, remedy):
