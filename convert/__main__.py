@@ -56,6 +56,7 @@ def convert(options: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(source)
     if options.kv_heads is not None:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
+    config = _config(checkpoint, wanted)
     checkpoint = checkpoint.quantize(options.quantize)
     sizes = checkpoint.sizes(wanted)
     count = itertools.count(1)
@@ -66,7 +67,7 @@ def convert(options: argparse.Namespace) -> int:
 
     with new_directory(target, overwrite=options.overwrite) as directory:
         copy_tokenizer(source, directory)
-        write_checkpoint(directory, _config(checkpoint, wanted), checkpoint.generation, sizes, read)
+        write_checkpoint(directory, config, checkpoint.generation, sizes, read)
     print(f"{target}: {len(sizes)} tensors written")
     if not options.check:
         return 0

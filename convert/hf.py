@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     "tokenizer.model chat_template.jinja chat_template.json"
 ).split()
 
-_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
 _LARGEST_CONFIG = 1_000_000  # bytes
 _SPARE = 1 << 24  # parameters, beyond those of the files, up to which mismatches are listed tensor by tensor
@@ -60,9 +60,10 @@ class Checkpoint:
         return any(map(self._is_quantized, self.tensors))
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
-        """Return the model's dtype: `wanted`, or if that is None the one of the embedding or of what it represents."""
-        name = _NORM if self._is_quantized(_EMBEDDING) else _EMBEDDING
-        return wanted or STORED[self.tensors[name].dtype]
+        """Return the model's dtype: `wanted`, or if that is None the embedding's; the config's if that is quantised."""
+        if wanted is None and self._is_quantized(_EMBEDDING):
+            return np.dtype(model_of(self.cfg).dtype)
+        return wanted or STORED[self.tensors[_EMBEDDING].dtype]
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
         """Return the dtype to read a tensor in: `wanted` or, if that is None or the tensor quantised, the file's."""
@@ -121,13 +122,13 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     """
     wanted = float_dtype(dtype)
     check_quantize(quantize)
-    checkpoint = open_checkpoint(path).quantize(quantize)
-    model = model_of(checkpoint.cfg)
+    checkpoint = open_checkpoint(path)
+    model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(wanted).name)
+    checkpoint = checkpoint.quantize(quantize)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
         file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
         vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
         warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
-    model = dataclasses.replace(model, dtype=checkpoint.dtype(wanted).name)
     divided = None if mesh is None else shardings(model, mesh, checkpoint.tensors)
     arrays: dict[str, jax.Array] = {}
     problems: list[str] = []
@@ -153,7 +154,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
     """Write parameters, nested as `load_hf` returns them, and `cfg` to a directory that transformers loads.
 
-    `cfg.model` describes the model; its `dtype` does not matter, because arrays keep their own. The
+    `cfg.model` describes the model; its `dtype` matters for quantised parameters only, others keep their own. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
     tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
     at a time: 5 GB at most, or one larger tensor. Quantised parameters are written to model.int8.safetensors, which
@@ -167,8 +168,8 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     arrays = check_params(params, model)
     _check_values(arrays)
     generation = cfg.to_hf()
-    dtype_of = _NORM if arrays[_EMBEDDING].dtype == np.int8 else _EMBEDDING
-    config = dataclasses.replace(model, dtype=arrays[dtype_of].dtype.name).to_hf()
+    stored = arrays[_EMBEDDING].dtype.name
+    config = dataclasses.replace(model, dtype=model.dtype if stored == "int8" else stored).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     target = Path(path)
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):

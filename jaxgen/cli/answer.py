@@ -36,8 +36,9 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.model.joined import prepare
 from jaxgen.request.assistant import check_assistant
-from jaxgen.request.memory import check_memory
+from jaxgen.request.memory import check_memory, default_device
 from jaxgen.text.json_file import read_file
 from jaxgen.text.lines import decoded
 from jaxgen.text.tokenizer import Tokenizer
@@ -80,7 +81,8 @@ def answer(options: argparse.Namespace) -> Stats:
         if options.mesh is None:
             rows, width = _shape(job, options)
             rows *= 2 if job.cfg.on("guidance_scale") else 1  # the negative prompts
-            check_memory(job.source.path, job.cfg, rows, width, dtype=options.dtype, assistant=job.assistant)
+            form = {"dtype": options.dtype, "quantize": options.quantize}
+            check_memory(job.source.path, job.cfg, rows, width, **form, assistant=job.assistant)
         terminal.show(f"loading {options.model or 'the bundled model'}")
         with stats.loading():
             session = _load(job, options, stats)
@@ -98,6 +100,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
     """Read and check all input except the weights."""
     text = prompt_text(options)
     source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
+    source = source.quantize(options.quantize)
     cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(source.path)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
@@ -142,7 +145,9 @@ def _answer_file(
 
 def _load(job: _Job, options: argparse.Namespace, stats: Stats) -> Session:
     mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
-    params, loaded = load_hf(job.source.path, dtype=options.dtype, mesh=mesh)
+    params, loaded = load_hf(job.source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
+    if mesh is None and default_device().platform == "gpu":
+        params = prepare(params, donate=True)
     more = dict(job.more)
     if job.assistant is not None:
         more["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)

@@ -32,9 +32,10 @@ from jaxgen.request.prepare import Prepared
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# Changes that make a request smaller. Only the command's check, before the weights are read, can offer the dtype.
+# Changes that make a request smaller. Only the command's check, before the weights are read, can offer flags.
 _REMEDIES: dict[str, dict[str, Any]] = {
     "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
+    "--quantize int8": {"quantize": "int8"},
     "a smaller max_new_tokens": {"new_tokens": 1},
     "a smaller num_return_sequences or num_beams": {"copies": 1},
     "a smaller top_k": {"candidates": 1},
@@ -63,6 +64,7 @@ def check_memory(
     prompts: int,
     prompt_width: int,
     dtype: Any = None,
+    quantize: str | None = None,
     assistant: str | PathLike[str] | None = None,
 ) -> None:
     """Raise an error if the device lacks the memory to load a checkpoint and run `generate` with it.
@@ -72,19 +74,20 @@ def check_memory(
         cfg: as for `generate`; `max_new_tokens` is set.
         prompts: B.
         prompt_width: P, padding included.
-        dtype: as for `load_hf`.
+        dtype, quantize: as for `load_hf`.
         assistant: the directory of the draft model, or None.
 
     Raises:
         InputError: too little is free; the message names what would help.
         CheckpointError: a faulty checkpoint; only the weights' values are not checked.
-        ConfigError: a dtype that `load_hf` does not accept.
+        ConfigError: a dtype or quantize that `load_hf` does not accept.
     """
     device = default_device()
     checkpoint = open_checkpoint(path)
     request = _Quantities(
         sources=(checkpoint,) if assistant is None else (checkpoint, open_checkpoint(assistant)),
         dtype=float_dtype(dtype),
+        quantize=quantize,
         on_cpu=device.platform == "cpu",
         prompts=prompts,
         width=prompt_width,
@@ -95,7 +98,7 @@ def check_memory(
     free = free_bytes(device)
     if free is None or (needed := request.needed()) <= free:
         return
-    weights = _size(_weights(checkpoint, request.dtype))
+    weights = _size(_weights(checkpoint.quantize(quantize), request.dtype))
     raise InputError(
         f"this request needs {_size(needed)} ({weights} of weights) {_and_only(free, device)}: try "
         f"{request.remedy(free)}"
@@ -114,6 +117,7 @@ def check_call_memory(prepared: Prepared) -> None:
     request = _Quantities(
         sources=(run.model,) if run.draft is None else (run.model, run.draft.model),
         dtype=None,
+        quantize=None,
         on_cpu=on_cpu,
         prompts=run.sizes.prompts,
         width=prepared.request.ids.shape[1],
@@ -168,6 +172,7 @@ class _Quantities:
 
     sources: tuple[Checkpoint | ModelConfig, ...]
     dtype: np.dtype | None
+    quantize: str | None
     on_cpu: bool
     prompts: int
     width: int
@@ -200,7 +205,10 @@ class _Quantities:
     def _weights(self, source: Checkpoint | ModelConfig) -> int:
         if isinstance(source, ModelConfig):
             return 0
+        source = source.quantize(self.quantize)
         weights = _weights(source, self.dtype)
+        if source.quantized:
+            return weights
         if self.on_cpu and source.dtype(self.dtype) == np.float16:  # XLA's CPU program stores a float32 copy of all
             weights += _weights(source, np.dtype(np.float32))
         return weights

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -92,6 +93,21 @@ class TestText:
         monkeypatch.setattr(printing, "generate", watching)
         assert run("--model", checkpoint, "A", *DRAWN, "--temperature", 0.01, "--max-new-tokens", 4)[1] == "BCDE\n"
         assert dtypes == {"bfloat16"}
+
+    @pytest.mark.parametrize("platform", ["cpu", "gpu"])
+    def test_quantized(self, run, checkpoint, monkeypatch, platform):
+        """On a GPU, projections are joined too."""
+        monkeypatch.setattr(cli, "default_device", lambda: types.SimpleNamespace(platform=platform))
+        names = set()
+
+        def watching(params, *arguments, **options):
+            names.update(params["model"]["layers"]["0"]["mlp"])
+            assert {leaf.dtype.name for leaf in jax.tree.leaves(params) if leaf.ndim == 2} == {"int8"}
+            return generate(params, *arguments, **options)
+
+        monkeypatch.setattr(printing, "generate", watching)
+        assert run("--model", checkpoint, "A", "--quantize", "int8", "--max-new-tokens", 4) == (0, "BCDE\n", "")
+        assert ("gate_up_proj" in names) == (platform == "gpu")
 
     def test_prompt_that_looks_like_an_option(self, run, checkpoint):
         assert run("--model", checkpoint, "--max-new-tokens", 2, "--", "--A")[:2] == (0, "BC\n")

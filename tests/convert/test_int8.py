@@ -66,6 +66,16 @@ def test_a_directory_loads_as_what_was_quantised(qwen2, int8, dtype):
     assert same(load_hf(int8, quantize="int8", dtype=dtype)[0], expected)
 
 
+def test_the_dtype_is_that_of_the_matrices(tmp_path, call):
+    mixed = weights(QWEN2, "bfloat16") | {"model.norm.weight": weights(QWEN2)["model.norm.weight"]}
+    source = write(tmp_path / "mixed", QWEN2, mixed)
+    assert call(source, tmp_path / "int8", "--quantize", "int8")[0] == 0
+    for path, quantize in ((source, "int8"), (tmp_path / "int8", None)):
+        params, cfg = load_hf(path, quantize=quantize)
+        assert cfg.model.dtype == params["model"]["embed_tokens"]["weight"].dtype == "bfloat16"
+        assert params["model"]["norm"]["weight"].dtype == "float32"
+
+
 def test_it_generates_and_is_saved_again(int8, tmp_path):
     params, cfg = load_hf(int8)
     out = generate(params, [[3, 4, 5]], None, cfg.replace(do_sample=False, temperature=None, max_new_tokens=4))

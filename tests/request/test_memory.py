@@ -24,8 +24,8 @@ def nbytes(tree) -> int:
     return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
-def weights_bytes(path: Path, dtype: str | None = None) -> int:
-    return sum(open_checkpoint(path).sizes(float_dtype(dtype)).values())
+def weights_bytes(path: Path, dtype: str | None = None, quantize: str | None = None) -> int:
+    return sum(open_checkpoint(path).quantize(quantize).sizes(float_dtype(dtype)).values())
 
 
 @pytest.fixture
@@ -54,6 +54,12 @@ def refusal(checkpoint, monkeypatch):
 def test_weights(tmp_path, stored, dtype):
     path = write(tmp_path / "model", LLAMA, weights(LLAMA, stored), shards=3)
     assert weights_bytes(path, dtype) == nbytes(load_hf(path, dtype=dtype)[0])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_quantised_weights(tmp_path, dtype):
+    path = write(tmp_path / "model", LLAMA, weights(LLAMA))
+    assert weights_bytes(path, dtype, "int8") == nbytes(load_hf(path, dtype=dtype, quantize="int8")[0])
 
 
 def test_a_tied_head_is_counted_once(tmp_path, checkpoint):
@@ -143,9 +149,8 @@ def test_a_call_that_needs_too_much_is_refused_before_it_is_compiled(options, pr
 
 def test_bfloat16_where_it_helps(refusal, checkpoint):
     free = weights_bytes(checkpoint)  # which leaves nothing for the rest
-    assert refusal(free).endswith("is free: try --dtype bfloat16")
-    assert refusal(free, dtype="float32").endswith("try --dtype bfloat16")
-    assert refusal(free, dtype="float16").endswith("try --dtype bfloat16")
+    for dtype in (None, "float32", "float16"):
+        assert refusal(free, dtype=dtype).endswith("is free: try --dtype bfloat16 or --quantize int8")
     assert refusal(free, dtype="bfloat16") == ""
     assert "bfloat16" not in refusal(free, dtype="bfloat16", width=20_000)
 
