@@ -111,12 +111,7 @@ def generate(
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
     )
-    extensions = Extensions(
-        processors=functions("logits_processor", logits_processor),
-        criteria=functions("stopping_criteria", stopping_criteria),
-        stop_strings=_stop_strings(cfg, tokenizer),
-        hook=_hook(hook),
-    )
+    extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
     if streamer is not None:
         _check_streamer(streamer, cfg)
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
@@ -167,6 +162,16 @@ def prefill(
     if not traced:
         check_call_memory(prepared)
     return (loop.continuation_of if traced else prefill_only)(prepared.run, prepared.request)
+
+
+def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:
+    """Return the caller's functions and the automaton of the stop strings; the arguments are those of `generate`."""
+    return Extensions(
+        processors=functions("logits_processor", logits_processor),
+        criteria=functions("stopping_criteria", stopping_criteria),
+        stop_strings=_stop_strings(cfg, tokenizer),
+        hook=_hook(hook),
+    )
 
 
 def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:

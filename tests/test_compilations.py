@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxgen import GenerationConfig, generate
+from jaxgen import GenerationConfig, InputError, generate, warmup
 from jaxgen.config.options import SAMPLE, TRACED
 from tests.support.compilations import compilations
 from tests.support.models import left_pad, model_config, random_params, slow
@@ -110,3 +110,41 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
         second = generate(PARAMS, ids, key, config(1), attention_mask=mask)
     assert count[0] == 0
     assert first.sequences.tolist() != second.sequences.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "streaming"),
+    [({}, None, False), *slow(({"do_sample": True, "top_k": 5, "output_scores": True}, 1, False), ({}, None, True))],
+)
+def test_after_a_warmup_nothing_is_compiled(options, key, streaming):
+    cfg = GenerationConfig(model=MODEL, eos_token_id=[5, 6], pad_token_id=0, **options)
+    key = None if key is None else jax.random.key(key)
+    pairs = warmup(PARAMS, cfg, [3, 30, 40], [4, 130], prompts=2, key=key, streaming=streaming)
+    assert pairs == 4
+    with compilations() as count:
+        for width, length in ((1, 3), (20, 129), (50, 5)):
+            given = {"streamer": Collector()} if streaming else {}
+            ids = np.arange(2 * width).reshape(2, width) % 90 + 7
+            generate(PARAMS, ids, key, cfg.replace(max_new_tokens=length, eos_token_id=[7, 8]), **given)
+    assert count[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"widths": []}, "widths must be whole numbers of at least 1, got 'none'"),
+        ({"widths": [0]}, "widths must be whole numbers of at least 1, got 0"),
+        ({"lengths": [2.5]}, "lengths must be whole numbers of at least 1, got 2.5"),
+        ({"prompts": True}, "prompts must be whole numbers of at least 1, got True"),
+    ],
+)
+def test_sizes_of_a_warmup(arguments, message):
+    with pytest.raises(InputError, match=message):
+        warmup(PARAMS, GenerationConfig(model=MODEL), **{"widths": [3], "lengths": [4], **arguments})
+
+
+def test_a_warmup_for_a_function_is_refused():
+    with pytest.raises(TypeError, match="prefix_allowed_tokens_fn must be a TokenAutomaton here"):
+        warmup(PARAMS, GenerationConfig(model=MODEL), [3], [4], prefix_allowed_tokens_fn=lambda row, ids: [1])
+    with pytest.raises(InputError, match="programs with token_healing depend on the prompts"):
+        warmup(PARAMS, GenerationConfig(model=MODEL, token_healing=True), [3], [4])

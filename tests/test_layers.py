@@ -13,7 +13,7 @@ FLOORS = (
     {"logits", "convert"},
     {"decoding", "training"},
     {"request", "output"},
-    {"generation", "scoring"},
+    {"generation", "scoring", "warmup"},
     {"demo", "cli"},
     {"__init__", "__main__"},
 )

@@ -53,6 +53,19 @@ def _finish(run: Run, state, mode: Mode, out_of_time: jax.Array) -> Decoded:
     return dataclasses.replace(decoded, reasons=jnp.where(late, jnp.int32(StopReason.TIME), decoded.reasons))
 
 
+def compile_for(prepared: Prepared, mode: Mode, watched: bool) -> None:
+    """Compile what `run_whole`, or `run_watched`, needs for calls of this form, by running a few steps of it."""
+    run = prepared.run
+    request = dataclasses.replace(prepared.request, budget=np.ones_like(prepared.request.budget))
+    if watched:
+        state = _start(run, request, mode)[0]
+        state = _advance(run, state, mode)[0]
+        decoded = _finish(run, state, mode, np.bool_(False))
+    else:
+        decoded = run_whole(run, request, mode)
+    jax.block_until_ready(decoded)
+
+
 def run_watched(prepared: Prepared, mode: Mode, streamer: Streamer | None, deadline: float | None) -> Decoded:
     """Run in chunks. Each is dispatched before the tokens of the previous one are read, except the first: the first
     token need not wait for the program of the other chunks, which is compiled then.

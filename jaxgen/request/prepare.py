@@ -108,7 +108,7 @@ def prepare(
     slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, mesh, eager)
     capacity = new_tokens
     if eager:
-        capacity = capacity_for(new_tokens, recorded=_records(cfg))
+        capacity = capacity_for(new_tokens, recorded=records(cfg))
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
         model = for_this_machine(model)
@@ -152,8 +152,9 @@ def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
     return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
 
 
-def _records(cfg: GenerationConfig) -> bool:
-    return cfg.output_scores or bool(cfg.output_logits) or cfg.output_attentions or cfg.output_hidden_states
+def records(cfg: GenerationConfig) -> bool:
+    """Return True if the config requests values of each step."""
+    return bool(cfg.output_scores or cfg.output_logits or cfg.output_attentions or cfg.output_hidden_states)
 
 
 def _widened(x: Array | None) -> Array | None:

@@ -1,0 +1,92 @@
+"""Programs compiled before the first request needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxgen.buckets import capacity_for, prompt_bucket
+from jaxgen.config.availability import refuse_unavailable
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.modes import mode_of
+from jaxgen.errors import InputError
+from jaxgen.generation import extensions_of
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.assistant import open_assistant
+from jaxgen.request.checks import check_call
+from jaxgen.request.driver import compile_for
+from jaxgen.request.memory import check_call_memory
+from jaxgen.request.prepare import CallInputs, prepare, records
+
+
+def warmup(
+    params,
+    cfg: GenerationConfig,
+    widths: Iterable[int],
+    lengths: Iterable[int],
+    *,
+    prompts: int = 1,
+    key=None,
+    streaming: bool = False,
+    logits_processor=None,
+    stopping_criteria=None,
+    prefix_allowed_tokens_fn: TokenAutomaton | None = None,
+    tokenizer=None,
+    assistant=None,
+    hook=None,
+) -> int:
+    """Compile what calls of `generate` will need, so that the first of them do not wait.
+
+    >>> warmup(params, cfg, widths=range(1, 513), lengths=[256], key=jax.random.key(0))         # doctest: +SKIP
+    6
+
+    Each program serves all widths and lengths that round to the same sizes, and all values of traced options. One is
+    compiled for each pair of sizes, and runs for one token.
+
+    Args:
+        params: the parameters, as later calls pass them.
+        cfg: the options, as later calls set them; `max_new_tokens` may differ.
+        widths: numbers of columns that prompts will have.
+        lengths: values that `max_new_tokens` will have.
+        prompts: the number of prompts per call.
+        key: None for greedy decoding, or any key.
+        streaming: compile the programs of calls with a streamer or `max_time`.
+        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, assistant, hook: as later calls pass
+            them; see `generate`.
+
+    Returns:
+        The number of pairs of sizes.
+
+    Raises:
+        InputError, ConfigError, TypeError: as `generate`; widths, lengths or prompts below 1.
+    """
+    check_call(params, cfg)
+    refuse_unavailable(cfg)
+    if prefix_allowed_tokens_fn is not None and not isinstance(prefix_allowed_tokens_fn, TokenAutomaton):
+        raise TypeError("prefix_allowed_tokens_fn must be a TokenAutomaton here: a function is compiled in each call")
+    if cfg.token_healing:
+        raise InputError("programs with token_healing depend on the prompts: leave it out, or call generate itself")
+    draft, cfg = open_assistant(assistant, cfg)
+    extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
+    extensions = dataclasses.replace(extensions, allowed=prefix_allowed_tokens_fn)
+    columns = {prompt_bucket(width) for width in _sizes("widths", widths)}
+    capacities = {capacity_for(length, records(cfg)) for length in _sizes("lengths", lengths)}
+    (rows,) = _sizes("prompts", [prompts])
+    for width, length in itertools.product(sorted(columns), sorted(capacities)):
+        sized = cfg.replace(max_new_tokens=length)
+        inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
+        prepared = prepare(params, sized, inputs, extensions, eager=True, assistant=draft)
+        check_call_memory(prepared)
+        compile_for(prepared, mode_of(sized, assisted=draft is not None), streaming or cfg.max_time is not None)
+    return len(columns) * len(capacities)
+
+
+def _sizes(name: str, given: Iterable[int]) -> list[int]:
+    sizes = list(given)
+    wrong = [size for size in sizes if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1]
+    if wrong or not sizes:
+        raise InputError(f"{name} must be whole numbers of at least 1, got {wrong[0] if wrong else 'none'!r}")
+    return sizes
