@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode import machine
+from benchmarks.measure import machine
 from convert import load_hf
 from jaxgen import GenerationConfig, History, ModelConfig, generate
 from jaxgen.config.options import GUIDANCE, OPTIONS, WARP, Option

@@ -1,0 +1,82 @@
+"""keras-hub on JAX under test."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import time
+from typing import Any
+
+import jax
+import keras
+import keras_hub
+import numpy as np
+from worker import Program, serve
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class KerasHub(Program):
+    def __init__(self) -> None:
+        self.compilations, self.sampler = 0, {}
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, _: float, **__: Any) -> None:
+        self.compilations += event == COMPILED
+
+    def compiled(self) -> int:
+        return self.compilations
+
+    def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
+        start = time.perf_counter()
+        self.model = keras_hub.models.CausalLM.from_preset(path, dtype=dtype, preprocessor=None)
+        jax.block_until_ready([weight.value for weight in self.model.weights])
+        seconds = time.perf_counter() - start
+        self.model.compile(sampler="greedy")
+        backbone = self.model.backbone
+        total = sum(weight.value.nbytes for weight in backbone.weights)
+        looked_up = 0 if backbone.tie_word_embeddings else backbone.token_embedding.embeddings.value.nbytes
+        device = jax.devices()[0]
+        return {
+            "seconds": seconds,
+            "step_bytes": total - looked_up,
+            "platform": device.platform,
+            "device": device.device_kind,
+        }
+
+    def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
+        options = {name: value for name, value in options.items() if name != "capacity"}
+        if options != self.sampler:  # a change compiles everything again
+            self.model.compile(sampler=_sampler(options))
+            self.sampler = options
+        # The cache is as long as the text, and all of it is computed at first. So that runs of several lengths differ
+        # in their steps alone, a shorter one has a longer prompt.
+        start = room - new_tokens
+        text = np.zeros((len(ids), room), np.int32)
+        text[:, :start] = np.resize(ids, (len(ids), start)) if start != ids.shape[1] else ids
+        given = np.broadcast_to(np.arange(room) < start, text.shape)
+        out = self.model.generate({"token_ids": text, "padding_mask": given}, stop_token_ids=None)
+        self.device_peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return np.asarray(out["token_ids"])[:, start:]
+
+
+def _sampler(options: dict[str, Any]):
+    samplers = keras_hub.samplers
+    match options:
+        case {} if not options:
+            return samplers.GreedySampler()
+        case {"do_sample": True, "temperature": t, "top_k": k, "top_p": p, **rest} if not rest:
+            return samplers.TopPSampler(p=p, k=k, temperature=t, seed=0)
+        case {"do_sample": True, "temperature": t, "top_k": 0, **rest} if not rest:
+            return samplers.RandomSampler(temperature=t, seed=0)
+        case {"num_beams": beams, **rest} if not rest:
+            return samplers.BeamSampler(num_beams=beams)
+    raise NotImplementedError(f"no sampler for {options}")
+
+
+if __name__ == "__main__":
+    modules = {"keras-hub": keras_hub, "keras": keras, "jax": jax}
+    serve(KerasHub(), {name: module.__version__ for name, module in modules.items()})
