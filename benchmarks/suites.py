@@ -209,8 +209,9 @@ def table(result: Answer) -> str:
     lines = [
         f"# {result['title']}: {result['model']['name']}",
         "",
-        f"{result['date'][:10]}, {result['machine']['cpu']}, {result['machine']['cores']} cores, load average at the "
-        f"start {result['load_average'][0]:.1f}; medians of {result['rounds']} rounds, smallest and largest in brackets.",
+        f"{result['date'][:10]}, {result['machine']['cpu']}, {result['machine']['cores']} cores, load average "
+        f"{result['load_average'][0]:.1f} at the start; medians of {result['rounds']} rounds, smallest and largest in "
+        "brackets.",
     ]
     if "probe" in result:
         bandwidth, flops = (result["probe"][name]["median"] / 1e9 for name in ("bytes_per_second", "flops"))

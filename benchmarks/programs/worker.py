@@ -1,7 +1,7 @@
 """The protocol of a program under test, for its own interpreter: it needs numpy and nothing else.
 
-Requests and answers are JSON objects, one per line, on stdin and stdout. After its imports, a program says hello. It then
-answers `load`, `run` and other methods by name, and sleeps between requests.
+Requests and answers are JSON objects, one per line, on stdin and stdout. A program says hello after its imports. Then
+it answers `load`, `run` and other methods by name, and sleeps between requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Program:
     device_peak: int | None = None  # bytes on an accelerator
 
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
-        """Load the checkpoint at `path`; return facts, among them `step_bytes`, the weights that a decode step reads."""
+        """Load a checkpoint; return facts, among them `step_bytes`, the bytes of weights that a decode step reads."""
         raise NotImplementedError
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
