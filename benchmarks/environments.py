@@ -24,7 +24,7 @@ def main() -> None:
     packages = {
         "transformers": [args.torch, "transformers"],
         "llama_cpp": ["llama-cpp-python", "gguf"],
-        "keras_hub": ["keras-hub", "jax[cuda13]" if args.cuda else "jax"],
+        "keras_hub": ["keras-hub", "safetensors", "jax[cuda13]" if args.cuda else "jax"],
     }
     for name in args.only or packages:
         _make(args.directory / name, packages[name], args.cuda)

@@ -7,6 +7,7 @@ import os
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
+import json
 import time
 from typing import Any
 
@@ -21,7 +22,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 class KerasHub(Program):
     def __init__(self) -> None:
-        self.compilations, self.sampler = 0, {}
+        self.compilations, self.samplers = 0, {}
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, _: float, **__: Any) -> None:
@@ -35,7 +36,6 @@ class KerasHub(Program):
         self.model = keras_hub.models.CausalLM.from_preset(path, dtype=dtype, preprocessor=None)
         jax.block_until_ready([weight.value for weight in self.model.weights])
         seconds = time.perf_counter() - start
-        self.model.compile(sampler="greedy")
         backbone = self.model.backbone
         total = sum(weight.value.nbytes for weight in backbone.weights)
         looked_up = 0 if backbone.tie_word_embeddings else backbone.token_embedding.embeddings.value.nbytes
@@ -48,19 +48,25 @@ class KerasHub(Program):
         }
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
-        options = {name: value for name, value in options.items() if name != "capacity"}
-        if options != self.sampler:  # a change compiles everything again
-            self.model.compile(sampler=_sampler(options))
-            self.sampler = options
-        # The cache is as long as the text, and all of it is computed at first. So that runs of several lengths differ
-        # in their steps alone, a shorter one has a longer prompt.
+        self._choose({name: value for name, value in options.items() if name != "capacity"})
+        # The cache is as long as the text, and all of it is computed at first. So that the short and the long run
+        # differ in their steps alone, the short one has a longer prompt.
+        room = ids.shape[1] + 1 if new_tokens == 1 else room
         start = room - new_tokens
         text = np.zeros((len(ids), room), np.int32)
-        text[:, :start] = np.resize(ids, (len(ids), start)) if start != ids.shape[1] else ids
+        text[:, :start] = np.take(ids, np.arange(start), axis=1, mode="wrap")
         given = np.broadcast_to(np.arange(room) < start, text.shape)
         out = self.model.generate({"token_ids": text, "padding_mask": given}, stop_token_ids=None)
         self.device_peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         return np.asarray(out["token_ids"])[:, start:]
+
+    def _choose(self, options: dict[str, Any]) -> None:
+        """Generate with these options, with what has been compiled for them."""
+        name = json.dumps(options)
+        if name not in self.samplers:
+            self.model.compile(sampler=_sampler(options))
+            self.samplers[name] = self.model.sampler, self.model.make_generate_function()
+        self.model.sampler, self.model.generate_function = self.samplers[name]
 
 
 def _sampler(options: dict[str, Any]):
