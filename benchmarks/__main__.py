@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-PROGRAMS = ("checkpoint", "compile", "environments", "plots", "processors", "scale", "terminal")
+PROGRAMS = ("checkpoint", "compile", "environments", "plots", "processors", "scale")
 
 
 def main(words: list[str]) -> None:

@@ -12,25 +12,14 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from worker import Program, cores, serve
+from on_jax import JaxProgram
+from worker import cores, serve
 
 from convert import load_hf
-from jaxgen import GenerationConfig, generate
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
+from jaxgen import GenerationConfig, JaxgenError, generate
 
 
-class Jaxgen(Program):
-    def __init__(self) -> None:
-        self.compilations = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, _: float, **__: Any) -> None:
-        self.compilations += event == COMPILED
-
-    def compiled(self) -> int:
-        return self.compilations
-
+class Jaxgen(JaxProgram):
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
         devices = None if mesh is None else jax.make_mesh(tuple(mesh), ("data", "model"))
         start = time.perf_counter()
@@ -40,14 +29,7 @@ class Jaxgen(Program):
         self.cfg = GenerationConfig(model=cfg.model, eos_token_id=None, pad_token_id=0)
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         looked_up = self.params["model"]["embed_tokens"]["weight"].nbytes if "lm_head" in self.params else 0
-        device = jax.devices()[0]
-        return {
-            "seconds": seconds,
-            "step_bytes": total - looked_up,
-            "platform": device.platform,
-            "device": device.device_kind,
-            "devices": jax.device_count(),
-        }
+        return {"seconds": seconds, "step_bytes": total - looked_up} | self.device()
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         options, extensions = dict(options), {}
@@ -59,15 +41,15 @@ class Jaxgen(Program):
             extensions["logits_processor"] = [jax.tree_util.Partial(_repeat, np.int32(period))]
         key = jax.random.key(0) if options.get("do_sample") else None
         cfg = self.cfg.replace(max_new_tokens=budget, **options)
-        out = generate(self.params, ids, key, cfg, attention_mask=np.ones_like(ids), **extensions)
-        width = ids.shape[1]
-        self.tokens, self.output = np.asarray(out.sequences)[:, width : width + new_tokens], out
-        return self.tokens
+        try:
+            out = generate(self.params, ids, key, cfg, attention_mask=np.ones_like(ids), **extensions)
+        except JaxgenError as error:
+            raise NotImplementedError(str(error)) from error
+        self.output, width = out, ids.shape[1]
+        return np.asarray(out.sequences)[:, width : width + new_tokens]
 
     def run(self, ids: list[list[int]], new_tokens: int, room: int, options: dict[str, Any]) -> dict[str, Any]:
         answer = super().run(ids, new_tokens, room, options)
-        stats = jax.devices()[0].memory_stats() or {}
-        self.device_peak = stats.get("peak_bytes_in_use")
         drafted = self.output.drafted
         accepted = None if drafted is None else f"{int(self.output.accepted[0])} of {int(drafted[0])} accepted"
         return answer | {"slots": self.output.cache.slots, "note": accepted}

@@ -15,22 +15,11 @@ import jax
 import keras
 import keras_hub
 import numpy as np
-from worker import Program, serve
+from on_jax import JaxProgram
+from worker import serve
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
 
-
-class KerasHub(Program):
-    def __init__(self) -> None:
-        self.compilations, self.samplers = 0, {}
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, _: float, **__: Any) -> None:
-        self.compilations += event == COMPILED
-
-    def compiled(self) -> int:
-        return self.compilations
-
+class KerasHub(JaxProgram):
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
         start = time.perf_counter()
         self.model = keras_hub.models.CausalLM.from_preset(path, dtype=dtype, preprocessor=None)
@@ -39,13 +28,8 @@ class KerasHub(Program):
         backbone = self.model.backbone
         total = sum(weight.value.nbytes for weight in backbone.weights)
         looked_up = 0 if backbone.tie_word_embeddings else backbone.token_embedding.embeddings.value.nbytes
-        device = jax.devices()[0]
-        return {
-            "seconds": seconds,
-            "step_bytes": total - looked_up,
-            "platform": device.platform,
-            "device": device.device_kind,
-        }
+        self.samplers: dict[str, Any] = {}
+        return {"seconds": seconds, "step_bytes": total - looked_up} | self.device()
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         self._choose({name: value for name, value in options.items() if name != "capacity"})
@@ -57,7 +41,6 @@ class KerasHub(Program):
         text[:, :start] = np.take(ids, np.arange(start), axis=1, mode="wrap")
         given = np.broadcast_to(np.arange(room) < start, text.shape)
         out = self.model.generate({"token_ids": text, "padding_mask": given}, stop_token_ids=None)
-        self.device_peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         return np.asarray(out["token_ids"])[:, start:]
 
     def _choose(self, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,12 @@ class LlamaCpp(Program):
         self.shape: tuple[int, ...] = ()
         self.context = self.prompts = self.steps = None
         build = Path(sys.prefix) / "build.json"
-        gpu = llama.llama_supports_gpu_offload()
+        device = "gpu" if llama.llama_supports_gpu_offload() else "cpu"
         return {
             "seconds": seconds,
             "step_bytes": total - (names["token_embd.weight"] if "output.weight" in names else 0),
-            "platform": "gpu" if gpu else "cpu",
-            "device": "gpu" if gpu else "cpu",
+            "platform": device,
+            "device": device,
             "build": {"system": llama.llama_print_system_info().decode()}
             | (json.loads(build.read_text()) if build.exists() else {}),
         }
@@ -186,4 +187,4 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 if __name__ == "__main__":
-    serve(LlamaCpp(), {"llama-cpp-python": llama.__version__, "gguf": getattr(gguf, "__version__", "")})
+    serve(LlamaCpp(), {"llama-cpp-python": llama.__version__, "gguf": metadata.version("gguf")})
