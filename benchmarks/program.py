@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -113,11 +114,9 @@ class Program:
         """Send a request, and return the answer."""
         assert self.process is not None
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # there will be no answer
             self.process.stdin.write(json.dumps({"do": do} | request) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # there will be no answer
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -125,7 +124,8 @@ class Program:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            status, self.process = self.process.wait(), None
+            status = self.process.wait()
+            self.stop()
             raise SystemExit(f"{self.name} ended with status {status}; its messages are above")
         return json.loads(line)
 
@@ -140,7 +140,8 @@ class Program:
         if self.process is not None:
             assert self.process.stdin is not None
             assert self.process.stdout is not None
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
             self.process.wait()
             self.process.stdout.close()
             self.process = None

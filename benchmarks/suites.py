@@ -226,7 +226,10 @@ def table(result: Answer) -> str:
                 cells = [_cell(own["figures"].get(column), FIGURES[column][1]) for column in shown]
             note = f" ({own['note']})" if "note" in own else ""
             lines.append(f"| {case['label']}{note} | {program} | " + " | ".join(cells) + " |")
-    lines += ["", *(_facts(name, facts) for name, facts in result["programs"].items()), ""]
+    builds: dict[str, list[str]] = {}
+    for name, facts in result["programs"].items():
+        builds.setdefault(_build(facts), []).append(name)
+    lines += ["", *(f"- {', '.join(names)}: {build}" for build, names in builds.items()), ""]
     return "\n".join(lines)
 
 
@@ -241,10 +244,10 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _facts(name: str, facts: Answer) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
-    build = f"; {' '.join(str(facts['build']).split())}" if name.startswith("llama.cpp") else ""
-    return f"- {name}: {versions}; {facts['device']}{build}"
+def _build(facts: Answer) -> str:
+    """Return versions, device, and how a program was built if it says so."""
+    named = {"device": facts["device"]} | facts["versions"] | facts.get("build", {})
+    return ", ".join(f"{name} {value}" for name, value in named.items() if value).replace(" | ", ", ")
 
 
 def _arguments(name: str, suite: Suite, words: Sequence[str] | None) -> argparse.Namespace:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +31,6 @@ def _say_nothing(*_) -> None:
 
 class LlamaCpp(Program):
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
-        llama.llama_log_set(_say_nothing, ctypes.c_void_p(0))
         file = gguf_file(Path(path), dtype)
         start = time.perf_counter()
         settings = llama.llama_model_default_params()
@@ -123,29 +123,34 @@ def _sampler(options: dict[str, Any], room: int):
 
 
 def gguf_file(checkpoint: Path, dtype: str) -> Path:
-    """Return a checkpoint's GGUF file, which is written if there is none."""
-    folder = checkpoint.with_name(f"{checkpoint.name}-gguf")
-    file, plain = folder / f"{dtype}.gguf", folder / "bfloat16.gguf"
-    folder.mkdir(exist_ok=True)
-    unfinished = folder / f"{dtype}.part"
-    if not file.exists() and dtype == "bfloat16":
-        _write(checkpoint, unfinished)
-        unfinished.rename(file)
-    elif not file.exists():
-        settings = llama.llama_model_quantize_default_params()
-        settings.ftype, settings.nthread = FILE_TYPES[dtype], cores()
-        source = str(gguf_file(checkpoint, "bfloat16")).encode()
-        if llama.llama_model_quantize(source, str(unfinished).encode(), ctypes.byref(settings)):
-            raise RuntimeError(f"llama.cpp cannot quantise {plain} to {dtype}")
+    """Return a checkpoint's GGUF file; if there is none, another process writes it, so that its memory is not ours."""
+    file = checkpoint.with_name(f"{checkpoint.name}-gguf") / f"{dtype}.gguf"
+    if dtype != "bfloat16":
+        gguf_file(checkpoint, "bfloat16")
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        unfinished = file.with_suffix(".part")
+        subprocess.run([sys.executable, __file__, str(checkpoint), dtype, str(unfinished)], check=True)
         unfinished.rename(file)
     return file
+
+
+def _convert(checkpoint: Path, dtype: str, file: Path) -> None:
+    if dtype == "bfloat16":
+        _write(checkpoint, file)
+        return
+    settings = llama.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = FILE_TYPES[dtype], cores()
+    source = str(gguf_file(checkpoint, "bfloat16"))
+    if llama.llama_model_quantize(source.encode(), str(file).encode(), ctypes.byref(settings)):
+        raise RuntimeError(f"llama.cpp cannot quantise {source} to {dtype}")
 
 
 def _write(checkpoint: Path, file: Path) -> None:
     """Write a Qwen2 checkpoint of bfloat16 weights as GGUF, without its tokenizer."""
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] != "qwen2":
-        raise NotImplementedError(f"GGUF files are written for qwen2, not for {config['model_type']}")
+        raise ValueError(f"GGUF files are written for qwen2, not for {config['model_type']}")
     writer = gguf.GGUFWriter(file, "qwen2")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -181,10 +186,14 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
             if name == "__metadata__":
                 continue
             if entry["dtype"] != "BF16":
-                raise NotImplementedError(f"GGUF files are written from bfloat16, and {name} is {entry['dtype']}")
+                raise ValueError(f"GGUF files are written from bfloat16, and {name} is {entry['dtype']}")
             start, _ = entry["data_offsets"]
             yield name, np.memmap(file, np.uint16, "r", 8 + size + start, tuple(entry["shape"]))
 
 
 if __name__ == "__main__":
-    serve(LlamaCpp(), {"llama-cpp-python": llama.__version__, "gguf": metadata.version("gguf")})
+    llama.llama_log_set(_say_nothing, ctypes.c_void_p(0))
+    if len(sys.argv) > 1:
+        _convert(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    else:
+        serve(LlamaCpp(), {"llama-cpp-python": llama.__version__, "gguf": metadata.version("gguf")})

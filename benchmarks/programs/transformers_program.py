@@ -32,7 +32,7 @@ class Transformers(Program):
             "step_bytes": total - looked_up,
             "platform": self.device,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
-            "build": torch.__config__.show(),
+            "build": {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()},
         }
 
     def compiled(self) -> int:
