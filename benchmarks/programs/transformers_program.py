@@ -10,6 +10,9 @@ import torch
 import transformers
 from worker import Program, cores, serve
 
+RELEASE = int(transformers.__version__.partition(".")[0])
+MOVED = {"penalty_alpha", "dola_layers", "num_beam_groups"}
+
 
 class Transformers(Program):
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
@@ -17,8 +20,7 @@ class Transformers(Program):
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
-        options = {name: getattr(torch, dtype)}
+        options = {"dtype" if RELEASE >= 5 else "torch_dtype": getattr(torch, dtype)}
         start = time.perf_counter()
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
         self.model = model.to(self.device).eval()
@@ -43,8 +45,8 @@ class Transformers(Program):
         options.pop("capacity", None)  # `room` says it
         if period := options.pop("repeats", None):
             processors.append(_Repeat(period))
-        if unknown := set(options) & {"penalty_alpha", "dola_layers"}:
-            raise NotImplementedError(f"{', '.join(unknown)}: removed from transformers")
+        if RELEASE >= 5 and (moved := MOVED & set(options)):
+            raise NotImplementedError(f"transformers 5 has {', '.join(moved)} only as code to download")
         if self.variant != "eager":
             options |= {"cache_implementation": "static", "max_cache_len": room}
             compiled = self.variant == "compile"
@@ -52,14 +54,12 @@ class Transformers(Program):
             config._compile_all_devices = True  # compiling on a CPU has no public switch
             options |= {"compile_config": config} if compiled else {"disable_compile": True}
         prompts = torch.from_numpy(ids).long().to(self.device)
-        sequences = self.model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=new_tokens,
-            pad_token_id=0,
-            logits_processor=processors,
-            **{"do_sample": False} | options,
-        )
+        given = {"attention_mask": torch.ones_like(prompts), "logits_processor": processors, "pad_token_id": 0}
+        options = {"do_sample": False, "max_new_tokens": new_tokens} | options
+        try:
+            sequences = self.model.generate(prompts, **given, **options)
+        except ValueError as error:  # options that do not go together
+            raise NotImplementedError(str(error)) from error
         if self.device == "cuda":
             self.device_peak = torch.cuda.max_memory_allocated()
         return sequences[:, ids.shape[1] :].cpu().numpy()
