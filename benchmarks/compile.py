@@ -23,7 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from benchmarks import hlo
+from benchmarks import hlo, measure
 from benchmarks.targets import CHIPS, compile_generate, device_for
 from jaxgen import GenerationConfig, JaxgenError, ModelConfig
 from jaxgen.cli import arguments
@@ -57,7 +57,10 @@ def main() -> None:
         )
         start = time.perf_counter()
         compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt)
-        print(report(args, cfg, compiled, time.perf_counter() - start))
+        text = report(args, cfg, compiled, time.perf_counter() - start)
+        print(text)
+        file = f"compile-{args.config.resolve().name}-{args.mode}-{args.rows}.md"
+        (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
         if args.hlo:
             args.hlo.write_text(compiled.as_text())
     except (JaxgenError, OSError) as error:
@@ -124,6 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="greedy", help="how tokens are chosen")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--hlo", type=Path, help="write the optimised program to this file")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
     args = parser.parse_args()
     if args.target.partition(":")[0] not in CHIPS:
         parser.error(f"--target must begin with one of {', '.join(CHIPS)}, got {args.target}")
