@@ -1,7 +1,7 @@
 """Compile `generate()` for a machine that is not here, with that machine's compiler, and report what a step does.
 
     python -m benchmarks compile --target h100 --config DIR --rows 1 --mode qwen
-    python -m benchmarks compile --target v5e:1x1 --config DIR
+    python -m benchmarks compile --target v5e:2x2 --config DIR
 
 It needs only the compiler: pip install "jax[tpu]", or for h100 what the README of this folder names. The rate is
 modelled: all bytes at the chip's published bandwidth, and a fixed time for each operation.
@@ -118,7 +118,7 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--target", required=True, help="h100, or a TPU slice such as v5e:1x1, of which one chip is used"
+        "--target", required=True, help="h100, or a TPU slice such as v5e:2x2, of which one chip is used"
     )
     parser.add_argument("--config", type=Path, required=True, help="a directory with a config.json")
     parser.add_argument("--rows", type=arguments.count, default=1, help="prompts in the batch")

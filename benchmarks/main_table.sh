@@ -6,7 +6,8 @@ measure() {
 }
 model=$1 environments=$2
 measure decode --programs jaxgen transformers transformers:static transformers:compile \
-    llama.cpp llama.cpp:q8_0 llama.cpp:q4_0 keras-hub jaxgen:float32 transformers:float32
+    llama.cpp llama.cpp:q8_0 llama.cpp:q4_0 keras-hub
+measure decode --name float32 --programs jaxgen:float32 transformers:float32 transformers:compile:float32
 measure prefill --rows 1 --programs jaxgen transformers llama.cpp keras-hub
 measure batch --rows 1 8 --new-tokens 32 --programs jaxgen transformers llama.cpp llama.cpp:q8_0
 measure sampling --new-tokens 32 --programs jaxgen transformers llama.cpp

@@ -31,7 +31,7 @@ def draw(file: Path) -> list[Path]:
     if result["axis"]:
         drawn.append(_against_axis(result, file.with_suffix(".svg")))
     if result["axis"] == "rows" and "probe" in result:
-        drawn.append(_roofline(result, file.with_name(f"roofline-{result['model']['name']}.svg")))
+        drawn.append(_roofline(result, file.with_name(file.stem.replace("batch", "roofline", 1) + ".svg")))
     return drawn
 
 
@@ -75,6 +75,8 @@ def _against_axis(result: dict[str, Any], target: Path) -> Path:
         axes.plot(rows, [limit * count for count in rows], "k--", lw=1, label="the first program at the bandwidth")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    ticks = sorted({case[axis] for case in result["cases"]})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
     return _save(figure, axes, target)
 
 

@@ -166,7 +166,7 @@ def _save(result: Answer, args: argparse.Namespace) -> None:
     first = next(iter(result["programs"].values()))
     folder = measure.folder(args.results, None if first["platform"] == "cpu" else first["device"])
     mesh = f"-mesh-{args.mesh[0]}x{args.mesh[1]}" if args.mesh else ""
-    file = folder / f"{result['subcommand']}-{result['model']['name']}{mesh}.json"
+    file = folder / f"{result['subcommand']}-{result['model']['name']}{mesh}{args.name and '-' + args.name}.json"
     file.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     text = table(result)
     file.with_suffix(".md").write_text(text, "utf-8")
@@ -211,7 +211,8 @@ def table(result: Answer) -> str:
         "",
         f"{result['date'][:10]}, {result['machine']['cpu']}, {result['machine']['cores']} cores, load average "
         f"{result['load_average'][0]:.1f} at the start; medians of {result['rounds']} rounds, smallest and largest in "
-        "brackets.",
+        "brackets."
+        + (f" jaxgen on a mesh of {result['mesh'][0]} x {result['mesh'][1]} devices." if result["mesh"] else ""),
     ]
     if "probe" in result:
         bandwidth, flops = (result["probe"][name]["median"] / 1e9 for name in ("bytes_per_second", "flops"))
@@ -267,6 +268,7 @@ def _arguments(name: str, suite: Suite, words: Sequence[str] | None) -> argparse
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide jaxgen's weights over devices, such as 1x4")
     add("--device", choices=("cpu",), help="leave an accelerator alone")
     add("--results", type=Path, default=measure.RESULTS, help="where to write, below it a folder for this machine")
+    add("--name", default="", help="a last part for the names of the files")
     args = parser.parse_args(words)
     args.short = args.short or args.new_tokens // 2
     if args.new_tokens > 1 and args.short >= args.new_tokens:
