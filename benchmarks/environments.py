@@ -21,30 +21,25 @@ CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
 def main() -> None:
     args = _arguments()
-    packages = {
-        "transformers": [args.torch, "transformers"],
-        "llama_cpp": ["llama-cpp-python", "gguf"],
-        "keras_hub": ["keras-hub", "safetensors", "jax[cuda13]" if args.cuda else "jax"],
+    build = {"CMAKE_ARGS": os.environ.get("CMAKE_ARGS", "-DGGML_NATIVE=ON" + " -DGGML_CUDA=ON" * args.cuda)}
+    index = [] if args.cuda or not args.torch_index else ["--extra-index-url", args.torch_index]
+    steps = {  # what pip installs, call by call
+        "transformers": [[args.torch, *index], ["transformers"]],
+        # Wheels for all machines use few instructions.
+        "llama_cpp": [["llama-cpp-python", "--no-binary", "llama-cpp-python"], ["gguf"]],
+        "keras_hub": [["keras-hub", "safetensors", "jax[cuda13]" if args.cuda else "jax"]],
     }
-    for name in args.only or packages:
-        _make(args.directory / name, packages[name], args.cuda)
-
-
-def _make(directory: Path, packages: list[str], cuda: bool) -> None:
-    print(f"{directory}: {', '.join(packages)}", file=sys.stderr)
-    venv.create(directory, with_pip=True)
-    command = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet", "--upgrade", *packages]
-    environment = dict(os.environ)
-    if directory.name == "transformers" and not cuda:
-        command += ["--extra-index-url", CPU_TORCH]
-    if directory.name == "llama_cpp":
-        command += ["--no-binary", "llama-cpp-python"]  # wheels for all machines use few instructions
-        environment.setdefault("CMAKE_ARGS", "-DGGML_NATIVE=ON" + " -DGGML_CUDA=ON" * cuda)
-    subprocess.run(command, env=environment, check=True)
-    if directory.name == "llama_cpp":
-        compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
-        build = {"CMAKE_ARGS": environment["CMAKE_ARGS"], "CMAKE_BUILD_TYPE": "Release", "compiler": compiler}
-        (directory / "build.json").write_text(json.dumps(build))
+    for name in args.only or steps:
+        directory = args.directory / name
+        venv.create(directory, with_pip=True)
+        for words in steps[name]:
+            print(f"{directory}: {' '.join(words)}", file=sys.stderr)
+            command = [directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--upgrade", *words]
+            subprocess.run(command, env=os.environ | build, check=True)
+        if name == "llama_cpp":
+            compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+            facts = build | {"CMAKE_BUILD_TYPE": "Release", "compiler": compiler}  # scikit-build-core's default
+            (directory / "build.json").write_text(json.dumps(facts))
 
 
 def _arguments() -> argparse.Namespace:
@@ -53,6 +48,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=("transformers", "llama_cpp", "keras_hub"), metavar="NAME")
     parser.add_argument("--cuda", action="store_true", help="for an NVIDIA GPU; by default for the CPU alone")
     parser.add_argument("--torch", default="torch", help="the requirement for torch, such as torch==2.13.0")
+    parser.add_argument(
+        "--torch-index", default=CPU_TORCH, metavar="URL", help="an index with torch for the CPU, or ''"
+    )
     return parser.parse_args()
 
 

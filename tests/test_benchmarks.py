@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -104,6 +105,8 @@ def test_jaxgen_is_measured_on_a_mesh_and_plotted(model, tmp_path):
     assert result["programs"]["jaxgen:bfloat16"]["devices"] == 2
     assert all(speed > 0 for speed in result["probe"]["bytes_per_second"].values())
     assert medians(result, "bandwidth_share")["jaxgen:bfloat16"] > 0
+    pictures = {file.stem for file in tmp_path.glob("*/*.svg")}
+    assert pictures == ({"batch-tiny-mesh-1x2", "roofline-tiny-mesh-1x2"} if find_spec("matplotlib") else set())
 
 
 @pytest.mark.slow
