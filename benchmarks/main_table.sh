@@ -1,5 +1,5 @@
 #!/bin/sh
-# The main table: sh benchmarks/main_table.sh MODEL ENVIRONMENTS. About 25 minutes for the 0.5B shape on two quiet cores.
+# The main table: sh benchmarks/main_table.sh MODEL ENVIRONMENTS. An estimated 25 to 35 minutes for the 0.5B shape on two quiet cores.
 set -e
 measure() {
     python -m benchmarks "$@" --model "$model" --environments "$environments" --rounds 3
