@@ -1,13 +1,23 @@
-"""python -m benchmarks NAME ...: run one of the programs of this folder."""
+"""python -m benchmarks SUBCOMMAND ...: measure, or run one of the programs of this folder."""
 
 import importlib
 import sys
 
-PROGRAMS = ("capacity", "checkpoint", "compile", "decode", "modes", "processors", "scale", "terminal")
+PROGRAMS = ("checkpoint", "compile", "environments", "plots", "processors", "scale")
+
+
+def main(words: list[str]) -> None:
+    """Run the subcommand that the first word names."""
+    if words and words[0] in PROGRAMS:
+        sys.argv = [f"python -m benchmarks {words[0]}", *words[1:]]
+        importlib.import_module(f"benchmarks.{words[0]}").main()
+        return
+    from benchmarks import suites  # imports jax, before which some of the programs set its platform
+
+    if not words or words[0] not in suites.SUITES:
+        sys.exit(f"usage: python -m benchmarks {{{','.join((*suites.SUITES, *PROGRAMS))}}} ...")
+    suites.main(*words[:1], words[1:])
+
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in PROGRAMS:
-        sys.exit(f"usage: python -m benchmarks {{{','.join(PROGRAMS)}}} ...")
-    name = sys.argv.pop(1)
-    sys.argv[0] = f"python -m benchmarks {name}"
-    importlib.import_module(f"benchmarks.{name}").main()
+    main(sys.argv[1:])

@@ -1,7 +1,7 @@
 """Compile `generate()` for a machine that is not here, with that machine's compiler, and report what a step does.
 
     python -m benchmarks compile --target h100 --config DIR --rows 1 --mode qwen
-    python -m benchmarks compile --target v5e:1x1 --config DIR
+    python -m benchmarks compile --target v5e:2x2 --config DIR
 
 It needs only the compiler: pip install "jax[tpu]", or for h100 what the README of this folder names. The rate is
 modelled: all bytes at the chip's published bandwidth, and a fixed time for each operation.
@@ -23,7 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from benchmarks import hlo
+from benchmarks import hlo, measure
 from benchmarks.targets import CHIPS, compile_generate, device_for
 from jaxgen import GenerationConfig, JaxgenError, ModelConfig
 from jaxgen.cli import arguments
@@ -57,7 +57,10 @@ def main() -> None:
         )
         start = time.perf_counter()
         compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt)
-        print(report(args, cfg, compiled, time.perf_counter() - start))
+        text = report(args, cfg, compiled, time.perf_counter() - start)
+        print(text)
+        file = f"compile-{args.config.resolve().name}-{args.mode}-{args.rows}.md"
+        (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
         if args.hlo:
             args.hlo.write_text(compiled.as_text())
     except (JaxgenError, OSError) as error:
@@ -115,7 +118,7 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--target", required=True, help="h100, or a TPU slice such as v5e:1x1, of which one chip is used"
+        "--target", required=True, help="h100, or a TPU slice such as v5e:2x2, of which one chip is used"
     )
     parser.add_argument("--config", type=Path, required=True, help="a directory with a config.json")
     parser.add_argument("--rows", type=arguments.count, default=1, help="prompts in the batch")
@@ -124,6 +127,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="greedy", help="how tokens are chosen")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--hlo", type=Path, help="write the optimised program to this file")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
     args = parser.parse_args()
     if args.target.partition(":")[0] not in CHIPS:
         parser.error(f"--target must begin with one of {', '.join(CHIPS)}, got {args.target}")

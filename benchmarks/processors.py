@@ -1,28 +1,28 @@
 """Measure each logits processor and warper, and how a token is chosen, each compiled alone.
 
-    python -m benchmarks.processors --rows 1 8 --model random-0.5b
+    python -m benchmarks processors --rows 1 8
 
-Each option has its record's example value. Prints a table of microseconds, the median over turns. In a turn each of
+Each option has its record's example value. Writes a table of microseconds, the median over turns. In a turn each of
 them runs a few times in a row, one after the other, so what slows the machine for a while slows all of them. Several of
-them in one program can be cheaper than their sum: the compiler fuses passes over the scores. With --model, the time of
-a decode step is added.
+them in one program can be cheaper than their sum: the compiler fuses passes over the scores.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.decode import machine
-from convert import load_hf
-from jaxgen import GenerationConfig, History, ModelConfig, generate
+from benchmarks import measure
+from jaxgen import GenerationConfig, History, ModelConfig
 from jaxgen.config.options import GUIDANCE, OPTIONS, WARP, Option
 from jaxgen.decoding import sample
 from jaxgen.logits import processors, warpers
@@ -33,25 +33,31 @@ HISTORY = 512  # tokens of each row, half of them generated
 
 def main() -> None:
     args = _arguments()
-    columns = {}
+    columns, load = {}, os.getloadavg()[0]
     for rows in args.rows:
         calls = {name: _compiled(*call) for name, call in _calls(args.vocab, rows).items()}
         columns[rows] = _measure(calls, args.turns, args.repeat)
-        if args.model is not None:
-            columns[rows]["a decode step, greedy"] = _decode_step(args.model, rows)
     device = jax.devices()[0]
-    print(f"{device.platform}: {device.device_kind}; host: {machine()}")
-    print(f"{args.vocab} tokens in the vocabulary, {HISTORY} in the history; microseconds, median of {args.turns}\n")
-    _print_table(columns)
+    lines = [
+        "# Processors and warpers",
+        "",
+        f"{device.device_kind}; host: {measure.machine()['cpu']}, load average {load:.1f} at the start.",
+        f"{args.vocab} tokens in the vocabulary, {HISTORY} in the history; microseconds, median of {args.turns}.",
+        "",
+        *_table(columns),
+    ]
+    folder = measure.folder(args.results, None if device.platform == "cpu" else device.device_kind)
+    (folder / "processors.md").write_text("\n".join([*lines, ""]), "utf-8")
+    print("\n".join(lines))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vocab", type=int, default=151_936, help="tokens in the vocabulary")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="rows of the batch, a column for each")
-    parser.add_argument("--model", help="a checkpoint, to measure a decode step of it as well")
     parser.add_argument("--turns", type=int, default=50, help="turns that the median is over")
     parser.add_argument("--repeat", type=int, default=4, help="runs in a row, of which a turn is the mean")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
     args = parser.parse_args()
     if min(*args.rows, args.vocab, args.turns, args.repeat) < 1:
         parser.error("--vocab, --rows, --turns and --repeat must be at least 1")
@@ -130,26 +136,12 @@ def _measure(calls: dict[str, Callable[[], jax.Array]], turns: int, repeat: int)
     return {name: statistics.median(times) * 1e6 for name, times in seconds.items()}
 
 
-def _decode_step(path: str, rows: int, steps: int = 32, turns: int = 5) -> float:
-    """Return the microseconds of a step: of a run with so many more, and one without, the difference."""
-    params, cfg = load_hf(path)
-    ids = np.random.default_rng(0).integers(0, 1000, (rows, 32))
-    cfg = GenerationConfig(model=cfg.model, pad_token_id=0)
-
-    def seconds(new_tokens: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(generate(params, ids, None, cfg.replace(max_new_tokens=new_tokens)).sequences)
-        return time.perf_counter() - start
-
-    seconds(steps + 1)
-    return statistics.median(seconds(steps + 1) - seconds(1) for _ in range(turns)) / steps * 1e6
-
-
-def _print_table(columns: dict[int, dict[str, float]]) -> None:
-    print("| | " + " | ".join(f"{rows} row{'s' * (rows > 1)}" for rows in columns) + " |")
-    print("|---|" + "---:|" * len(columns))
+def _table(columns: dict[int, dict[str, float]]) -> list[str]:
+    heads = [f"{rows} row{'s' * (rows > 1)}" for rows in columns]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(columns)]
     for name in next(iter(columns.values())):
-        print(f"| {name} | " + " | ".join(f"{column[name]:.0f}" for column in columns.values()) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{column[name]:.0f}" for column in columns.values()) + " |")
+    return lines
 
 
 if __name__ == "__main__":

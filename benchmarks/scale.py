@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks import hlo
+from benchmarks import hlo, measure
 from benchmarks.targets import CHIPS, Chip, compile_generate, mesh_for
 from jaxgen import GenerationConfig, InputError, JaxgenError, ModelConfig
 from jaxgen.cli import arguments
@@ -36,8 +36,12 @@ from jaxgen.model.sharding import divide
 
 def main() -> None:
     """Compile, and print what was found."""
+    args = _arguments()
     try:
-        print(plan(_arguments()))
+        text = plan(args)
+        print(text)
+        file = f"scale-{args.config.resolve().name}-{args.mesh[0]}x{args.mesh[1]}-{args.rows}.md"
+        (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
     except (JaxgenError, OSError) as error:
         sys.exit(f"error: {error}")
 
@@ -192,6 +196,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens of the answer")
     parser.add_argument("--chunk", type=arguments.count, help="prefill_chunk_size")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
     args = parser.parse_args()
     if args.new_tokens >= args.context:
         parser.error("--new-tokens must be less than --context")

@@ -75,7 +75,7 @@ _LOWERED = {"gpu": "cuda"}  # the name that lowering knows a platform by
 
 
 def device_for(target: str) -> jax.Device:
-    """Return one device of a machine that need not exist: h100, or a TPU slice such as v5e:1x1."""
+    """Return one device of a machine that need not exist: h100, or a TPU slice such as v5e:2x2."""
     if target == "h100":
         found = topologies.get_topology_desc(
             platform="cuda", topology_name="h100", topology="1x1x1", target_config=_H100

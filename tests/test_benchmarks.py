@@ -1,10 +1,127 @@
-"""The benchmarks run on small inputs; what they measure is not tested."""
+"""The benchmarks run on small inputs, and count right; what they measure is not tested."""
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks import processors
+from benchmarks import measure, processors, program, suites
+from benchmarks.__main__ import main
 from jaxgen.config.options import OPTIONS
+from tests.support import checkpoints
+
+TIMED = Path(__file__).parent / "support" / "timed_program.py"
+FAULTS = {
+    "short": r"1 x 64 new tokens became",
+    "compiles": "3 compilations while measuring",
+    "grows": "choose --short nearer",
+    "endless": "takes no longer than a short one",
+    "ends": "ended with status 3",
+}
+CONFIG = checkpoints.QWEN2 | {"max_position_embeddings": 1024, "torch_dtype": "bfloat16", "num_hidden_layers": 6}
+CONFIG |= {"use_sliding_window": False, "sliding_window": 1024, "max_window_layers": 6}  # keras-hub reads them
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(measure, "PAUSE", 0.0)
+    variants = ("fast", "slow", "differs", *FAULTS)
+    monkeypatch.setitem(program.KINDS, "timed", program.Kind(str(TIMED), None, variants))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return checkpoints.write(tmp_path_factory.mktemp("model") / "tiny", CONFIG, checkpoints.weights(CONFIG, "bfloat16"))
+
+
+def run(subcommand: str, model: Path, results: Path, *words: str) -> dict:
+    """Run a subcommand and return the result that it wrote."""
+    main([subcommand, "--model", str(model), "--results", str(results), *words])
+    (file,) = results.glob(f"*/{subcommand}-tiny*.json")
+    assert file.with_suffix(".md").read_text("utf-8").startswith("# ")
+    return json.loads(file.read_text("utf-8"))
+
+
+def medians(result: dict, name: str) -> dict[str, float]:
+    own = result["cases"][0]["programs"]
+    return {program: found["figures"][name]["median"] for program, found in own.items() if name in found["figures"]}
+
+
+def test_figures_follow_from_the_times(model, tmp_path):
+    result = run("decode", model, tmp_path, "--programs", "timed", "timed:slow", "timed:differs", "--rounds", "3")
+    fast, slow, differs = (f"timed:{variant}:bfloat16" for variant in ("fast", "slow", "differs"))
+    assert medians(result, "first") == {fast: 1.0, slow: 1.0, differs: 1.0}
+    assert medians(result, "decode_tokens_per_second") == pytest.approx({fast: 10.0, slow: 5.0, differs: 10.0})
+    assert medians(result, "step_ratio") == pytest.approx({slow: 2.0, differs: 1.0})
+    assert medians(result, "weights_bytes_per_second")[fast] == pytest.approx(1e7)
+    found = result["cases"][0]["programs"]
+    assert [len(own["turns"]) for own in found.values()] == [3, 3, 3]
+    assert found[slow]["equal_leading_tokens"] == [64]
+    assert found[differs]["equal_leading_tokens"] == [3]
+
+
+def test_a_case_costs_as_much_as_the_one_it_is_compared_with(model, tmp_path):
+    result = run("modes", model, tmp_path, "--programs", "timed", "--rounds", "2", "--only", "greedy, 4 rows")
+    labels = {case["label"]: case["programs"]["timed:fast:bfloat16"] for case in result["cases"]}
+    assert labels["contrastive search, top-k 4"]["figures"]["cost"]["median"] == pytest.approx(1.0)
+    assert labels["4 beams"] == {"refused": "no beams"}
+
+
+def test_new_processes_are_measured(model, tmp_path):
+    result = run("startup", model, tmp_path, "--programs", "timed", "--rounds", "2")
+    assert medians(result, "load_seconds") == {"timed:fast:bfloat16": 2.0}
+    assert medians(result, "first_call")["timed:fast:bfloat16"] == pytest.approx(1.0 + 63 * 0.1)
+
+
+@pytest.mark.parametrize("variant", FAULTS)
+def test_figures_that_mean_nothing_are_refused(variant, model, tmp_path):
+    with pytest.raises(SystemExit, match=FAULTS[variant]):
+        run("decode", model, tmp_path, "--programs", f"timed:{variant}", "--rounds", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--programs", "vllm"], "'vllm' is not one of jaxgen"),
+        (["--programs", "llama.cpp:float32"], "'float32' is not one of bfloat16, q8_0, q4_0"),
+        (["--programs", "transformers"], "give --environments DIR"),
+        (["--programs", "transformers", "--environments", "nowhere"], "there is no nowhere"),
+        (["--short", "64"], "--short must be less"),
+        (["--only", "nothing"], "--only nothing"),
+    ],
+)
+def test_faulty_requests_are_refused(words, message, model, tmp_path, capsys):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        run("decode", model, tmp_path, *words)
+    assert message in f"{error.value}{capsys.readouterr().err}"
+
+
+def test_jaxgen_is_measured_on_a_mesh_and_plotted(model, tmp_path):
+    words = ["--rows", "2", "--prompt", "8", "--new-tokens", "100", "--rounds", "1", "--mesh", "1x2"]
+    result = run("batch", model, tmp_path, *words)
+    assert result["programs"]["jaxgen:bfloat16"]["devices"] == 2
+    assert all(speed > 0 for speed in result["probe"]["bytes_per_second"].values())
+    assert medians(result, "bandwidth_share")["jaxgen:bfloat16"] > 0
+    pictures = {file.stem for file in tmp_path.glob("*/*.svg")}
+    assert pictures == ({"batch-tiny-mesh-1x2", "roofline-tiny-mesh-1x2"} if find_spec("matplotlib") else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subcommand", suites.SUITES)
+def test_every_subcommand_runs(subcommand, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "TRIES", 50)  # steps of a tiny model take less time than what disturbs them
+    words = ["--prompt", "8", "--rows", "1", "--rounds", "1"]
+    programs = ["jaxgen"]
+    if environments := os.environ.get("JAXGEN_ENVIRONMENTS"):  # made by `python -m benchmarks environments`
+        words += ["--environments", environments]
+        programs += ["transformers:static", "llama.cpp", "keras-hub"]
+    result = run(subcommand, model, tmp_path, *words, "--programs", *programs)
+    assert all(
+        not own.get("refused") for case in result["cases"] for name, own in case["programs"].items() if "jaxgen" in name
+    )
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import convert.__main__
-from benchmarks.terminal import draw, screen
+from demo.terminal import draw, screen
 from jaxgen.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[1]

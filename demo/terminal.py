@@ -1,6 +1,6 @@
 """Draw a command and its output as a picture of a terminal, which breaks lines at its width as terminals do.
 
-python -m benchmarks.terminal OUT.svg -- jaxgen "Tell me a story about a brave fox who lost a key"
+python -m demo.terminal OUT.svg -- jaxgen "Tell me a story about a brave fox who lost a key"
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ COLUMNS, FONT, LINE = 88, 14, 20  # characters, pixels, pixels
 
 
 def main() -> None:
+    """Run the command, and write the picture."""
     target, separator, *command = sys.argv[1:]
     if separator != "--":
-        raise SystemExit("usage: python -m benchmarks.terminal OUT.svg -- COMMAND ...")
+        raise SystemExit("usage: python -m demo.terminal OUT.svg -- COMMAND ...")
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     typed = "$ " + " ".join(f'"{word}"' if " " in word else shlex.quote(word) for word in command)
     Path(target).write_text(draw(screen(f"{typed}\n{done.stdout}")), "utf-8")

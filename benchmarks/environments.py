@@ -1,0 +1,58 @@
+"""Make the environments of the programs that jaxgen is measured against, from the package index.
+
+    python -m benchmarks environments DIR
+
+llama.cpp is compiled, for the instructions of this machine; CMAKE_ARGS in the environment is passed on. How it was
+compiled is written beside it, and its results say it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"
+
+
+def main() -> None:
+    args = _arguments()
+    build = {"CMAKE_ARGS": os.environ.get("CMAKE_ARGS", "-DGGML_NATIVE=ON" + " -DGGML_CUDA=ON" * args.cuda)}
+    index = [] if args.cuda or not args.torch_index else ["--extra-index-url", args.torch_index]
+    steps = {  # what pip installs, call by call
+        "transformers": [[args.torch, *index], ["transformers"]],
+        # Wheels for all machines use few instructions.
+        "llama_cpp": [["llama-cpp-python", "--no-binary", "llama-cpp-python"], ["gguf"]],
+        "keras_hub": [["keras-hub", "safetensors", "jax[cuda13]" if args.cuda else "jax"]],
+    }
+    for name in args.only or steps:
+        directory = args.directory / name
+        venv.create(directory, with_pip=True)
+        for words in steps[name]:
+            print(f"{directory}: {' '.join(words)}", file=sys.stderr)
+            command = [directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--upgrade", *words]
+            subprocess.run(command, env=os.environ | build, check=True)
+        if name == "llama_cpp":
+            compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+            facts = build | {"CMAKE_BUILD_TYPE": "Release", "compiler": compiler}  # scikit-build-core's default
+            (directory / "build.json").write_text(json.dumps(facts))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where to make them")
+    parser.add_argument("--only", nargs="+", choices=("transformers", "llama_cpp", "keras_hub"), metavar="NAME")
+    parser.add_argument("--cuda", action="store_true", help="for an NVIDIA GPU; by default for the CPU alone")
+    parser.add_argument("--torch", default="torch", help="the requirement for torch, such as torch==2.13.0")
+    parser.add_argument(
+        "--torch-index", default=CPU_TORCH, metavar="URL", help="an index with torch for the CPU, or ''"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

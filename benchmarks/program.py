@@ -1,0 +1,158 @@
+"""Programs under test, each a process in its own interpreter, which sleeps between requests."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOATS = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A program: its file, its environment, and what it can be told. The first variant and dtype are the defaults."""
+
+    file: str
+    environment: str | None  # None: this interpreter
+    variants: tuple[str, ...] = ("",)
+    dtypes: tuple[str, ...] = FLOATS
+
+
+KINDS = {
+    "jaxgen": Kind("jaxgen_program.py", None),
+    "transformers": Kind("transformers_program.py", "transformers", ("eager", "static", "compile")),
+    "llama.cpp": Kind("llama_cpp_program.py", "llama_cpp", dtypes=("bfloat16", "q8_0", "q4_0")),
+    "keras-hub": Kind("keras_hub_program.py", "keras_hub"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A program as the command line names it: its kind, its variant and the dtype of its weights."""
+
+    kind: str
+    variant: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return ":".join(filter(None, (self.kind, self.variant, self.dtype)))
+
+
+def spec(text: str) -> Spec:
+    """Read a program such as `jaxgen`, `transformers:static:float32` or `llama.cpp:q8_0`."""
+    kind, *words = text.split(":")
+    if kind not in KINDS:
+        raise argparse.ArgumentTypeError(f"{kind!r} is not one of {', '.join(KINDS)}")
+    chosen = {"variant": KINDS[kind].variants[0], "dtype": KINDS[kind].dtypes[0]}
+    for word in words:
+        if word not in KINDS[kind].variants + KINDS[kind].dtypes:
+            allowed = [name for name in KINDS[kind].variants + KINDS[kind].dtypes if name]
+            raise argparse.ArgumentTypeError(f"{text!r}: {word!r} is not one of {', '.join(allowed)}")
+        chosen["variant" if word in KINDS[kind].variants else "dtype"] = word
+    return Spec(kind, **chosen)
+
+
+class Program:
+    """A program under test. A context: its process ends with it."""
+
+    def __init__(self, spec: Spec, environments: Path | None, mesh: tuple[int, int] | None, device: str | None):
+        self.spec, self.name = spec, spec.name
+        kind = KINDS[spec.kind]
+        self.command = [_interpreter(kind, environments), str(Path(__file__).parent / "programs" / kind.file)]
+        self.mesh = mesh if spec.kind == "jaxgen" else None
+        self.environment = {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if self.mesh:
+            self.environment["JAX_NUM_CPU_DEVICES"] = str(mesh[0] * mesh[1])
+        if device == "cpu":
+            self.environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        self.process: subprocess.Popen[str] | None = None
+        self.facts: dict[str, Any] = {}
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def start(self, model: Path, **environment: str) -> None:
+        """Start the process and load the checkpoint; does nothing if that has been done."""
+        if self.process is not None:
+            return
+        begin = time.perf_counter()
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | self.environment | environment,
+        )
+        hello = self._answer()
+        started = time.perf_counter() - begin
+        loaded = self.ask("load", path=str(model.resolve()), dtype=self.spec.dtype, variant=self.spec.variant,
+                          mesh=self.mesh)  # fmt: skip
+        if "refused" in loaded:
+            raise SystemExit(f"{self.name}: {loaded['refused']}")
+        self.facts = {
+            "versions": hello["versions"],
+            "start_seconds": started,
+            "load_seconds": loaded.pop("seconds"),
+            "import_peak_bytes": hello["peak_bytes"],
+            "load_peak_bytes": loaded.pop("peak_bytes"),
+        } | loaded
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        """Send a request, and return the answer."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # there will be no answer
+            self.process.stdin.write(json.dumps({"do": do} | request) + "\n")
+            self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait()
+            self.stop()
+            raise SystemExit(f"{self.name} ended with status {status}; its messages are above")
+        return json.loads(line)
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the process so far."""
+        assert self.process is not None
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            self.process.wait()
+            self.process.stdout.close()
+            self.process = None
+
+
+def _interpreter(kind: Kind, environments: Path | None) -> str:
+    if kind.environment is None:
+        return sys.executable
+    if environments is None:
+        raise SystemExit(f"{kind.environment} is measured in its own environment: give --environments DIR")
+    python = environments / kind.environment / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"there is no {python}: run python -m benchmarks environments {environments}")
+    return str(python)

@@ -1,0 +1,102 @@
+"""jaxgen under test."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from on_jax import JaxProgram
+from worker import cores, serve
+
+from convert import load_hf
+from jaxgen import GenerationConfig, JaxgenError, generate
+
+
+class Jaxgen(JaxProgram):
+    def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
+        devices = None if mesh is None else jax.make_mesh(tuple(mesh), ("data", "model"))
+        start = time.perf_counter()
+        self.params, cfg = load_hf(path, dtype=dtype, mesh=devices)
+        jax.block_until_ready(self.params)
+        seconds = time.perf_counter() - start
+        self.cfg = GenerationConfig(model=cfg.model, eos_token_id=None, pad_token_id=0)
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        looked_up = self.params["model"]["embed_tokens"]["weight"].nbytes if "lm_head" in self.params else 0
+        return {"seconds": seconds, "step_bytes": total - looked_up} | self.device()
+
+    def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
+        options, extensions = dict(options), {}
+        budget = new_tokens
+        if options.pop("capacity", None):  # a large budget that the rows do not use up
+            budget = room - ids.shape[1]
+            extensions["stopping_criteria"] = [jax.tree_util.Partial(_stop_after, np.int32(new_tokens))]
+        if period := options.pop("repeats", None):
+            extensions["logits_processor"] = [jax.tree_util.Partial(_repeat, np.int32(period))]
+        key = jax.random.key(0) if options.get("do_sample") else None
+        cfg = self.cfg.replace(max_new_tokens=budget, **options)
+        try:
+            out = generate(self.params, ids, key, cfg, attention_mask=np.ones_like(ids), **extensions)
+        except JaxgenError as error:
+            raise NotImplementedError(str(error)) from error
+        self.output, width = out, ids.shape[1]
+        return np.asarray(out.sequences)[:, width : width + new_tokens]
+
+    def run(self, ids: list[list[int]], new_tokens: int, room: int, options: dict[str, Any]) -> dict[str, Any]:
+        answer = super().run(ids, new_tokens, room, options)
+        drafted = self.output.drafted
+        accepted = None if drafted is None else f"{int(self.output.accepted[0])} of {int(drafted[0])} accepted"
+        return answer | {"slots": self.output.cache.slots, "note": accepted}
+
+    def probe(self, nbytes: int) -> dict[str, Any]:
+        """Return the bytes/s of reading `nbytes` of memory once, and the FLOP/s of a large product in bfloat16."""
+        cpu = jax.default_backend() == "cpu"
+        reader = _read_with_threads(nbytes) if cpu else _read_on_device(nbytes)
+        size = 2048 if cpu else 8192
+        square = jnp.ones((size, size), jnp.bfloat16)
+        product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32))
+        return {
+            "bytes_per_second": nbytes / _median_seconds(reader),
+            "flops": 2 * size**3 / _median_seconds(lambda: product(square).block_until_ready()),
+        }
+
+
+def _stop_after(new_tokens, history, scores):
+    return history.step >= new_tokens
+
+
+def _repeat(period, history, scores):
+    """Allow only the token whose number is the row's length modulo the period."""
+    return jnp.where(jnp.arange(scores.shape[1])[None, :] == (history.length % period)[:, None], 0.0, -jnp.inf)
+
+
+def _median_seconds(work) -> float:
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def _read_with_threads(nbytes: int):
+    parts = np.array_split(np.ones(nbytes // 8, np.uint64), cores())
+    pool = ThreadPoolExecutor(len(parts))
+    return lambda: list(pool.map(np.sum, parts))  # numpy releases the lock
+
+
+def _read_on_device(nbytes: int):
+    array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.uint32)
+    total = jax.jit(lambda x: jnp.max(x, axis=1))
+    return lambda: total(array).block_until_ready()
+
+
+if __name__ == "__main__":
+    modules = {"jax": jax, "jaxlib": jaxlib, "flax": flax}
+    serve(Jaxgen(), {name: module.__version__ for name, module in modules.items()})

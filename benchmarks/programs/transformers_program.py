@@ -1,0 +1,81 @@
+"""transformers under test: eager, with a static cache, or compiled with one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from worker import Program, cores, serve
+
+RELEASE = int(transformers.__version__.partition(".")[0])
+MOVED = {"penalty_alpha", "dola_layers", "num_beam_groups"}
+
+
+class Transformers(Program):
+    def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
+        torch.set_num_threads(cores())
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        options = {"dtype" if RELEASE >= 5 else "torch_dtype": getattr(torch, dtype)}
+        start = time.perf_counter()
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+        self.model = model.to(self.device).eval()
+        seconds = time.perf_counter() - start
+        self.variant = variant
+        model.generation_config = transformers.GenerationConfig()  # the options of a run and nothing else
+        total = sum(weight.nbytes for weight in model.parameters())
+        looked_up = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
+        return {
+            "seconds": seconds,
+            "step_bytes": total - looked_up,
+            "platform": self.device,
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
+            "build": {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()},
+        }
+
+    def compiled(self) -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.variant == "compile" else 0
+
+    def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
+        options, processors = dict(options), transformers.LogitsProcessorList()
+        options.pop("capacity", None)  # `room` says it
+        if period := options.pop("repeats", None):
+            processors.append(_Repeat(period))
+        if RELEASE >= 5 and (moved := MOVED & set(options)):
+            raise NotImplementedError(f"transformers 5 has {', '.join(moved)} only as code to download")
+        if self.variant != "eager":
+            options |= {"cache_implementation": "static", "max_cache_len": room}
+            compiled = self.variant == "compile"
+            config = transformers.CompileConfig()
+            config._compile_all_devices = True  # compiling on a CPU has no public switch
+            options |= {"compile_config": config} if compiled else {"disable_compile": True}
+        prompts = torch.from_numpy(ids).long().to(self.device)
+        given = {"attention_mask": torch.ones_like(prompts), "logits_processor": processors, "pad_token_id": 0}
+        options = {"do_sample": False, "max_new_tokens": new_tokens} | options
+        try:
+            sequences = self.model.generate(prompts, **given, **options)
+        except ValueError as error:  # options that do not go together
+            raise NotImplementedError(str(error)) from error
+        if self.device == "cuda":
+            self.device_peak = torch.cuda.max_memory_allocated()
+        return sequences[:, ids.shape[1] :].cpu().numpy()
+
+
+class _Repeat(transformers.LogitsProcessor):
+    """Allow only the token whose number is the row's length modulo the period."""
+
+    def __init__(self, period: int):
+        self.period = period
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, input_ids.shape[1] % self.period] = 0.0
+        return allowed
+
+
+if __name__ == "__main__":
+    serve(Transformers(), {"transformers": transformers.__version__, "torch": torch.__version__})

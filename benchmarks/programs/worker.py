@@ -1,0 +1,75 @@
+"""The protocol of a program under test, for its own interpreter: it needs numpy and nothing else.
+
+Requests and answers are JSON objects, one per line, on stdin and stdout. A program says hello after its imports. Then
+it answers `load`, `run` and other methods by name, and sleeps between requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Program:
+    """A program under test; a subclass loads a checkpoint and generates with it."""
+
+    device_peak: int | None = None  # bytes on an accelerator
+
+    def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
+        """Load a checkpoint; return facts, among them `step_bytes`, the bytes of weights that a decode step reads."""
+        raise NotImplementedError
+
+    def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
+        """Return `new_tokens` tokens after each row of `ids int32[B, P]`, on the host.
+
+        `room` is the number of tokens that a cache of fixed size stores per row, at least P + new_tokens. `options`
+        are transformers' generation options. No token ends a row. Raise `NotImplementedError` for an option that the
+        program does not have.
+        """
+        raise NotImplementedError
+
+    def compiled(self) -> int:
+        """Return the number of compilations so far."""
+        return 0
+
+    def run(self, ids: list[list[int]], new_tokens: int, room: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Generate, and return the seconds that it takes."""
+        prompts, compiled = np.array(ids, np.int32), self.compiled()
+        start = time.perf_counter()
+        tokens = self.generate(prompts, new_tokens, room, options)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "tokens": tokens.tolist(), "compilations": self.compiled() - compiled}
+
+
+def serve(program: Program, versions: dict[str, str]) -> None:
+    """Answer the requests on stdin until it is closed."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not an answer
+    versions = {"python": sys.version.split()[0], "numpy": np.__version__} | versions
+    print(json.dumps({"versions": versions, "peak_bytes": peak_memory()}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(program, request.pop("do"))(**request)
+        except NotImplementedError as error:
+            answer = {"refused": str(error)}
+        memory = {"peak_bytes": peak_memory(), "device_peak_bytes": program.device_peak}
+        print(json.dumps(answer | memory), file=answers)
+
+
+def cores() -> int:
+    """Return the number of cores that the process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process so far, in bytes."""
+    match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024 if match else 0
