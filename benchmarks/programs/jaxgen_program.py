@@ -16,20 +16,22 @@ from on_jax import JaxProgram
 from worker import cores, serve
 
 from convert import load_hf
-from jaxgen import GenerationConfig, JaxgenError, generate
+from jaxgen import GenerationConfig, JaxgenError, generate, prepare
 
 
 class Jaxgen(JaxProgram):
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
         devices = None if mesh is None else jax.make_mesh(tuple(mesh), ("data", "model"))
         start = time.perf_counter()
-        self.params, cfg = load_hf(path, dtype=dtype, mesh=devices)
+        quantize = "int8" if variant == "int8" else None
+        self.params, cfg = load_hf(path, dtype=dtype, quantize=quantize, mesh=devices)
+        if variant == "joined":
+            self.params = prepare(self.params, donate=True)
         jax.block_until_ready(self.params)
         seconds = time.perf_counter() - start
         self.cfg = GenerationConfig(model=cfg.model, eos_token_id=None, pad_token_id=0)
-        total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
-        looked_up = self.params["model"]["embed_tokens"]["weight"].nbytes if "lm_head" in self.params else 0
-        return {"seconds": seconds, "step_bytes": total - looked_up} | self.device()
+        looked_up = self.params["model"]["embed_tokens"] if "lm_head" in self.params else {}
+        return {"seconds": seconds, "step_bytes": _bytes(self.params) - _bytes(looked_up)} | self.device()
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         options, extensions = dict(options), {}
@@ -65,6 +67,10 @@ class Jaxgen(JaxProgram):
             "bytes_per_second": nbytes / _median_seconds(reader),
             "flops": 2 * size**3 / _median_seconds(lambda: product(square).block_until_ready()),
         }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _stop_after(new_tokens, history, scores):
