@@ -27,7 +27,7 @@ _NAMES = {
     "scoring": "ChoiceScores LogProbs compute_transition_scores score score_choices",
     "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextStream TextStreamer",
     "text.tokenizer": "Batch Tokenizer",
-    "warmup": "warmup",
+    "warming": "warmup",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
         TextStreamer as TextStreamer,
     )
     from jaxgen.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
-    from jaxgen.warmup import warmup as warmup
+    from jaxgen.warming import warmup as warmup
 else:  # a type checker would accept any name
 
     def __getattr__(name: str):

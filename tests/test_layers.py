@@ -13,7 +13,7 @@ FLOORS = (
     {"logits", "convert"},
     {"decoding", "training"},
     {"request", "output"},
-    {"generation", "scoring", "warmup"},
+    {"generation", "scoring", "warming"},
     {"demo", "cli"},
     {"__init__", "__main__"},
 )

@@ -106,7 +106,8 @@ def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[R
     def append(carry):
         column, active, rows, accepted = carry
         length = rows.history.length
-        rows = extend(run, record_layers(rows, read, column, active), read, column, active)
+        rows = record_layers(rows, read, column, active, read.cache.offset)
+        rows = extend(run, rows, read, column, active)
         agrees = rows.history.last(1)[:, 0] == draft.tokens[:, jnp.minimum(column, width - 1)]
         agrees &= (rows.history.length > length) & (column < draft.count)
         return column + 1, agrees & rows.live, rows, accepted + agrees.astype(jnp.int32)

@@ -127,7 +127,7 @@ class BeamSearch:
         rows = state.beams.rows
         tokens = guidance.stack(run.cfg, Tokens(rows.history.last(1), rows.live[:, None]))
         read, rows = run_model(run, rows, tokens, state.cache)
-        recording = state.recording.put_layers(rows.history.step, rows.live, read.out, 0)
+        recording = state.recording.put_layers(rows.history.step, rows.live, read.out, 0, read.cache.offset)
         beams = dataclasses.replace(state.beams, rows=rows)
         return self._extend(run, dataclasses.replace(state, beams=beams, cache=read.cache, recording=recording), read)
 

@@ -101,7 +101,7 @@ class ContrastiveSearch:
 
         rows = dataclasses.replace(rows, hook=jax.tree.map(lambda x: take(x, best, rows.count), candidates.hook))
         rows = rows.push(run, token, rows.live, logits, scores, failed)
-        rows = record_layers(rows, read, 0, rows.live)
+        rows = record_layers(rows, read, 0, rows.live, cache.offset)
         return ContrastiveState(rows, cache, _carried(read), context)
 
     def finish(self, run: Run, state: ContrastiveState) -> Decoded:

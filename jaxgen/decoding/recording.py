@@ -133,20 +133,23 @@ class Recording:
             logits=None if self.logits is None else put_step(self.logits, step, live, logits),
         )
 
-    def put_layers(self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array) -> Recording:
-        """Record the layers' values for the `step`-th token of each live row, which they read in `column`."""
+    def put_layers(
+        self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
+    ) -> Recording:
+        """Record the layers' values for the `step`-th token of each live row, which they read in `column`.
+
+        `offset`: the number of slots in the cache's prefix. If it is 0, a row's generated tokens follow its prompt.
+        """
         hidden, attentions, columns = self.hidden_states, self.attentions, self.columns
         rows = step.shape[0]
         if hidden is not None and out.hidden_states is not None:
             hidden = hidden.put(step, live, [x[:rows, column] for x in out.hidden_states])
         if attentions is not None and out.attentions is not None and columns is not None:
             capacity = attentions.decode[0].shape[-1] - columns.shape[1]
-
-            def in_columns(x: jax.Array) -> jax.Array:  # [rows, A, T, slots of prompt and generation]
-                x = x[:rows, :, column]
-                return jnp.concatenate([_in_columns(x[..., :-capacity], columns, 2), x[..., -capacity:]], axis=-1)
-
-            attentions = attentions.put(step, live, [in_columns(x) for x in out.attentions])
+            first = jnp.full((rows, 1), offset) if offset else jnp.max(columns, axis=-1, keepdims=True) + 1
+            columns = jnp.concatenate([columns, first + jnp.arange(capacity, dtype=jnp.int32)[None, :]], axis=-1)
+            layers = [_in_columns(x[:rows, :, column], columns, 2) for x in out.attentions]
+            attentions = attentions.put(step, live, layers)
         return dataclasses.replace(self, hidden_states=hidden, attentions=attentions)
 
 

@@ -67,7 +67,7 @@ class Sample:
         # A finished row reads nothing, so that its cache stays as it is.
         tokens = guidance.stack(run.cfg, Tokens(rows.history.last(1), rows.live[:, None]))
         read, rows = run_model(run, rows, tokens, state.cache)
-        rows = record_layers(rows, read, 0, rows.live)
+        rows = record_layers(rows, read, 0, rows.live, read.cache.offset)
         return SampleState(extend(run, rows, read, 0, rows.live), read.cache)
 
     def finish(self, run: Run, state: SampleState) -> Decoded:
@@ -86,9 +86,12 @@ def extend(run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: j
     return rows.push(run, choice.token, live, logits, choice.scores, choice.failed)
 
 
-def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-    """Record the layers' values for the newest token of each live row, which the model read in `column`."""
-    recording = rows.recording.put_layers(rows.history.step, live, read.out, column)
+def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, offset: int) -> Rows:
+    """Record the layers' values for the newest token of each live row, which the model read in `column`.
+
+    `offset` is that of the cache.
+    """
+    recording = rows.recording.put_layers(rows.history.step, live, read.out, column, offset)
     return dataclasses.replace(rows, recording=recording)
 
 

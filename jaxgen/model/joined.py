@@ -62,7 +62,7 @@ def _joined(node: Any, donate: bool) -> Any:
 
 def separate(params: Any, model: ModelConfig) -> Any:
     """Return parameters with the projections that `prepare` has joined as matrices of their own."""
-    if not isinstance(params, Mapping):
+    if not _has_joined(params):
         return params
     shapes = param_shapes(model)
     result = {}
@@ -77,6 +77,10 @@ def separate(params: Any, model: ModelConfig) -> Any:
         for part, end, width in zip(JOINED[key], ends, widths, strict=True):
             result[part] = jax.tree.map(lambda array, end=end, width=width: array[end - width : end], child)
     return result
+
+
+def _has_joined(node: Any) -> bool:
+    return isinstance(node, Mapping) and any(key in JOINED or _has_joined(child) for key, child in node.items())
 
 
 def expected_shapes(model: ModelConfig, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
