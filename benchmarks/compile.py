@@ -22,9 +22,10 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import numpy as np
 
 from benchmarks import hlo, measure
-from benchmarks.targets import CHIPS, compile_generate, device_for
+from benchmarks.targets import CHIPS, FORMS, compile_generate, device_for
 from jaxgen import GenerationConfig, JaxgenError, ModelConfig
 from jaxgen.cli import arguments
 from jaxgen.config.generation_config import model_of
@@ -56,10 +57,10 @@ def main() -> None:
             **MODES[args.mode],
         )
         start = time.perf_counter()
-        compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt)
+        compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt, args.form)
         text = report(args, cfg, compiled, time.perf_counter() - start)
         print(text)
-        file = f"compile-{args.config.resolve().name}-{args.mode}-{args.rows}.md"
+        file = f"compile-{args.config.resolve().name}-{args.mode}-{args.rows}-{args.form}.md"
         (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
         if args.hlo:
             args.hlo.write_text(compiled.as_text())
@@ -86,11 +87,12 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
     if not model.tie_word_embeddings:  # the table is only looked up
         weights -= math.prod(shapes["model.embed_tokens.weight"])
     rows = args.rows * max(cfg.num_beams, cfg.num_return_sequences)
-    read = weights * 2 + cache_bytes(model, rows, args.prompt + args.new_tokens // 2)
+    nbytes = 1 if args.form == "int8" else np.dtype(model.dtype).itemsize
+    read = weights * nbytes + cache_bytes(model, rows, args.prompt + args.new_tokens // 2)
     moving, launching = (read + 2 * written) / chip.bandwidth, count * chip.launch
     lines = [
         f"## {args.config.resolve().name}, {args.mode}, {args.rows} rows, {args.prompt} + {args.new_tokens} tokens, "
-        f"{model.dtype}, on {args.target}",
+        f"{model.dtype}, {args.form} weights, on {args.target}",
         "",
         "| figure | value |",
         "|---|---|",
@@ -126,6 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens of each answer")
     parser.add_argument("--mode", choices=MODES, default="greedy", help="how tokens are chosen")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--form", default="plain", choices=FORMS, help="of the weights")
     parser.add_argument("--hlo", type=Path, help="write the optimised program to this file")
     parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
     args = parser.parse_args()

@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there need not 
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
@@ -21,7 +22,9 @@ from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
+from jaxgen.model import joined
 from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.int8 import Int8
 from jaxgen.model.sharding import divide, shardings
 from jaxgen.request.driver import run_whole
 from jaxgen.request.prepare import CallInputs, prepare
@@ -104,12 +107,33 @@ def shapes(model: ModelConfig, where: Mesh | jax.Device) -> Any:
     return flax.traverse_util.unflatten_dict(flat, sep=".")
 
 
-def compile_generate(cfg: GenerationConfig, where: Mesh | jax.Device, rows: int, width: int) -> jax.stages.Compiled:
-    """Compile `generate()` for a mesh or a device, as for a call with `rows` prompts of `width` tokens."""
+FORMS = {"plain": lambda params: params, "joined": joined.prepare, "int8": lambda params: jax.tree.map(_int8, params)}
+
+
+def _int8(weight: jax.Array) -> Any:
+    if weight.ndim != 2:
+        return weight
+    return Int8(weight.astype(jnp.int8), jnp.ones(len(weight)), np.dtype(weight.dtype))
+
+
+def compile_generate(
+    cfg: GenerationConfig, where: Mesh | jax.Device, rows: int, width: int, form: str = "plain"
+) -> jax.stages.Compiled:
+    """Compile `generate()` for a mesh or a device, as for a call with `rows` prompts of `width` tokens.
+
+    `form` is one of `FORMS`, those of the parameters; all but the plain one are for one device.
+    """
     model = model_of(cfg)
     ids, key = np.zeros((rows, width), np.int32), jax.random.key(0) if cfg.do_sample else None
     inputs = CallInputs(ids, key, attention_mask=np.ones_like(ids))
-    prepared = prepare(shapes(model, where), cfg, inputs, Extensions(), eager=True)
+    params = shapes(model, where)
+    if form != "plain":
+        assert not isinstance(where, Mesh)
+        on_device = SingleDeviceSharding(where)
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), jax.eval_shape(FORMS[form], params)
+        )
+    prepared = prepare(params, cfg, inputs, Extensions(), eager=True)
     run = dataclasses.replace(prepared.run, model=model)  # without what `prepare` knows of this machine
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
     traced = run_whole.trace(run, prepared.request, mode=mode_of(cfg))

@@ -99,6 +99,7 @@ def test_faulty_requests_are_refused(words, message, model, tmp_path, capsys):
     assert message in f"{error.value}{capsys.readouterr().err}"
 
 
+@pytest.mark.slow
 def test_jaxgen_is_measured_on_a_mesh_and_plotted(model, tmp_path):
     words = ["--rows", "2", "--prompt", "8", "--new-tokens", "100", "--rounds", "1", "--mesh", "1x2"]
     result = run("batch", model, tmp_path, *words)

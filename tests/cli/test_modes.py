@@ -469,6 +469,7 @@ def test_a_request_that_memory_cannot_hold(refused, checkpoint, monkeypatch):
 
 
 class TestMeshes:
+    @pytest.mark.slow
     def test_rows_are_divided(self, run, checkpoint):
         status, out, _ = run("--model", checkpoint, "--max-new-tokens", 3, "--mesh", "8x1", "A")
         assert (status, out) == (0, "BCD\n")

@@ -134,6 +134,7 @@ class TestResult:
         assert held_out(err)[1] < held_out(err)[0]
         assert {leaf.dtype for leaf in weights(tmp_path / "out").values()} == {jnp.dtype(jnp.bfloat16)}
 
+    @pytest.mark.slow
     def test_the_epochs_decide_the_steps(self, run, tmp_path):
         assert "in 3 rows of 64 tokens" in (err := run(steps=None, epochs=5, report_every=100)[1])
         assert "8 steps of 2 rows" in err
@@ -177,6 +178,7 @@ def _is_target(name: str) -> bool:
 
 
 class TestGoingOn:
+    @pytest.mark.slow
     def test_a_run_that_was_stopped(self, run, tmp_path, monkeypatch):
         options = LOW_RANK | {"save_every": 20}
         assert run(**options, out=tmp_path / "whole")[0] == 0

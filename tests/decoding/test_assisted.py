@@ -137,7 +137,7 @@ class Schedule:
                 wanted = min(wanted + 2, most) if accepted == wanted else max(wanted - 1, 1)
 
 
-@pytest.mark.parametrize("schedule", ["heuristic", *slow("heuristic_transient", "constant")])
+@pytest.mark.parametrize("schedule", slow("heuristic", "heuristic_transient", "constant"))
 def test_schedules(schedule):
     cfg = counting_config(vocab_size=50, max_new_tokens=40)
     params = counting_params(cfg)
