@@ -48,7 +48,6 @@ def _joined(node: Any, donate: bool) -> Any:
         layers = [node[part] for part in parts]
         if not all(isinstance(layer["weight"], np.ndarray | jax.Array | Int8) for layer in layers):
             continue
-        # The place of the first in the order of a tree does not matter: names do.
         result[name] = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *layers)
         for part in parts:
             del result[part]
