@@ -23,7 +23,9 @@ _CHUNK = 1 << 20  # elements drawn at once
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks checkpoint", usage="%(prog)s CONFIG OUT [options]", description=__doc__
+    )
     parser.add_argument("config", type=Path, help="a directory with config.json")
     parser.add_argument("out", type=Path, help="the directory to write")
     parser.add_argument("--seed", type=int, default=0)

@@ -64,8 +64,10 @@ def main() -> None:
         (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
         if args.hlo:
             args.hlo.write_text(compiled.as_text())
-    except (JaxgenError, OSError) as error:
+    except JaxgenError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
 
 
 def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: float) -> str:
@@ -118,7 +120,9 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks compile", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument(
         "--target", required=True, help="h100, or a TPU slice such as v5e:2x2, of which one chip is used"
     )

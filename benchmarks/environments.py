@@ -43,7 +43,11 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks environments",
+        usage="%(prog)s DIR [options]",
+        description=(__doc__ or "").splitlines()[0],
+    )
     parser.add_argument("directory", type=Path, help="where to make them")
     parser.add_argument("--only", nargs="+", choices=("transformers", "llama_cpp", "keras_hub"), metavar="NAME")
     parser.add_argument("--cuda", action="store_true", help="for an NVIDIA GPU; by default for the CPU alone")

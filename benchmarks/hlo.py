@@ -1,4 +1,4 @@
-"""What a compiled program does, read off its optimised HLO."""
+"""Operations of a compiled program, read off its optimised HLO."""
 
 from __future__ import annotations
 

@@ -189,8 +189,10 @@ def _ratios(own: Answer, other: Answer, name: str) -> list[float]:
     return [mine[name] / theirs[name] for mine, theirs in zip(own["turns"], other["turns"], strict=True)]
 
 
-def started_anew(programs: Sequence[Program], case: Case, model: Path, vocabulary: int, rounds: int) -> list[Answer]:
-    """Measure start, load, first call and memory of new processes, in turn; each once without and once with a cache."""
+def in_new_processes(
+    programs: Sequence[Program], case: Case, model: Path, vocabulary: int, rounds: int
+) -> list[Answer]:
+    """Measure start, load, first call and memory of new processes in turn, each without compiled programs and with."""
     turns: dict[str, list[Answer]] = {program.name: [] for program in programs}
     for _ in range(rounds):
         for program in programs:

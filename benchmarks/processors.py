@@ -52,7 +52,9 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks processors", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--vocab", type=int, default=151_936, help="tokens in the vocabulary")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="rows of the batch, a column for each")
     parser.add_argument("--turns", type=int, default=50, help="turns that the median is over")

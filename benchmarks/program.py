@@ -154,5 +154,5 @@ def _interpreter(kind: Kind, environments: Path | None) -> str:
         raise SystemExit(f"{kind.environment} is measured in its own environment: give --environments DIR")
     python = environments / kind.environment / "bin" / "python"
     if not python.exists():
-        raise SystemExit(f"there is no {python}: run python -m benchmarks environments {environments}")
+        raise SystemExit(f"{python} does not exist: run python -m benchmarks environments {environments}")
     return str(python)

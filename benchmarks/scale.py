@@ -42,8 +42,10 @@ def main() -> None:
         print(text)
         file = f"scale-{args.config.resolve().name}-{args.mesh[0]}x{args.mesh[1]}-{args.rows}.md"
         (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
-    except (JaxgenError, OSError) as error:
+    except JaxgenError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
 
 
 def plan(args: argparse.Namespace) -> str:
@@ -183,7 +185,9 @@ def _moved(collective: hlo.Operation, parts: int) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks scale", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
+    )
     targets = [
         f"{name}:{topology}"
         for name, topology in itertools.chain(*([(n, t) for t in c.slices] for n, c in CHIPS.items()))

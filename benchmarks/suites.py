@@ -48,7 +48,7 @@ class Suite:
     new_tokens: int = 64
     short: int | None = None  # by default half of new_tokens
     choices: dict[str, Choice] = dataclasses.field(default_factory=lambda: {"greedy": Choice()})
-    anew: bool = False  # a new process for each turn
+    new_processes: bool = False  # for each turn
     axis: str | None = None  # of the plot
 
 
@@ -105,10 +105,10 @@ SUITES = {
         },
     ),
     "startup": Suite(
-        "Start and compilation", "start_seconds load_seconds first_call compiling cached_first_call", anew=True
+        "Start and compilation", "start_seconds load_seconds first_call compiling cached_first_call", new_processes=True
     ),
-    "load": Suite("Load", "load_seconds load_peak_bytes", anew=True),
-    "memory": Suite("Memory", "import_peak_bytes load_peak_bytes peak_bytes device_peak_bytes", anew=True),
+    "load": Suite("Load", "load_seconds load_peak_bytes", new_processes=True),
+    "memory": Suite("Memory", "import_peak_bytes load_peak_bytes peak_bytes device_peak_bytes", new_processes=True),
 }
 
 # How a figure is shown: its heading and its factor.
@@ -148,8 +148,8 @@ def main(name: str, words: Sequence[str] | None = None) -> None:
         programs = [
             stack.enter_context(Program(one, args.environments, args.mesh, args.device)) for one in args.programs
         ]
-        if suite.anew:
-            found = measure.started_anew(programs, cases[0], args.model, config["vocab_size"], args.rounds)
+        if suite.new_processes:
+            found = measure.in_new_processes(programs, cases[0], args.model, config["vocab_size"], args.rounds)
         else:
             in_turn = InTurn(programs, args.model, config["vocab_size"])
             found = in_turn.measure(cases, args.rounds)
@@ -252,7 +252,9 @@ def _build(facts: Answer) -> str:
 
 
 def _arguments(name: str, suite: Suite, words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=suite.title)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}", usage="%(prog)s [options]", description=suite.title
+    )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a Hugging Face checkpoint directory")
     add("--programs", type=spec, nargs="+", default=[spec("jaxgen")], metavar="NAME[:VARIANT][:DTYPE]",

@@ -44,7 +44,7 @@ _SPARE = 1 << 24  # parameters, beyond those of the files, up to which mismatche
 class Checkpoint:
     """A checked directory; its weights have not been read yet.
 
-    `config` and `generation` are the contents of the two JSON files (`generation` is None if there is no such file),
+    `config` and `generation` are the contents of the two JSON files (`generation` is None if its file does not exist),
     `tensors` the model's parameters by name, and the scales of those that are quantised.
     """
 
@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def quantized(self) -> bool:
-        """Whether matrices are stored as 8-bit numbers with scales."""
+        """True if matrices are stored as 8-bit numbers with scales."""
         return any(map(self._is_quantized, self.tensors))
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
@@ -121,7 +121,6 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
         ConfigError: a `quantize` or `dtype` that is not offered.
     """
     wanted = float_dtype(dtype)
-    check_quantize(quantize)
     checkpoint = open_checkpoint(path)
     model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)

@@ -88,7 +88,7 @@ def test_figures_that_mean_nothing_are_refused(variant, model, tmp_path):
         (["--programs", "vllm"], "'vllm' is not one of jaxgen"),
         (["--programs", "llama.cpp:float32"], "'float32' is not one of bfloat16, q8_0, q4_0"),
         (["--programs", "transformers"], "give --environments DIR"),
-        (["--programs", "transformers", "--environments", "nowhere"], "there is no nowhere"),
+        (["--programs", "transformers", "--environments", "nowhere"], "nowhere/transformers/bin/python does not exist"),
         (["--short", "64"], "--short must be less"),
         (["--only", "nothing"], "--only nothing"),
     ],

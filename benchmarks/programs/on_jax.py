@@ -1,4 +1,4 @@
-"""What programs on JAX have in common."""
+"""The common part of the programs on JAX."""
 
 from __future__ import annotations
 

@@ -262,6 +262,8 @@ def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> list[int]:
+    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template there may be a BOS
+        raise InputError("the prompt is empty: write a prompt")
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 
 

@@ -1,4 +1,4 @@
-"""What the command says on stderr: lines, and on a terminal one line that shows what it waits for."""
+"""Messages of the command on stderr, and on a terminal a status line that shows what it waits for."""
 
 import contextlib
 import os

@@ -9,7 +9,7 @@ from jaxgen.grammar.utf8 import Ranges
 
 
 def integer_range(low: int | None, high: int | None) -> Expression:
-    """Return the expression of the integers from `low` to `high`, both included; None is no bound.
+    """Return the expression of the integers from `low` to `high`, both included; None means no bound.
 
     Each integer has one text, without leading zeros; 0 has no sign. There is at least one integer.
     """

@@ -152,7 +152,7 @@ def _has_literals(schema: dict[str, Any]) -> bool:
 
 
 def _apart(one: tuple[int | None, int | None], other: tuple[int | None, int | None]) -> bool:
-    """Return True if no number is in both ranges; None is no bound."""
+    """Return True if no number is in both ranges; None means no bound."""
     return _below(one[1], other[0]) or _below(other[1], one[0])
 
 

@@ -158,7 +158,7 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What config.json says about a model. Hashable, hence static under jit.
+    """A model as config.json describes it. Hashable, hence static under jit.
 
     Fields have the names of config.json if it has them.
 

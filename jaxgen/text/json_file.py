@@ -18,7 +18,7 @@ _MOST = 500_000  # brackets: each list and object takes far more memory than tex
 
 
 def read_file(file: Path, largest: int) -> bytes | None:
-    """Return the content of a regular file, or None if there is no such file.
+    """Return the content of a regular file, or None if the file does not exist.
 
     Raises:
         ConfigError: a directory, pipe or device, a link to nothing, or more than `largest` bytes.
@@ -47,7 +47,7 @@ def kind_of(file: Path) -> str:
 
 
 def read_json(file: Path, largest: int = LARGEST) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if there is no such file.
+    """Return the object in a JSON file, or None if the file does not exist.
 
     Raises:
         ConfigError: as in `read_file` and `json_object`; the text begins with the file's name.

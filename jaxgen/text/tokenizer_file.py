@@ -30,7 +30,7 @@ _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 
 def read_backend(file: Path) -> tokenizers.Tokenizer | None:
-    """Return the tokenizer in a tokenizer.json, or None if there is no such file.
+    """Return the tokenizer in a tokenizer.json, or None if the file does not exist.
 
     Raises:
         ConfigError: it is damaged.

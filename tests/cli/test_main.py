@@ -54,7 +54,7 @@ class TestText:
         arguments = ("--model", copy, "A", "--max-new-tokens", 5)
         assert run(*arguments) == (0, '!"#$%\n', "")
         assert run(*arguments, "--raw") == (0, "BCDEF\n", "")
-        assert run("--model", copy, "", "--max-new-tokens", 5) == (0, '!"#$%\n', "")
+        assert run("--model", copy, "") == (2, "", "jaxgen: error: the prompt is empty: write a prompt\n")
 
     @pytest.mark.slow
     def test_seed(self, run, checkpoint):

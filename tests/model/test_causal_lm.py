@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, InputError, KVCache
-from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.causal_lm import RMSNorm, param_shapes
 from tests.support.models import left_pad, model_config, random_params, slow
 
 CFG = model_config()
@@ -307,3 +307,13 @@ def test_a_cache_of_other_rows_is_refused():
         run(tokens(2, 1), cache=KVCache.create(CFG, 3, 4))
     with pytest.raises(InputError, match="at least one"):
         KVCache.create(CFG, 0, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_norm_of_a_row_as_a_gpu_computes_it(dtype):
+    norm, rng = RMSNorm(1e-6, dtype), np.random.default_rng(0)
+    row, weight = jnp.asarray(rng.normal(size=(1, 48)), dtype), jnp.asarray(rng.normal(size=48), dtype)
+    np.testing.assert_array_equal(norm._of_two(row, weight), norm._normed(row, weight))
+    lowered = jax.jit(lambda x: norm.apply({"params": {"weight": weight}}, x)).trace(row[None]).lower
+    assert "tensor<2x48x" in lowered(lowering_platforms=("cuda",)).as_text()
+    assert "tensor<2x48x" not in lowered(lowering_platforms=("cpu",)).as_text()
