@@ -71,7 +71,7 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
     return Example(ids, labels)
 
 
-def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
+def read_examples(file: str | Path, tokenizer: Tokenizer) -> list[Example]:
     """Read a JSONL file of `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}` lines.
 
     A prompt and its completion are a conversation if the tokenizer has a chat template, otherwise one text in which
@@ -81,7 +81,7 @@ def read_examples(file: Path, tokenizer: Tokenizer) -> list[Example]:
         InputError: a line of another form; the message has its number.
     """
     examples = []
-    for number, line in text_lines(str(file), file.read_bytes()):
+    for number, line in text_lines(str(file), Path(file).read_bytes()):
         try:
             example = _example(tokenizer, parse_json(line))
             if len(example.ids) < 2:
