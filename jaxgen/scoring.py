@@ -108,7 +108,8 @@ def score(
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
     mesh = None if traced else mesh_of(params)
     ids, mask = place_rows((ids, mask), mesh)
-    scores = logprobs(params, ids, mask, replay, model=model if traced else for_this_machine(model), **sizes)
+    model = model if traced else for_this_machine(model, mesh)
+    scores = logprobs(params, ids, mask, replay, model=model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:

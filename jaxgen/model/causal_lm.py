@@ -140,7 +140,7 @@ class Linear(nn.Module):
         bias = None
         if self.use_bias:
             bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
-        return linear(x, weight, bias, tiles=cfg.cpu_tiles)
+        return linear(x, weight, bias, cpu=cfg.cpu_form)
 
 
 # Projections of the same input, which `jaxgen.model.joined.prepare` makes one matrix.
@@ -173,7 +173,7 @@ class Embedding(nn.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Map `x [..., D]` to logits `[..., V]`."""
-        return linear(x, self.weight, tiles=self.cfg.cpu_tiles)
+        return linear(x, self.weight, cpu=self.cfg.cpu_form)
 
 
 class Attention(nn.Module):

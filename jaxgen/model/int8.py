@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxgen.model import lanes
+from jaxgen.model.config import CpuForm
 from jaxgen.model.linear import product
 
 LARGEST = 127  # -128 is not used, so that negation is exact
@@ -23,9 +25,9 @@ _FEW_ROWS = 8
 class Int8:
     """The matrix `values * scales[:, None]`.
 
-    Accelerators convert the values where the product reads them, which is exact. On a CPU, conversions cost more than
-    the product, so a few 16-bit rows are converted instead: each to one scale and two 8-bit numbers per channel, which
-    together have 15 bits, more than a bfloat16 has.
+    Accelerators convert the values where the product reads them, which is exact, and so does a CPU for one or two rows.
+    For a few more 16-bit rows, a CPU's conversions cost more than the product, so the rows are converted instead: each
+    to one scale and two 8-bit numbers per channel, which together have 15 bits, more than a bfloat16 has.
 
     Attributes:
         values: int8[F, D], from -127 to 127.
@@ -47,9 +49,9 @@ class Int8:
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 
-    def product(self, rows: jax.Array, tiles: bool) -> jax.Array:
+    def product(self, rows: jax.Array, cpu: CpuForm) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
-        out: jax.Array = _product(rows, self.values, tiles)  # pyright: ignore[reportAssignmentType]
+        out: jax.Array = _product(rows, self.values, cpu)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
@@ -59,23 +61,25 @@ class Int8:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(rows: jax.Array, values: jax.Array, tiles: bool) -> jax.Array:
+def _product(rows: jax.Array, values: jax.Array, cpu: CpuForm) -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in the rows."""
-    if rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
+    if cpu != "divided" and lanes.fits(*rows.shape):
+        on_cpu = lanes.product
+    elif rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
         on_cpu = _converted_in_branch
     else:
-        on_cpu = functools.partial(_split, values_first=tiles)
+        on_cpu = functools.partial(_split, values_first=cpu == "tiles")
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=_converted)
 
 
-def _keep_operands(rows: jax.Array, values: jax.Array, tiles: bool):
-    return _product(rows, values, tiles), (values, rows[:0])
+def _keep_operands(rows: jax.Array, values: jax.Array, cpu: CpuForm):
+    return _product(rows, values, cpu), (values, rows[:0])
 
 
-def _gradients(tiles: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+def _gradients(cpu: CpuForm, operands: tuple[jax.Array, jax.Array], change: jax.Array):
     """Differentiate in the rows, in their dtype; whole numbers have no gradient."""
     values, like = operands
-    del tiles
+    del cpu
     to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T)
     return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-from jaxgen.model.config import ModelConfig
+from jaxgen.model import lanes
+from jaxgen.model.config import CpuForm, ModelConfig
 from jaxgen.model.weights import Weight
 
 # Up to this many rows, a product is bound by reading the weights.
@@ -18,30 +21,26 @@ _FEW_ROWS = 16
 
 
 def linear(
-    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, *, tiles: bool = False
+    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, *, cpu: CpuForm = "any"
 ) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch stores it.
 
     Products are accumulated in float32. float32 operands are never rounded to a shorter format, as in torch,
     regardless of `jax_default_matmul_precision`.
 
-    `tiles`: when lowered for a CPU, use the form for CPUs with AMX; see `for_this_machine`.
+    `cpu`: the form of products that are lowered for a CPU; see `for_this_machine`.
     """
-    out = product(x.reshape(-1, x.shape[-1]), weight, tiles)
+    out = product(x.reshape(-1, x.shape[-1]), weight, cpu)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None, :]
     return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def product(rows: jax.Array, weight: jax.Array | Weight, tiles: bool = False) -> jax.Array:
+def product(rows: jax.Array, weight: jax.Array | Weight, cpu: CpuForm = "any") -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F]."""
     if isinstance(weight, Weight):
-        return weight.product(rows, tiles)
-    if tiles and weight.dtype == jnp.bfloat16 and rows.shape[0] <= _FEW_ROWS:
-        return lax.platform_dependent(rows, weight, cpu=_weight_first, default=_product)
-    if weight.dtype != jnp.float32 and rows.shape[0] == 1:
-        return lax.platform_dependent(rows, weight, cpu=_two_rows, default=_product)
-    return _product(rows, weight)
+        return weight.product(rows, cpu)
+    return _product(rows, weight) if weight.dtype == jnp.float32 else _narrow_product(rows, weight, cpu)
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
@@ -59,12 +58,17 @@ def precision(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def for_this_machine(model: ModelConfig) -> ModelConfig:
+def for_this_machine(model: ModelConfig, mesh: Mesh | None = None) -> ModelConfig:
     """Return `model` with machine-specific fields set, for programs that are compiled and run here.
 
     Do not call it for programs that run elsewhere, such as exported ones: without it they run on every machine.
+
+    Args:
+        model: the model of the program.
+        mesh: the mesh that the parameters are divided over, if they are.
     """
-    return dataclasses.replace(model, cpu_tiles=_has_tiles())
+    form: CpuForm = "divided" if mesh is not None else "tiles" if _has_tiles() else "any"
+    return dataclasses.replace(model, cpu_form=form)
 
 
 @functools.cache
@@ -75,23 +79,27 @@ def _has_tiles() -> bool:
 
 
 def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    return _contract(rows, weight, 1, 1) if weight.dtype == jnp.float32 else _narrow_product(rows, weight)
+    return _contract(rows, weight, 1, 1)
 
 
-@jax.custom_vjp
-def _narrow_product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _narrow_product(rows: jax.Array, weight: jax.Array, cpu: CpuForm) -> jax.Array:
     """Multiply 16-bit operands, with gradients that are 16-bit products too, as in torch.
 
     jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
-    return _contract(rows, weight, 1, 1)
+    on_cpu = _cpu_product(rows.shape[0], weight.shape[1], cpu)
+    if on_cpu is _product:
+        return _product(rows, weight)
+    return lax.platform_dependent(rows, weight, cpu=on_cpu, default=_product)
 
 
-def _keep_operands(rows: jax.Array, weight: jax.Array):
-    return _narrow_product(rows, weight), (rows, weight)
+def _keep_operands(rows: jax.Array, weight: jax.Array, cpu: CpuForm):
+    return _narrow_product(rows, weight, cpu), (rows, weight)
 
 
-def _narrow_gradients(operands: tuple[jax.Array, jax.Array], change: jax.Array):
+def _narrow_gradients(cpu: CpuForm, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+    del cpu
     rows, weight = operands
     change = change.astype(weight.dtype)
     to_rows, to_weight = _contract(change, weight, 1, 0), _contract(change, rows, 0, 0)
@@ -99,6 +107,15 @@ def _narrow_gradients(operands: tuple[jax.Array, jax.Array], change: jax.Array):
 
 
 _narrow_product.defvjp(_keep_operands, _narrow_gradients)
+
+
+def _cpu_product(rows: int, columns: int, cpu: CpuForm) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return the fastest function for this many 16-bit rows of this many columns on a CPU."""
+    if cpu != "divided" and lanes.fits(rows, columns):
+        return lanes.product
+    if cpu == "tiles" and rows <= _FEW_ROWS:
+        return _weight_first
+    return _two_rows if rows == 1 else _product
 
 
 def _contract(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:

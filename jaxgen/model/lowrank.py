@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxgen.model.config import CpuForm
 from jaxgen.model.linear import look_up, product
 
 
@@ -39,10 +40,10 @@ class LowRank:
         outputs, inputs = spec or (None, None)
         return LowRank(spec, PartitionSpec(None, inputs), PartitionSpec(outputs, None))  # pyright: ignore
 
-    def product(self, rows: jax.Array, tiles: bool) -> jax.Array:
+    def product(self, rows: jax.Array, cpu: CpuForm) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
-        narrow = product(rows, self.a, tiles).astype(rows.dtype)
-        return product(rows, self.weight, tiles) + product(narrow, self.b, tiles)
+        narrow = product(rows, self.a, cpu).astype(rows.dtype)
+        return product(rows, self.weight, cpu) + product(narrow, self.b, cpu)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows `ids int32[B, T]`: `[B, T, D]`."""

@@ -96,7 +96,7 @@ def with_draft(run: Run, assistant: Assistant | None, eager: bool) -> Run:
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params, model = assistant.params, model_of(assistant.cfg)
-        model = for_this_machine(model) if eager else model
+        model = for_this_machine(model, run.mesh) if eager else model
         settings = {name: getattr(assistant.cfg, name) for name in _SETTINGS}
     elif early is not None:
         params, settings = run.params, {}

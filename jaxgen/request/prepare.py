@@ -111,7 +111,7 @@ def prepare(
         capacity = capacity_for(new_tokens, recorded=records(cfg))
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
-        model = for_this_machine(model)
+        model = for_this_machine(model, mesh)
     # The program's arguments must be arrays, so the config's Python numbers become arrays.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
     run = Run(params, numbers, extensions, model, Sizes(prompts, capacity, slots, candidates_of(cfg)), mesh=mesh)

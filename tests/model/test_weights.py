@@ -43,8 +43,8 @@ class Halves:
     def specs(self, spec):
         return Halves(spec, spec)
 
-    def product(self, rows, tiles):
-        return jnp.concatenate([product(rows, part, tiles) for part in (self.upper, self.lower)], axis=1)
+    def product(self, rows, cpu):
+        return jnp.concatenate([product(rows, part, cpu) for part in (self.upper, self.lower)], axis=1)
 
     def look_up(self, ids):
         return jnp.concatenate([self.upper, self.lower])[ids]
@@ -93,14 +93,14 @@ class TestFace:
 
 
 class TestKinds:
-    @pytest.mark.parametrize("tiles", [False, True])
+    @pytest.mark.parametrize("cpu", ["any", "tiles", "divided"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("rows", [1, 5])
-    def test_low_rank_product(self, rows, dtype, tiles):
+    def test_low_rank_product(self, rows, dtype, cpu):
         weight, matrix = low_rank(40, 24, dtype)
         assert (weight.shape, weight.dtype) == ((40, 24), dtype)
         x = jnp.asarray(np.random.default_rng(3).normal(size=(rows, 24)), dtype)
-        out = jax.jit(lambda x, weight: linear(x, weight, tiles=tiles))(x, weight)
+        out = jax.jit(lambda x, weight: linear(x, weight, cpu=cpu))(x, weight)
         assert out.dtype == dtype
         expected = np.asarray(x, np.float64) @ matrix.T
         rounding = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
@@ -185,4 +185,4 @@ class TestMismatch:
             causal_lm.forward(CFG, params, IDS)
 
     def test_tiles_change_no_parameter(self):
-        assert causal_lm.param_shapes(dataclasses.replace(CFG, cpu_tiles=True)) == causal_lm.param_shapes(CFG)
+        assert causal_lm.param_shapes(dataclasses.replace(CFG, cpu_form="tiles")) == causal_lm.param_shapes(CFG)

@@ -1,0 +1,62 @@
+"""Products of one or two rows with 16-bit or 8-bit weights on a CPU, as fast as the memory delivers the weights.
+
+XLA's own product of few rows packs the weights at each call, which takes longer than reading them. Here the weights
+are read once, as stored: every `_LANES` adjacent columns are added to as many sums. A step of these is a vector
+instruction, which a step of one sum over adjacent columns is not.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_LANES = 32
+_FEW_ROWS = 2
+# XLA divides a sum of more than 32 terms into several passes, which store every product. Even counts are unrolled best.
+_FEWEST_TERMS, _MOST_TERMS = 4, 28
+
+
+def fits(rows: int, columns: int) -> bool:
+    """Return True if `product` handles this many rows of this many columns."""
+    return rows <= _FEW_ROWS and columns % _LANES == 0 and _terms(columns) > 0
+
+
+def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F].
+
+    The conversion to float32 is inside a branch that is always taken, unless all rows are NaN and so is the result:
+    XLA's CPU compiler moves the conversion of a weight out of a loop and stores the copy, but not out of a branch.
+    """
+    return lax.cond(jnp.any(rows == rows), _product, _not_a_number, rows, weight)
+
+
+def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    features, columns = weight.shape
+    terms = _terms(columns)
+    groups = (columns // (terms * _LANES), terms, _LANES)
+    sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
+    for axis in (3, 3, 2):  # the terms, the lanes, the groups
+        sums = lax.optimization_barrier(_sum(sums, axis))  # else XLA joins the sums into one of too many terms
+    return sums
+
+
+def _terms(columns: int) -> int:
+    """Return the largest suitable number of terms in a lane's sum, 0 if there is none."""
+    groups = columns // _LANES
+    counts = range(_FEWEST_TERMS, _MOST_TERMS + 1, 2)
+    return max((count for count in counts if groups % count == 0), default=0)
+
+
+def _sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sum over one axis.
+
+    XLA hands sums to a library that is slow for these shapes, but only those that add and do nothing else. Rounding a
+    float32 to the precision of a float32 changes no number.
+    """
+    return lax.reduce(x, np.float32(0), lambda a, b: lax.reduce_precision(a + b, 8, 23), (axis,))
+
+
+def _not_a_number(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.full((rows.shape[0], weight.shape[0]), jnp.nan, jnp.float32)

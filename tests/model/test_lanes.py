@@ -1,0 +1,80 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen.model import lanes
+from jaxgen.model.linear import linear
+
+# Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, Llama 1B and 8B.
+SIZES = [896, 4864, 1536, 8960, 2048, 11008, 3584, 18944, 5120, 13824, 27648, 8192, 29568, 4096, 14336]
+
+
+@pytest.mark.parametrize("columns", SIZES)
+def test_real_sizes_fit(columns):
+    assert lanes.fits(1, columns)
+    assert lanes.fits(2, columns)
+
+
+@pytest.mark.parametrize("size", [(3, 896), (1, 96), (1, 130), (1, 7 * 32), (2, 37 * 64)])
+def test_other_sizes_do_not_fit(size):
+    assert not lanes.fits(*size)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("columns", [128, 448, 896, 37 * 128])
+def test_product(columns, rows, dtype):
+    rng = np.random.default_rng(columns)
+    weight = jnp.asarray(rng.integers(-127, 128, (24, columns)), dtype)
+    x = jnp.asarray(rng.normal(size=(rows, columns)), jnp.bfloat16)
+    found = jax.jit(lanes.product)(x, weight)
+    wide = [np.asarray(value, np.float64) for value in (x, weight)]
+    size = np.abs(wide[0]) @ np.abs(wide[1]).T
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_less(np.abs(found - wide[0] @ wide[1].T), 1e-6 * size)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_with_infinity_and_without_a_number(rows):
+    weight = jnp.ones((8, 128), jnp.bfloat16)
+    x = jnp.ones((rows, 128), jnp.bfloat16)
+    assert bool(jnp.all(jnp.isposinf(lanes.product(x.at[:, 5].set(jnp.inf), weight))))
+    assert bool(jnp.all(jnp.isnan(lanes.product(x.at[:, 5].set(jnp.nan), weight))))
+    assert bool(jnp.all(jnp.isnan(lanes.product(x * jnp.nan, weight))))
+    assert np.all(np.isnan(lanes.product(x.at[0].set(jnp.nan), weight)[0]))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("columns", [896, 4864, 18944])
+def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
+    """Neither a converted weight, nor the products before they are summed, nor a packed form is stored."""
+    weights = [jax.ShapeDtypeStruct((512, columns), dtype)] * 2
+    x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
+
+    def steps(x, weights):
+        def step(_, x):
+            for weight in weights:
+                x = x + jnp.sum(lanes.product(x, weight), axis=1, keepdims=True).astype(x.dtype)
+            return x
+
+        return jax.lax.fori_loop(0, 3, step, x)
+
+    compiled = jax.jit(steps).lower(x, weights).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 512 * columns / 4
+    body = compiled.as_text().split("ENTRY")[0]
+    assert "multiply" in body
+    assert not [line for line in body.splitlines() if "ynn" in line and "multiply" in line]
+
+
+def test_gradients():
+    rng = np.random.default_rng(1)
+    x, weight, change = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((1, 128), (40, 128), (1, 40)))
+    _, pull = jax.vjp(linear, x, weight)
+    to_x, to_weight = pull(change)
+    wide = [np.asarray(value, np.float64) for value in (x, weight, change)]
+    np.testing.assert_allclose(np.asarray(to_x, np.float64), wide[2] @ wide[1], rtol=0.02, atol=0.05)
+    np.testing.assert_allclose(np.asarray(to_weight, np.float64), wide[2].T @ wide[0], rtol=0.02, atol=0.05)
