@@ -144,7 +144,7 @@ def prefill(
     Args:
         params: the parameters.
         ids: int32[B, P], the prompts.
-        cfg: only `cfg.model`, the special tokens and `prefill_chunk_size` are read.
+        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size` and `cache_dtype` are read.
         attention_mask: `[B, P]`, as in `generate`.
         cache: the tokens before the prompts, as in `generate`.
 
@@ -152,7 +152,7 @@ def prefill(
         InputError, ConfigError, TypeError: as `generate`.
     """
     check_call(params, cfg)
-    read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size")
+    read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
     if not is_traced(cfg):  # eos ids given per prompt belong to the prompts of another call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)

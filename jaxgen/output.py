@@ -102,7 +102,7 @@ class GenerateOutput:
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
         assert self.cache is not None
-        if not self.cache.kv.keys[0].is_fully_addressable:
+        if not jax.tree.leaves(self.cache.kv.keys)[0].is_fully_addressable:
             raise InputError(
                 "the cache is divided over several processes, and to_hf() returns all of it: leave it out with "
                 "dataclasses.replace(out, cache=None).to_hf()"

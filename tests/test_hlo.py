@@ -32,12 +32,20 @@ BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 @functools.cache
-def compile_loop(copies: int, dtype: str, do_sample: bool, beams: int = 1, candidates: int = 0, int8: bool = False):
+def compile_loop(
+    copies: int,
+    dtype: str,
+    do_sample: bool,
+    beams: int = 1,
+    candidates: int = 0,
+    int8: bool = False,
+    cache_dtype: str | None = None,
+):
     model = model_config(torch_dtype=dtype, **MODEL)
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1} if do_sample else {}
     cfg = GenerationConfig(
         **{"model": model, "do_sample": do_sample, "num_return_sequences": copies, "num_beams": beams},
-        **{"max_new_tokens": 8, "eos_token_id": 1, **options},
+        **{"max_new_tokens": 8, "eos_token_id": 1, "cache_dtype": cache_dtype, **options},
     )
     if candidates:
         cfg = cfg.replace(penalty_alpha=0.6, top_k=candidates)
@@ -138,8 +146,8 @@ def made_in_branches(computations, slots: int, sizes) -> list[str]:
         for line in computations[name]:
             match = INSTRUCTION.match(line)
             if match and match["op"] not in ("parameter", "get-tuple-element"):
-                if math.prod(int(d) for d in match["dims"].split(",") if d) in sizes:
-                    found.append(line.strip()[:160])
+                size = math.prod(int(d) for d in match["dims"].split(",") if d)
+                found += [line.strip()[:160]] * (size in sizes)
     return found
 
 
@@ -195,6 +203,15 @@ def test_quantised_weights_are_not_stored_in_another_form(copies):
     if copies == 1:
         assert made_in_branches(computations, slots, weights) == []
     assert second_copies(computations, params) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_cache_of_8_bits_is_written_in_place(copies):
+    compiled, _ = compile_loop(copies, "bfloat16", do_sample=True, cache_dtype="int8")
+    computations, slots = parse(compiled.as_text()), own_slots(copies)
+    caches = {ROWS * 2 * PROMPT * 32, ROWS * copies * 2 * slots * 32}
+    assert results_of_size(decode_loop(computations, into_branches=True, slots=slots), caches) == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

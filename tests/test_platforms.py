@@ -11,6 +11,7 @@ from jax import export
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.decoding.modes import MODES
+from jaxgen.model.config import CpuForm
 from tests.support.models import model_config, random_params, slow
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -39,9 +40,9 @@ EMPTY_LOOK_UP = re.compile(
 )
 
 
-def run_of(mode: str, tiles: bool = False):
+def run_of(mode: str, cpu: CpuForm = "any"):
     """A run of `generate` as a function of parameters, ids and the data of a key."""
-    model = dataclasses.replace(MODEL, cpu_tiles=tiles)
+    model = dataclasses.replace(MODEL, cpu_form=cpu)
     cfg = GenerationConfig(model=model, max_new_tokens=4, eos_token_id=1, **(OPTIONS | OTHER_MODES)[mode])
 
     def run(params, ids, key_data):
@@ -55,9 +56,9 @@ def arguments():
     return PARAMS, IDS, jax.random.key_data(jax.random.key(7))
 
 
-def lowered(mode: str, tiles: bool = False) -> dict[str, str]:
+def lowered(mode: str, cpu: CpuForm = "any") -> dict[str, str]:
     """The program by platform, from one trace."""
-    traced = run_of(mode, tiles).trace(*arguments())
+    traced = run_of(mode, cpu).trace(*arguments())
     return {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in PLATFORMS}
 
 
@@ -87,7 +88,7 @@ def test_one_trace_of_a_mode_is_lowered_for_all_platforms(mode):
 
 def test_only_the_cpu_multiplies_tiles_and_only_if_told_to():
     assert not WEIGHT_FIRST.search(lowered("greedy")["cpu"])
-    programs = lowered("greedy", tiles=True)
+    programs = lowered("greedy", cpu="tiles")
     assert WEIGHT_FIRST.search(programs["cpu"])
     assert not TWO_ROWS.search(programs["cpu"])
     for platform in ("cuda", "tpu"):

@@ -431,6 +431,12 @@ class GenerationOptions:
         since="later",
         command=True,
     )
+    cache_dtype: str | None = _output(
+        Choice(None, "int8"),
+        "store keys and values in 8 bits with a scale for each head and token: half the memory of 16 bits",
+        since="jaxgen",
+        command=True,
+    )
     token_healing: bool | None = _output(
         Flag(None),
         "take the last token of each prompt back; the answer begins with its text, spelled by any tokens",

@@ -105,7 +105,8 @@ class DraftModel:
         drafting, history = _draft_of(run), rows.history
         width = history.ids.shape[1] - run.capacity
         prompt = Tokens.of_length(_known(drafting, history.ids[:, :width]), history.prompt_length)
-        read, _ = run_model(drafting, rows, prompt, KVCache.create(drafting.model, rows.count, width))
+        cache = KVCache.create(drafting.model, rows.count, width, run.cfg.cache_dtype)
+        read, _ = run_model(drafting, rows, prompt, cache)
         wanted = jnp.full(rows.count, drafting.cfg.num_assistant_tokens, jnp.int32)
         return DraftState(read.cache.grow(run.capacity), wanted)
 

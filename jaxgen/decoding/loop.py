@@ -230,7 +230,7 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
     """Return the cache that receives the prompts, of `shape` (rows, width)."""
     rows, width = shape
     if given is None:
-        return KVCache.create(run.model, rows, width)
+        return KVCache.create(run.model, rows, width, run.cfg.cache_dtype)
     is_padded = given.rows == run.sizes.prompts and given.kv.rows == prompts
     kv = (given if is_padded else given.without_padding()).kv.flatten(run.sizes.slots)
     if is_expanded(kv.rows, run.sizes.prompts, run.mesh):

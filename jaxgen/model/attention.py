@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.model.cache import as_numbers
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
+from jaxgen.model.slots import Int8Slots, Slots, as_numbers
+from jaxgen.shapes import repeat_rows
 
 # All scores at once up to this many queries and slots.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
@@ -40,8 +41,8 @@ class Part:
         dtype: the dtype of their numbers, static.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Slots
+    values: Slots
     dtype: str = flax.struct.field(pytree_node=False)
 
     @property
@@ -50,12 +51,23 @@ class Part:
         return self.keys.shape[2]
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
-        """Return keys and values of `size` slots as numbers; with `owner`, only those of one row and kv head."""
+        """Return keys and values of `size` slots as numbers; with `owner`, only those of one row and kv head.
+
+        8-bit ones are numbers that are still to be multiplied by their scales.
+        """
         rows, heads, _, width = self.keys.shape
         row, head = owner or (0, 0)
         shape = (rows, heads, size, width) if owner is None else (1, 1, size, width)
-        x = (lax.dynamic_slice(x, (row, head, start, 0), shape) for x in (self.keys, self.values))
-        keys, values = (as_numbers(block, self.dtype) for block in x)
+
+        def cut(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice(x, (row, head, start, 0)[: x.ndim], shape[: x.ndim])
+
+        def numbers(x: Slots) -> Slots:
+            if isinstance(x, Int8Slots):
+                return Int8Slots(x.values.astype(self.dtype), x.scales)
+            return as_numbers(x, self.dtype)
+
+        keys, values = (numbers(jax.tree.map(cut, x)) for x in (self.keys, self.values))
         return keys, values
 
 
@@ -99,7 +111,7 @@ def _at_once(
     """Attend with all scores in one array; also return the weights."""
     batch, heads, steps, size = q.shape
     blocks = [part.block(0, part.slots) for part in parts]
-    scores = jnp.concatenate([_product(q, k, "bkqh,bksh->bkqs") for k, _ in blocks], axis=-1)
+    scores = jnp.concatenate([_scores(q, k) for k, _ in blocks], axis=-1)
     mask = jnp.concatenate([visible.mask(index) for index in range(len(parts))], axis=-1)
     weights = jax.nn.softmax(_masked(scores / math.sqrt(size), mask), axis=-1)
     if dropout is not None:
@@ -107,7 +119,7 @@ def _at_once(
 
     out, start = jnp.zeros((), jnp.float32), 0
     for _, v in blocks:
-        out = out + _product(weights[..., start : start + v.shape[2]], v, "bkqs,bksh->bkqh")
+        out = out + _weighted(weights[..., start : start + v.shape[2]], v)
         start += v.shape[2]
     return out.astype(q.dtype).reshape(batch, heads, steps, size), weights.reshape(batch, heads, steps, -1)
 
@@ -204,7 +216,7 @@ def _over_keys(
             mask = visible.of_keys(index, start, block).mask(0)
             if part.slots % block:  # the last block overlaps the previous one
                 mask &= (start + jnp.arange(block) >= number * block)[None, None, :]
-            scores = _product(q, k, "bkqh,bksh->bkqs") / math.sqrt(width)
+            scores = _scores(q, k) / math.sqrt(width)
             return _absorb(state, _masked(scores, mask), v)
 
         if block == part.slots:
@@ -218,13 +230,13 @@ def _over_keys(
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
 
 
-def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v: jax.Array):
+def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v: Slots):
     """Add a block to a running softmax: the largest score, the sum of exponentials, and the values' weighted sum."""
     largest, total, out = state
     new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
     weights, faded = jnp.exp(scores - new), jnp.exp(largest - new)
     total = total * faded + jnp.sum(weights, axis=-1, keepdims=True)
-    return new, total, out * faded + _product(weights, v, "bkqs,bksh->bkqh")
+    return new, total, out * faded + _weighted(weights, v)
 
 
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
@@ -234,6 +246,21 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
     overflows.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
+
+
+def _scores(q: jax.Array, keys: Slots) -> jax.Array:
+    """Multiply `q [B, A, T, H]` with the keys `[n, K, S, H]` of a part; float32[B, K, G, T, S]."""
+    if isinstance(keys, Int8Slots):
+        return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
+    return _product(q, keys, "bkqh,bksh->bkqs")
+
+
+def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
+    """Sum the values `[n, K, S, H]` of a part with the weights `[B, K, G, T, S]`; float32[B, K, G, T, H]."""
+    if isinstance(values, Int8Slots):
+        scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
+        return _weighted(weights * scales, values.values)
+    return _product(weights, values, "bkqs,bksh->bkqh")
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:

@@ -16,15 +16,16 @@ no key or value is ever moved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.slots import Int8Slots, Slots, as_numbers, empty_slots, write
 from jaxgen.shapes import put, repeat_rows, resize_axis, take
 
 # The order of an empty slot. Sorts after every token.
@@ -39,18 +40,19 @@ class KVCache:
     compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
 
     Attributes:
-        keys: one array per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, or the bits of 16-bit ones. If
-            rows share slots, `[B/writers, K, S*writers, H]`: token i of writer j is in place `i * writers + j`.
+        keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, the bits of 16-bit ones, or
+            `Int8Slots`. If rows share slots, `[B/writers, K, S*writers, H]`: token i of writer j is in place
+            `i * writers + j`.
         values: likewise.
         length: int32[B], the number of slots that each row fills in this part, from the part's first slot on.
         prefix: the cache that this one extends, or None.
         owners: int32[B, S], the writer of each of the row's tokens; None unless rows share slots.
         writers: how many rows share their slots, static.
-        dtype: the dtype of keys and values, static.
+        dtype: the dtype of keys and values as numbers, static.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[Slots, ...]
+    values: tuple[Slots, ...]
     length: jax.Array
     prefix: KVCache | None = None
     owners: jax.Array | None = None
@@ -59,15 +61,23 @@ class KVCache:
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
-        """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype."""
+        """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype.
+
+        With the dtype int8, keys and values are stored in 8 bits with a float32 scale for each head and slot, and read
+        as numbers of the model's dtype.
+        """
         if rows < 1 or slots < 1:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
         dtype = jnp.dtype(dtype or cfg.dtype)
-        return cls._empty((rows, cfg.num_key_value_heads, slots, cfg.head_dim), cfg.num_hidden_layers, dtype.name)
+        int8 = dtype == jnp.int8
+        shape = (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
+        return cls._empty(shape, cfg.num_hidden_layers, cfg.dtype if int8 else dtype.name, int8)
 
     @classmethod
-    def _empty(cls, shape: tuple[int, ...], layers: int, dtype: str, prefix: KVCache | None = None) -> KVCache:
-        buffers = [jnp.zeros(shape, _stored(dtype)) for _ in range(2 * layers)]
+    def _empty(
+        cls, shape: tuple[int, ...], layers: int, dtype: str, int8: bool, prefix: KVCache | None = None
+    ) -> KVCache:
+        buffers = [empty_slots(shape, dtype, int8) for _ in range(2 * layers)]
         length = jnp.zeros(shape[0], jnp.int32)
         return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
 
@@ -79,22 +89,27 @@ class KVCache:
         if copies < 1 or slots < 1:
             raise InputError(f"a fork needs at least one copy and one slot, got copies={copies}, slots={slots}")
         _, heads, _, size = self.keys[0].shape
-        rows = self.rows * copies
+        rows, kind = self.rows * copies, (len(self.keys), self.dtype, self.int8)
         if not shared:
-            return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, prefix=self)
-        empty = self._empty((self.rows, heads, slots * copies, size), len(self.keys), self.dtype, prefix=self)
+            return self._empty((rows, heads, slots, size), *kind, prefix=self)
+        empty = self._empty((self.rows, heads, slots * copies, size), *kind, prefix=self)
         length, owners = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, slots), jnp.int32)
         return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
 
     def grow(self, slots: int) -> KVCache:
         """Return a copy with `slots` more slots; rows do not share theirs."""
         size = self.slots + slots
-        keys, values = (tuple(resize_axis(x, 2, size) for x in arrays) for arrays in (self.keys, self.values))
+        keys, values = jax.tree.map(lambda x: resize_axis(x, 2, size), (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values)
 
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of a layer in this part as numbers, each `dtype[B, K, S, H]`."""
         return as_numbers(self.keys[index], self.dtype), as_numbers(self.values[index], self.dtype)
+
+    @property
+    def int8(self) -> bool:
+        """True if keys and values are stored in 8 bits."""
+        return isinstance(self.keys[0], Int8Slots)
 
     @property
     def rows(self) -> int:
@@ -132,12 +147,8 @@ class KVCache:
         """Return a copy in one part of `slots` slots, which must be enough for `total_length`."""
         first, *rest = self.parts
         first = first.separate()
-        merged = KVCache(
-            keys=tuple(resize_axis(repeat_rows(key, self.rows), 2, slots) for key in first.keys),
-            values=tuple(resize_axis(repeat_rows(value, self.rows), 2, slots) for value in first.values),
-            length=self.total_length,
-            dtype=self.dtype,
-        )
+        resized = functools.partial(jax.tree.map, lambda x: resize_axis(repeat_rows(x, self.rows), 2, slots))
+        merged = KVCache(resized(first.keys), resized(first.values), self.total_length, dtype=self.dtype)
         for part in rest:
             merged = _append(merged, part)
         return merged
@@ -194,7 +205,7 @@ class KVCache:
         """
         if self.owners is not None:
             raise InputError("rows that share slots cannot be replaced one by one: use a cache with slots of their own")
-        sizes, given = ([(part.keys[0].shape[1:], part.dtype) for part in cache.parts] for cache in (self, source))
+        sizes, given = ([_form(part) for part in cache.parts] for cache in (self, source))
         if sizes != given:
             raise InputError(f"source must have the parts ([K, S, H], dtype) = {sizes}, got {given}")
         owned = [part.rows == self.rows for part in self.parts]
@@ -275,6 +286,10 @@ class KVCache:
         return dataclasses.replace(own, keys=keys, values=values, owners=None, writers=1)
 
 
+def _form(part: KVCache) -> tuple[tuple[int, ...], str]:
+    return part.keys[0].shape[1:], "int8" if part.int8 else part.dtype
+
+
 def row_numbers(rows: jax.Array, count: int) -> jax.Array:
     """Return the argument of `reorder` as an array; raise an error unless it is a list of numbers of `count` rows."""
     rows = jnp.asarray(rows)
@@ -305,42 +320,6 @@ def _append(merged: KVCache, part: KVCache) -> KVCache:
     start = repeat_rows(part.prefix_length, rows)[:, None]
     part = part.separate()
     filled = jnp.where(column < repeat_rows(part.length, rows)[:, None], start + column, slots + column)
-    return dataclasses.replace(
-        merged,
-        keys=tuple(write(a, repeat_rows(b, rows), filled) for a, b in zip(merged.keys, part.keys, strict=True)),
-        values=tuple(write(a, repeat_rows(b, rows), filled) for a, b in zip(merged.values, part.values, strict=True)),
-    )
-
-
-def write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return `buffer [B, K, S, H]` with `new [B*c, K, T, H]` at `slots int32[B*c, T]`; slots past the end are dropped.
-
-    Rows b*c to b*c + c - 1 write to row b of the buffer. Both hold numbers, or both hold bits. This is one scatter per
-    row and head, which XLA performs in place in a loop, whether the rows write to one slot or each to its own, and
-    under a mesh locally on each device.
-    """
-
-    def write_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-        return buffer.at[slots].set(new, mode="drop", unique_indices=True)
-
-    if new.shape[0] != buffer.shape[0]:
-        rows, (heads, _, size) = buffer.shape[0], new.shape[1:]
-        new = new.reshape(rows, -1, *new.shape[1:]).swapaxes(1, 2).reshape(rows, heads, -1, size)
-        slots = slots.reshape(rows, -1)
-    slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
-    return jax.vmap(jax.vmap(write_head))(buffer, new, slots)
-
-
-def as_stored(x: jax.Array, dtype: str) -> jax.Array:
-    """Convert `x` to `dtype`, and to the bits that a cache of that dtype stores."""
-    x = x.astype(dtype)
-    return x if _stored(dtype) == x.dtype else jax.lax.bitcast_convert_type(x, _stored(dtype))
-
-
-def as_numbers(x: jax.Array, dtype: str) -> jax.Array:
-    """Convert the stored form of a cache of `dtype` to numbers."""
-    return x if x.dtype == jnp.dtype(dtype) else jax.lax.bitcast_convert_type(x, dtype)
-
-
-def _stored(dtype: str) -> np.dtype:
-    return np.dtype(np.uint16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
+    old, new = ((cache.keys, cache.values) for cache in (merged, part))
+    keys, values = jax.tree.map(lambda a, b: write(a, repeat_rows(b, rows), filled), old, new)
+    return dataclasses.replace(merged, keys=keys, values=values)

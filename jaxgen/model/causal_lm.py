@@ -28,12 +28,13 @@ from jax import lax
 from jaxgen.errors import InputError
 from jaxgen.model.activations import activation
 from jaxgen.model.attention import Part, attention
-from jaxgen.model.cache import KVCache, as_stored, write
+from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, key_order, row_order
 from jaxgen.model.rope import rope_angles, rotate
+from jaxgen.model.slots import Int8Slots, as_stored, write
 from jaxgen.model.weights import Weight, parameter
 from jaxgen.shapes import repeat_rows
 
@@ -199,7 +200,7 @@ class Attention(nn.Module):
             last = Part(k, v, k.dtype.name)
         else:
             *_, last = parts
-            k, v = (as_stored(x, last.dtype) for x in (k, v))
+            k, v = (as_stored(x, last.dtype, isinstance(last.keys, Int8Slots)) for x in (k, v))
             last = Part(write(last.keys, k, tokens.slots), write(last.values, v, tokens.slots), last.dtype)
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):

@@ -43,7 +43,6 @@ _MATRICES = {
     "o_proj": _INPUTS,
     "down_proj": _INPUTS,
 }
-CACHE = PartitionSpec("data", "model")  # of keys and values, [B, K, S, H]
 ROWS = PartitionSpec("data")
 REPLICATED = PartitionSpec()
 

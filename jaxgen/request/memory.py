@@ -36,6 +36,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _REMEDIES: dict[str, dict[str, Any]] = {
     "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
     "--quantize int8": {"quantize": "int8"},
+    "cache_dtype='int8'": {"cache_dtype": "int8"},
     "a smaller max_new_tokens": {"new_tokens": 1},
     "a smaller num_return_sequences or num_beams": {"copies": 1},
     "a smaller top_k": {"candidates": 1},
@@ -46,9 +47,9 @@ _SMALL = 2**28  # bytes; to read what is free would take longer than some calls 
 
 
 @functools.lru_cache
-def cache_bytes(model: ModelConfig, rows: int, slots: int) -> int:
-    """Return the bytes of `KVCache.create(model, rows, slots)`."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots)))
+def cache_bytes(model: ModelConfig, rows: int, slots: int, dtype: str | None = None) -> int:
+    """Return the bytes of `KVCache.create(model, rows, slots, dtype)`."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots, dtype)))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -135,11 +136,12 @@ def check_call_memory(prepared: Prepared) -> None:
         raise InputError(f"this call needs {_size(needed)} {_and_only(free, device)}: try {remedy}")
 
 
-def _of_config(cfg: GenerationConfig) -> dict[str, int]:
+def _of_config(cfg: GenerationConfig) -> dict[str, Any]:
     """Return the quantities that the config alone determines."""
     return {
         "copies": max(cfg.num_return_sequences, cfg.num_beams),
         "records": bool(cfg.output_scores) + bool(cfg.output_logits),
+        "cache_dtype": cfg.cache_dtype,
         "layers": 1 if cfg.dola_layers is None else 1 + len(dola.candidate_layers(cfg)),
     }
 
@@ -181,6 +183,7 @@ class _Quantities:
     new_tokens: int
     records: int
     layers: int
+    cache_dtype: str | None
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
@@ -215,8 +218,8 @@ class _Quantities:
 
     def _cache(self, source: Checkpoint | ModelConfig) -> int:
         model, rows = self._model(source), self.prompts * self.copies * self.candidates
-        prompts = cache_bytes(model, self.prompts, prompt_bucket(self.width))
-        return prompts + cache_bytes(model, rows, self._capacity())
+        prompts = cache_bytes(model, self.prompts, prompt_bucket(self.width), self.cache_dtype)
+        return prompts + cache_bytes(model, rows, self._capacity(), self.cache_dtype)
 
     def remedy(self, free: int) -> str:
         """Name what makes the request fit: single changes that suffice, else a combination."""

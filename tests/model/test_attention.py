@@ -11,8 +11,9 @@ import pytest
 from jaxgen import CausalLM, KVCache
 from jaxgen.model import attention as module
 from jaxgen.model.attention import Part, attention
-from jaxgen.model.cache import EMPTY, as_stored
+from jaxgen.model.cache import EMPTY
 from jaxgen.model.masks import Visibility
+from jaxgen.model.slots import as_numbers, as_stored
 from tests.support.models import model_config, random_params, slow
 
 ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8
@@ -40,6 +41,7 @@ class Case:
     segments: bool = False
     hidden: bool = False
     dtype: str = "float32"
+    int8: bool = False
 
     def make(self):
         rng = np.random.default_rng(self.steps * 31 + self.slots)
@@ -66,7 +68,7 @@ class Case:
 
     def _part(self, rng, rows: int, slots: int) -> Part:
         keys, values = (
-            as_stored(jnp.asarray(rng.normal(size=(rows, KV_HEADS, slots, SIZE))), self.dtype) for _ in "kv"
+            as_stored(jnp.asarray(rng.normal(size=(rows, KV_HEADS, slots, SIZE))), self.dtype, self.int8) for _ in "kv"
         )
         return Part(keys, values, self.dtype)
 
@@ -79,6 +81,7 @@ CASES = {
     "bfloat16": Case(steps=9, slots=12, shared=7, dtype="bfloat16"),
     "few": Case(steps=3, slots=29, shared=6, window=9, hidden=True),
     "one": Case(steps=1, slots=29),
+    "8 bits": Case(steps=10, slots=22, shared=12, window=7, segments=True, hidden=True, int8=True),
 }
 FORMS = {
     "at_once": lambda q, parts, seen: module._at_once(q, parts, seen)[0],
@@ -91,8 +94,8 @@ FORMS = {
 
 def plain(q, parts, seen):
     """Attention over all pairs in float64, and bool[B, T]: the queries that see something."""
-    numbers = [[np.repeat(np.asarray(x, np.float64), ROWS // x.shape[0], axis=0) for x in part.block(0, part.slots)]
-               for part in parts]  # fmt: skip
+    numbers = [[np.repeat(np.asarray(as_numbers(x, part.dtype), np.float64), ROWS // x.shape[0], axis=0)
+                for x in (part.keys, part.values)] for part in parts]  # fmt: skip
     k, v = (np.repeat(np.concatenate(x, axis=2), HEADS // KV_HEADS, axis=1) for x in zip(*numbers, strict=True))
     mask = np.concatenate([seen.mask(index) for index in range(len(parts))], axis=2)
     scores = np.einsum("bnth,bnsh->bnts", np.asarray(q, np.float64), k) / SIZE**0.5
@@ -102,7 +105,7 @@ def plain(q, parts, seen):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", ["all", "bfloat16", "few", *slow("plain", "window", "prefix", "one")])
+@pytest.mark.parametrize("case", ["all", "bfloat16", "few", "8 bits", *slow("plain", "window", "prefix", "one")])
 def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
     q, parts, seen = CASES[case].make()
     out = np.asarray(jax.jit(FORMS[form])(q, parts, seen), np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, KVCache
-from jaxgen.model.cache import as_stored, write
+from jaxgen.model.slots import as_numbers, as_stored, write
 from tests.support.models import model_config, slow
 
 CFG = model_config()
@@ -22,7 +22,7 @@ def filled(rows: int, slots: int, copies: int = 0, own: int = 3, seed: int = 0, 
     rng = np.random.default_rng(seed)
 
     def draw(buffers):
-        return tuple(as_stored(jnp.asarray(rng.normal(size=x.shape)), dtype) for x in buffers)
+        return tuple(as_stored(jnp.asarray(rng.normal(size=x.shape)), cache.dtype, cache.int8) for x in buffers)
 
     length = jnp.asarray(rng.integers(1, cache.slots + 1, cache.rows), jnp.int32)
     return dataclasses.replace(cache, keys=draw(cache.keys), values=draw(cache.values), length=length)
@@ -57,8 +57,27 @@ def test_numbers_are_read_as_they_were_written(dtype):
     assert not values.astype(jnp.float32).any()
 
 
-def test_select_reorders_the_rows_over_one_prefix_in_a_loop():
-    cache = filled(2, 4, copies=3)
+def test_8_bits_are_the_numbers_to_within_half_a_step():
+    rng = np.random.default_rng(0)
+    new = jnp.asarray(rng.normal(size=(2, 2, 3, 8)), jnp.float32).at[0, 1, 2].set(0)
+    stored = as_stored(new, "float32", int8=True)
+    cache = KVCache.create(CFG, 2, 5, "int8")
+    assert (cache.dtype, cache.int8, stored.values.dtype, stored.shape) == ("float32", True, jnp.int8, new.shape)
+    keys = jax.jit(write)(cache.keys[0], stored, jnp.asarray([[0, 1, 2], [4, 9, 1]]))
+    read, _ = dataclasses.replace(cache, keys=(keys, *cache.keys[1:])).layer(0)
+    half = jnp.max(jnp.abs(new), axis=-1, keepdims=True) / 127 / 2
+    assert np.all(np.abs(read[0, :, :3] - new[0]) <= half[0] * 1.0001)
+    assert np.all(np.abs(read[1, :, jnp.asarray([4, 1])] - new[1, :, jnp.asarray([0, 2])]) <= 0.02)
+    assert not read[0, 1, 2].any()
+    assert bool(
+        jnp.isnan(as_numbers(as_stored(new.at[0, 0, 0, 0].set(jnp.nan), "float32", True), "float32")[0, 0, 0, 0])
+    )
+    assert sum(x.nbytes for x in jax.tree.leaves(cache.keys[0])) == 2 * 2 * 5 * (8 + 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_select_reorders_the_rows_over_one_prefix_in_a_loop(dtype):
+    cache = filled(2, 4, copies=3, dtype=dtype)
     orders = jnp.asarray([[2, 0, 0, 5, 3, 4], [1, 1, 2, 3, 3, 5]])
     select = jax.jit(lambda cache, orders: jax.lax.fori_loop(0, 2, lambda i, c: c.select(orders[i]), cache))
     chosen = select(cache, orders)
@@ -74,9 +93,9 @@ def test_select_reorders_the_rows_over_one_prefix_in_a_loop():
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("copies", [0, 1])
-def test_insert_replaces_rows_and_leaves_out_numbers_out_of_range(copies):
-    cache, source = filled(4, 5, copies, seed=1), filled(3, 5, copies, seed=7)
+@pytest.mark.parametrize(("copies", "dtype"), [(0, "float32"), (1, "float32"), (1, "int8")])
+def test_insert_replaces_rows_and_leaves_out_numbers_out_of_range(copies, dtype):
+    cache, source = filled(4, 5, copies, seed=1, dtype=dtype), filled(3, 5, copies, seed=7, dtype=dtype)
     rows = jnp.asarray([2, 9, 0])
     insert = jax.jit(lambda cache, source: jax.lax.fori_loop(0, 2, lambda _, c: c.insert(source, rows), cache))
     result = insert(cache, source)
@@ -105,10 +124,11 @@ def test_insert_leaves_a_prefix_that_rows_share():
     [
         filled(2, 6),
         filled(2, 5, dtype="bfloat16"),
+        filled(2, 5, dtype="int8"),
         filled(2, 5, copies=1),
         KVCache.create(model_config(head_dim=4), 2, 5),
     ],
-    ids=["slots", "dtype", "parts", "model"],
+    ids=["slots", "dtype", "8 bits", "parts", "model"],
 )
 def test_insert_refuses_a_cache_of_other_parts(source):
     with pytest.raises(InputError, match="must have the parts"):

@@ -11,7 +11,6 @@ from jaxgen import Tokenizer, score
 from jaxgen.demo import PATH
 from jaxgen.model.int8 import Int8
 from jaxgen.model.linear import linear, look_up
-from tests.support.models import slow
 from tests.support.outliers import with_outliers
 
 F, D = 40, 64
@@ -99,7 +98,8 @@ def reference(texts) -> float:
     return perplexity(*load_hf(PATH, dtype="float32"), texts)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_quality_is_kept(texts, reference, dtype):
     assert perplexity(*load_hf(PATH, dtype=dtype, quantize="int8"), texts) < 1.01 * reference
 

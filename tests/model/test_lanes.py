@@ -78,3 +78,12 @@ def test_gradients():
     wide = [np.asarray(value, np.float64) for value in (x, weight, change)]
     np.testing.assert_allclose(np.asarray(to_x, np.float64), wide[2] @ wide[1], rtol=0.02, atol=0.05)
     np.testing.assert_allclose(np.asarray(to_weight, np.float64), wide[2].T @ wide[0], rtol=0.02, atol=0.05)
+
+
+def test_only_a_cpu_multiplies_in_lanes():
+    x, weight = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((40, 128), jnp.bfloat16)
+    for platform in ("cpu", "cuda", "tpu"):
+        for form in ("any", "tiles", "divided"):
+            traced = jax.jit(linear, static_argnames="cpu").trace(x, weight, cpu=form)
+            program = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert ("reduce_precision" in program) == (platform == "cpu" and form != "divided")

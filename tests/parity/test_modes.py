@@ -37,7 +37,7 @@ def sets(files, in_default_run):
             yield pytest.param(name, group, id=f"{name}-{number}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "group"), list(sets(BEAMS, [("beams", 3)])))
+@pytest.mark.parametrize(("name", "group"), list(sets(BEAMS, [])))
 def test_beams(name, group):
     params, cfg, ids, mask = prepare("441", group)
     out = generate(params, ids, None, cfg, attention_mask=mask)
@@ -56,7 +56,7 @@ def test_beams(name, group):
                 assert indices.tolist() == case["beam_indices"][place]
 
 
-IN_DEFAULT_RUN = [("assisted", 3), ("prompt_lookup", 3), ("contrastive", 6)]
+IN_DEFAULT_RUN = [("prompt_lookup", 3), ("contrastive", 6)]
 
 
 @pytest.mark.parametrize(("name", "group"), list(sets(OTHERS, IN_DEFAULT_RUN)))

@@ -1,0 +1,86 @@
+"""The stored form of keys and values: numbers, the bits of 16-bit numbers, or 8-bit numbers with scales."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_LARGEST = 127  # -128 is not used, so that negation is exact
+
+
+@flax.struct.dataclass
+class Int8Slots:
+    """Keys or values of 8 bits: `values * scales[..., None]`.
+
+    Attributes:
+        values: int8 `[n, K, S, H]`, from -127 to 127. `Part.block` returns them as floating-point numbers.
+        scales: float32 `[n, K, S]`, one for each head and slot.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[n, K, S, H]`."""
+        return self.values.shape
+
+
+Slots = jax.Array | Int8Slots
+
+
+def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
+    """Return `[n, K, S, H]` zeros in the form that stores numbers of `dtype`, in 8 bits if asked for."""
+    if int8:
+        return Int8Slots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
+    return jnp.zeros(shape, _stored(dtype))
+
+
+def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
+    """Convert numbers `[n, K, T, H]` to `dtype`, and to the form in which a cache of that dtype stores them."""
+    x = x.astype(dtype)
+    if int8:
+        return _quantize(x.astype(jnp.float32))
+    return x if _stored(dtype) == x.dtype else lax.bitcast_convert_type(x, _stored(dtype))
+
+
+def as_numbers(x: Slots, dtype: str) -> jax.Array:
+    """Convert the stored form of a cache of `dtype` to numbers."""
+    if isinstance(x, Int8Slots):
+        return (x.values.astype(jnp.float32) * x.scales[..., None]).astype(dtype)
+    return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, dtype)
+
+
+def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
+    """Return `buffer [B, K, S, H]` with `new [B*c, K, T, H]` at `slots int32[B*c, T]`; slots past the end are dropped.
+
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Both have the same stored form. This is one scatter per row
+    and head, which XLA performs in place in a loop, whether the rows write to one slot or each to its own, and under a
+    mesh locally on each device.
+    """
+    return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
+
+
+def _write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    def write_head(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+        return buffer.at[slots].set(new, mode="drop", unique_indices=True)
+
+    if new.shape[0] != buffer.shape[0]:
+        rows, (heads, _, *size) = buffer.shape[0], new.shape[1:]
+        new = new.reshape(rows, -1, *new.shape[1:]).swapaxes(1, 2).reshape(rows, heads, -1, *size)
+        slots = slots.reshape(rows, -1)
+    slots = jnp.broadcast_to(slots[:, None, :], new.shape[:3])
+    return jax.vmap(jax.vmap(write_head))(buffer, new, slots)
+
+
+def _quantize(x: jax.Array) -> Int8Slots:
+    scales = jnp.max(jnp.abs(x), axis=-1) / _LARGEST
+    values = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
+    return Int8Slots(values.astype(jnp.int8), scales)
+
+
+def _stored(dtype: str) -> np.dtype:
+    return np.dtype(np.uint16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
