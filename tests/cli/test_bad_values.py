@@ -87,6 +87,7 @@ def test_values_that_are_refused(part):
     assert named > 0.9 * len(pairs)
 
 
+@pytest.mark.slow
 def test_values_that_some_options_accept():
     outcomes = {"refused": 0, "accepted": 0}
     for option in OFFERED:

@@ -94,7 +94,7 @@ class TestText:
         assert run("--model", checkpoint, "A", *DRAWN, "--temperature", 0.01, "--max-new-tokens", 4)[1] == "BCDE\n"
         assert dtypes == {"bfloat16"}
 
-    @pytest.mark.parametrize("platform", ["cpu", "gpu"])
+    @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
     def test_quantized(self, run, checkpoint, monkeypatch, platform):
         """On a GPU, projections are joined too."""
         monkeypatch.setattr(cli, "default_device", lambda: types.SimpleNamespace(platform=platform))

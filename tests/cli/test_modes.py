@@ -180,6 +180,7 @@ class TestChat:
             "--top-p 0.9",
         ]
 
+    @pytest.mark.slow
     def test_another_value_compiles_nothing(self, say, monkeypatch):
         counts, generate = [], printing.generate
 
@@ -290,6 +291,7 @@ class TestInput:
         (tmp_path / "prompts").write_text(content, encoding="utf-8")
         assert words in refused("--model", checkpoint, "--input", tmp_path / "prompts")
 
+    @pytest.mark.slow
     def test_an_interrupted_run_continues(self, run, checkpoint, tmp_path, monkeypatch):
         (tmp_path / "prompts").write_text("\n\n".join(f"{letter}{letter}" for letter in "ABCDEFGHIJ"), encoding="utf-8")
         target, partial = tmp_path / "answers", tmp_path / "answers.partial"

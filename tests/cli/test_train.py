@@ -145,6 +145,7 @@ class TestResult:
         status, err = run(width=200, batch=8, accumulate=4)
         assert (status, "1 rows of 200 tokens" in err) == (0, True)
 
+    @pytest.mark.slow
     def test_examples_that_are_too_long(self, run, data):
         data.write_text(data.read_text() + '\n{"prompt": "Who?", "completion": "%s"}' % ("A fox. " * 9))
         assert sum(len(example.ids) > 64 for example in read_examples(data, byte_level())) == 1

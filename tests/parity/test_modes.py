@@ -56,7 +56,7 @@ def test_beams(name, group):
                 assert indices.tolist() == case["beam_indices"][place]
 
 
-IN_DEFAULT_RUN = [("prompt_lookup", 3), ("contrastive", 6)]
+IN_DEFAULT_RUN = [("prompt_lookup", 3)]
 
 
 @pytest.mark.parametrize(("name", "group"), list(sets(OTHERS, IN_DEFAULT_RUN)))
@@ -81,7 +81,7 @@ DOLA = json.loads((GOLDENS / "445" / "dola.json").read_text())
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[pytest.mark.slow] * (n != 4), id=str(n)) for n, group in enumerate(DOLA)]
+    "group", [pytest.param(group, marks=pytest.mark.slow, id=str(n)) for n, group in enumerate(DOLA)]
 )
 def test_dola(group):
     params, cfg, ids, mask = prepare("445", group)
