@@ -54,13 +54,14 @@ def main() -> None:
         model = dataclasses.replace(model, dtype=args.dtype)
         cfg = GenerationConfig(
             **{"model": model, "max_new_tokens": args.new_tokens, "eos_token_id": 1, "pad_token_id": 0},
-            **MODES[args.mode],
+            **{"cache_dtype": args.cache_dtype, **MODES[args.mode]},
         )
         start = time.perf_counter()
         compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt, args.form)
         text = report(args, cfg, compiled, time.perf_counter() - start)
         print(text)
-        file = f"compile-{args.config.resolve().name}-{args.mode}-{args.rows}-{args.form}.md"
+        parts = [args.config.resolve().name, args.mode, str(args.rows), args.form, *filter(None, [args.cache_dtype])]
+        file = f"compile-{'-'.join(parts)}.md"
         (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
         if args.hlo:
             args.hlo.write_text(compiled.as_text())
@@ -90,11 +91,11 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
         weights -= math.prod(shapes["model.embed_tokens.weight"])
     rows = args.rows * max(cfg.num_beams, cfg.num_return_sequences)
     nbytes = 1 if args.form == "int8" else np.dtype(model.dtype).itemsize
-    read = weights * nbytes + cache_bytes(model, rows, args.prompt + args.new_tokens // 2)
+    read = weights * nbytes + cache_bytes(model, rows, args.prompt + args.new_tokens // 2, cfg.cache_dtype)
     moving, launching = (read + 2 * written) / chip.bandwidth, count * chip.launch
     lines = [
         f"## {args.config.resolve().name}, {args.mode}, {args.rows} rows, {args.prompt} + {args.new_tokens} tokens, "
-        f"{model.dtype}, {args.form} weights, on {args.target}",
+        f"{model.dtype}, {args.form} weights, {cfg.cache_dtype or model.dtype} cache, on {args.target}",
         "",
         "| figure | value |",
         "|---|---|",
@@ -132,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens of each answer")
     parser.add_argument("--mode", choices=MODES, default="greedy", help="how tokens are chosen")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--cache-dtype", choices=("int8",), help="by default that of the weights")
     parser.add_argument("--form", default="plain", choices=FORMS, help="of the weights")
     parser.add_argument("--hlo", type=Path, help="write the optimised program to this file")
     parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")

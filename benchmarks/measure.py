@@ -46,6 +46,8 @@ class Case:
         return self.options.get("capacity", self.prompt + self.new_tokens)
 
     def lengths(self) -> dict[str, int]:
+        if "lora" in self.options:
+            return {"training_step": 1}
         return {"first": 1} | ({"short": self.short, "long": self.new_tokens} if self.short else {})
 
 
@@ -65,11 +67,16 @@ class InTurn:
         self.exclusive = programs[0].facts["platform"] == "tpu" and len(programs) > 1
 
     def measure(self, cases: Sequence[Case], rounds: int) -> list[Answer]:
-        """Measure each case with each program, `rounds` times; return what was found for each case."""
-        order = [(case, program) for case in cases for program in self.programs]
-        if self.exclusive:
-            order.sort(key=lambda pair: self.programs.index(pair[1]))
-        for _ in range(rounds):
+        """Measure each case with each program, `rounds` times; return what was found for each case.
+
+        Each round begins with another program, because the first one after the probe is often disturbed.
+        """
+        for turn in range(rounds):
+            first = turn % len(self.programs)
+            programs = [*self.programs[first:], *self.programs[:first]]
+            order = [(case, program) for case in cases for program in programs]
+            if self.exclusive:
+                order.sort(key=lambda pair: programs.index(pair[1]))
             self._probe()
             for case, program in order:
                 place = (case.label, program.name)
@@ -134,6 +141,7 @@ class InTurn:
             if compiled := sum(answer["compilations"] for answer in answers.values()):
                 raise SystemExit(f"{program.name}, {case.label}: {compiled} compilations while measuring")
             turn = {name: answer["seconds"] for name, answer in answers.items()}
+            turn["process_peak_bytes"] = max(answer["peak_bytes"] for answer in answers.values())
             if not case.short or turn["long"] > turn["short"]:
                 return self._figures(program, case, turn) | {"others": max(0.0, others)}
         raise SystemExit(
@@ -141,6 +149,8 @@ class InTurn:
         )
 
     def _figures(self, program: Program, case: Case, turn: Answer) -> Answer:
+        if "training_step" in turn:
+            return turn | {"trained_tokens_per_second": case.rows * case.prompt / turn["training_step"]}
         turn["prefill_tokens_per_second"] = case.rows * case.prompt / turn["first"]
         if case.short:
             step = (turn["long"] - turn["short"]) / (case.new_tokens - case.short)
@@ -178,7 +188,7 @@ def _compare(cases: list[Answer], names: list[str]) -> None:
         for name in names:
             own = case["programs"][name]
             first, other = case["programs"][names[0]], by_label.get(case["against"], {}).get(name, {})
-            for time_of in ("first", "step"):
+            for time_of in ("first", "step", "training_step"):
                 if name != names[0] and "turns" in own and "turns" in first and time_of in own["figures"]:
                     own["figures"][f"{time_of}_ratio"] = summary(_ratios(own, first, time_of))
             if "turns" in own and "turns" in other:

@@ -104,6 +104,13 @@ SUITES = {
             ),
         },
     ),
+    "train": Suite(
+        "A training step of low-rank updates",
+        "training_step trained_tokens_per_second training_step_ratio process_peak_bytes others",
+        prompts=(512,),
+        new_tokens=1,
+        choices={"LoRA of rank 8": Choice({"lora": 8})},
+    ),
     "startup": Suite(
         "Start and compilation", "start_seconds load_seconds first_call compiling cached_first_call", new_processes=True
     ),
@@ -122,6 +129,10 @@ FIGURES = {
     "first_ratio": ("first token: time / that of the first program", 1),
     "step_ratio": ("step: time / that of the first program", 1),
     "cost": ("step: time / that of the case compared with", 1),
+    "training_step": ("step, ms", 1e3),
+    "trained_tokens_per_second": ("tokens/s", 1),
+    "training_step_ratio": ("step: time / that of the first program", 1),
+    "process_peak_bytes": ("peak memory of the process, MB", 1e-6),
     "others": ("cores busy with anything else", 1),
     "start_seconds": ("start, s", 1),
     "load_seconds": ("load, s", 1),

@@ -77,6 +77,7 @@ def test_options_of_other_modes_compile_nothing():
     assert count[0] == 0
 
 
+@pytest.mark.slow
 def test_streaming_compiles_a_fixed_number_of_programs():
     cfg = GenerationConfig(model=MODEL, max_new_tokens=30)
     generate(PARAMS, [[1, 2]], None, cfg, streamer=Collector())

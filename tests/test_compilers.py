@@ -1,9 +1,15 @@
 """Programs for machines that are not here, compiled by their own compilers: pip install -e ".[tpu]"."""
 
+import json
+import re
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks.targets import mesh_for
 from tests.support.communication import MODEL, check_communication
+from tests.support.models import CONFIG
 
 pytestmark = pytest.mark.compilers
 
@@ -11,3 +17,19 @@ pytestmark = pytest.mark.compilers
 @pytest.mark.parametrize("name", ["greedy", "sampling", "beams"])
 def test_communication_of_a_step_on_a_tpu(name):
     check_communication(mesh_for(MODEL, "v5e:2x4", 2, 4), name)
+
+
+def test_what_a_step_does_on_a_tpu_is_reported(tmp_path):
+    config = tmp_path / "tiny"
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps(CONFIG))
+    command = [sys.executable, "-m", "benchmarks", "compile", "--target", "v5e:2x2", "--config", str(config)]
+    done = subprocess.run([*command, "--results", str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", done.stdout, re.MULTILINE))
+    assert figures["collectives"] == "0"
+    assert float(figures["bytes written"].removesuffix(" MB")) < 1
+    operations = int(figures["operations of a decode step, inner loops times their passes, the shortest branches"])
+    assert 10 * CONFIG["num_hidden_layers"] < operations < 1000
+    (report,) = (tmp_path / "v5e-2x2").glob("compile-tiny-greedy-1-plain.md")
+    assert report.read_text() == done.stdout

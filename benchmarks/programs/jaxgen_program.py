@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,13 @@ from worker import cores, serve
 
 from convert import load_hf
 from jaxgen import GenerationConfig, JaxgenError, generate, prepare
+from jaxgen.training import lora
+from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train_step
 
 
 class Jaxgen(JaxProgram):
+    step = None  # of training
+
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
         devices = None if mesh is None else jax.make_mesh(tuple(mesh), ("data", "model"))
         start = time.perf_counter()
@@ -50,8 +55,20 @@ class Jaxgen(JaxProgram):
         self.output, width = out, ids.shape[1]
         return np.asarray(out.sequences)[:, width : width + new_tokens]
 
+    def train(self, ids: np.ndarray, rank: int) -> None:
+        if self.step is None:
+            settings = TrainConfig(steps=1000, dtype=self.cfg.model.dtype)
+            self.state = TrainState.create(lora.init(self.params, rank, jax.random.key(0)), settings)
+            step = functools.partial(train_step, model=self.cfg.model, cfg=settings)
+            self.step = jax.jit(step, donate_argnums=0)
+        labels = np.where(np.arange(ids.shape[1]) > 0, ids, -100)
+        self.state, metrics = self.step(self.state, TrainBatch(ids, labels, np.ones_like(ids)), self.params)
+        metrics.loss.block_until_ready()
+
     def run(self, ids: list[list[int]], new_tokens: int, room: int, options: dict[str, Any]) -> dict[str, Any]:
         answer = super().run(ids, new_tokens, room, options)
+        if "lora" in options:
+            return answer
         drafted = self.output.drafted
         accepted = None if drafted is None else f"{int(self.output.accepted[0])} of {int(drafted[0])} accepted"
         return answer | {"slots": self.output.cache.slots, "note": accepted}

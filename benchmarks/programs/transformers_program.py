@@ -15,6 +15,8 @@ MOVED = {"penalty_alpha", "dola_layers", "num_beam_groups"}
 
 
 class Transformers(Program):
+    optimizer: torch.optim.Optimizer | None = None
+
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
         torch.set_num_threads(cores())
         transformers.utils.logging.set_verbosity_error()
@@ -40,6 +42,21 @@ class Transformers(Program):
     def compiled(self) -> int:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.variant == "compile" else 0
 
+    def train(self, ids: np.ndarray, rank: int) -> None:
+        if self.optimizer is None:
+            self.model.requires_grad_(False)
+            for layer in self.model.model.layers:
+                for block, names in ((layer.self_attn, "qkvo"), (layer.mlp, ("gate", "up", "down"))):
+                    for name in names:
+                        setattr(block, f"{name}_proj", _LowRank(getattr(block, f"{name}_proj"), rank))
+            self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+            self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4)
+        texts = torch.from_numpy(ids).long().to(self.device)
+        self.model(input_ids=texts, labels=texts, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         options, processors = dict(options), transformers.LogitsProcessorList()
         options.pop("capacity", None)  # `room` says it
@@ -63,6 +80,20 @@ class Transformers(Program):
         if self.device == "cuda":
             self.device_peak = torch.cuda.max_memory_allocated()
         return sequences[:, ids.shape[1] :].cpu().numpy()
+
+
+class _LowRank(torch.nn.Module):
+    """A frozen projection and a trained update of low rank, in float32 and used in the projection's dtype."""
+
+    def __init__(self, frozen: torch.nn.Linear, rank: int):
+        super().__init__()
+        weight = frozen.weight
+        self.frozen = frozen
+        self.a = torch.nn.Parameter(torch.randn(rank, weight.shape[1], device=weight.device) / weight.shape[1] ** 0.5)
+        self.b = torch.nn.Parameter(torch.zeros(weight.shape[0], rank, device=weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x) + x @ self.a.to(x.dtype).T @ self.b.to(x.dtype).T
 
 
 class _Repeat(transformers.LogitsProcessor):

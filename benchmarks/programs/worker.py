@@ -35,15 +35,23 @@ class Program:
         """
         raise NotImplementedError
 
+    def train(self, ids: np.ndarray, rank: int) -> None:
+        """Take a step of AdamW on low-rank updates of all projections, on the texts `ids int32[B, P]`."""
+        raise NotImplementedError("no training step")
+
     def compiled(self) -> int:
         """Return the number of compilations so far."""
         return 0
 
     def run(self, ids: list[list[int]], new_tokens: int, room: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Generate, and return the seconds that it takes."""
+        """Generate, or take a training step with the option `lora`, and return the seconds that it takes."""
         prompts, compiled = np.array(ids, np.int32), self.compiled()
         start = time.perf_counter()
-        tokens = self.generate(prompts, new_tokens, room, options)
+        if "lora" in options:
+            self.train(prompts, options["lora"])
+            tokens = prompts[:, :1]  # in place of generated ones
+        else:
+            tokens = self.generate(prompts, new_tokens, room, options)
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "tokens": tokens.tolist(), "compilations": self.compiled() - compiled}
 

@@ -66,7 +66,7 @@ def _product(rows: jax.Array, values: jax.Array, cpu: CpuForm) -> jax.Array:
     if cpu != "divided" and lanes.fits(*rows.shape):
         on_cpu = lanes.product
     elif rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
-        on_cpu = _converted_in_branch
+        on_cpu = functools.partial(lanes.in_branch, _converted)
     else:
         on_cpu = functools.partial(_split, values_first=cpu == "tiles")
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=_converted)
@@ -89,19 +89,6 @@ _product.defvjp(_keep_operands, _gradients)
 
 def _converted(rows: jax.Array, values: jax.Array) -> jax.Array:
     return product(rows, values.astype(rows.dtype))
-
-
-def _converted_in_branch(rows: jax.Array, values: jax.Array) -> jax.Array:
-    """Convert the values inside a branch that is always taken, unless all rows are NaN and so is the result.
-
-    XLA's CPU compiler converts before a loop what does not change in it, and so would store all weights twice. It does
-    not move anything out of a branch.
-    """
-
-    def nothing(rows: jax.Array, values: jax.Array) -> jax.Array:
-        return jnp.full((rows.shape[0], values.shape[0]), jnp.nan, jnp.float32)
-
-    return lax.cond(jnp.any(rows == rows), _converted, nothing, rows, values)
 
 
 def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:

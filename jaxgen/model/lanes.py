@@ -7,6 +7,8 @@ instruction, which a step of one sum over adjacent columns is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,12 +26,17 @@ def fits(rows: int, columns: int) -> bool:
 
 
 def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F].
+    """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F]."""
+    return in_branch(_product, rows, weight)
 
-    The conversion to float32 is inside a branch that is always taken, unless all rows are NaN and so is the result:
-    XLA's CPU compiler moves the conversion of a weight out of a loop and stores the copy, but not out of a branch.
+
+def in_branch(multiply: Callable[[jax.Array, jax.Array], jax.Array], rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return `multiply(rows, weight)`, float32[n, F], which converts the weight, for `rows [n, D]` and `weight [F, D]`.
+
+    XLA's CPU compiler moves the conversion of a weight out of a loop and stores the copy. It moves nothing out of a
+    branch. This one is always taken, unless all rows are NaN and so is the result.
     """
-    return lax.cond(jnp.any(rows == rows), _product, _not_a_number, rows, weight)
+    return lax.cond(jnp.any(rows == rows), multiply, _not_a_number, rows, weight)
 
 
 def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:

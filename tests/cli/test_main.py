@@ -368,6 +368,7 @@ class TestProcess:
         assert (command.returncode, out) == (130, "")
         assert "Traceback" not in err
 
+    @pytest.mark.slow
     def test_text_that_stdout_cannot_show(self, copy, programs):
         (copy / "tokenizer.json").write_text(
             (copy / "tokenizer.json").read_text(encoding="utf-8").replace('"B"', '"Ã©"'), encoding="utf-8"

@@ -381,6 +381,7 @@ class TestInput:
         line = refused(*options, *more)
         assert f"answers.partial is from a run with other values of {name}: repeat that command" in line
 
+    @pytest.mark.slow
     def test_the_seed_of_a_run_that_continues(self, run, checkpoint, tmp_path, monkeypatch):
         (tmp_path / "prompts").write_text("A\nB\nC", encoding="utf-8")
         options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)

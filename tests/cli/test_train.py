@@ -167,6 +167,7 @@ class TestResult:
         assert not (tmp_path / "out" / "generation_config.json").exists()
         assert load_hf(tmp_path / "out")[1].eos_token_id == eos
 
+    @pytest.mark.slow
     def test_texts_without_an_end(self, run, checkpoint, data, tmp_path):
         base = Path(shutil.copytree(checkpoint, tmp_path / "base"))
         (base / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')

@@ -145,6 +145,7 @@ def test_an_interrupted_replacement_is_undone_first(target):
     assert (target / "config.json").read_text() == "old"
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_nothing_partial(tmp_path):
     command = [sys.executable, "-m", "tests.support.killed_writer", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -81,6 +81,7 @@ def run(cfg, prompts=PROMPTS, width=None, **more):
     return generate(PARAMS, ids, None, cfg, attention_mask=mask, **more)
 
 
+@pytest.mark.slow
 def test_plain_search_with_knobs_per_prompt():
     knobs = {"penalty_alpha": [0.6, 0.0, 1.2], "top_k": [5, 3, 4], "max_new_tokens": [9, 6, 8]}
     out = run(EOS.replace(**knobs))

@@ -176,6 +176,7 @@ def test_ids_outside_of_the_vocabulary_under_jit():
     assert out.lengths.tolist() == [6, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_time():
     cfg = CFG.replace(max_new_tokens=40, max_time=0.0)
     out = generate(PARAMS, IDS, None, cfg.replace(eos_token_id=[4]))

@@ -123,6 +123,7 @@ class TestKinds:
         np.testing.assert_allclose(apart, merged, atol=1e-4)
         assert float(jnp.max(jnp.abs(merged - causal_lm.forward(CFG, PARAMS, IDS).logits))) > 0.1
 
+    @pytest.mark.slow
     def test_generate_with_low_rank_updates(self):
         cfg = counting_config(max_new_tokens=4)
         params = counting_params(cfg)

@@ -152,6 +152,7 @@ def test_the_answer_begins_with_a_whole_character(prompt, kept, text):
     assert text_bytes(SMALL, chosen).startswith(text)
 
 
+@pytest.mark.slow
 def test_a_batch_generates_the_text_of_its_prompts():
     out = run()
     check(out)

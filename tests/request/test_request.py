@@ -200,7 +200,7 @@ def fed_back(prompt, directions, steps=6):
     return said
 
 
-@pytest.mark.parametrize("chunk", [None, *slow(2)])
+@pytest.mark.parametrize("chunk", slow(None, 2))
 def test_a_hook_that_adds_an_embedding_at_every_step(chunk):
     directions = 0.5 * jax.random.normal(jax.random.key(0), (MODEL.vocab_size, MODEL.hidden_size))
     out = run(CFG.replace(prefill_chunk_size=chunk), hook=Feedback(directions))

@@ -190,6 +190,7 @@ def test_training_learns_and_goes_on_where_it_was_stopped(tmp_path):
         train(PARAMS, batches, directory=tmp_path / "state", model=DROPOUT, cfg=dataclasses.replace(cfg, clip=2.0))
 
 
+@pytest.mark.slow
 def test_a_truncated_state_is_refused_or_has_the_same_values(tmp_path):
     command = [sys.executable, "-m", "tests.support.truncated_states", str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
