@@ -41,6 +41,7 @@ MODES = {
     "lookup": {"prompt_lookup_num_tokens": 3},
     "early exit": {"assistant_early_exit": 1},
     "guidance": {"guidance_scale": 1.5},
+    "8-bit cache": {"cache_dtype": "int8"},
 }
 
 

@@ -88,7 +88,7 @@ def _narrow_product(rows: jax.Array, weight: jax.Array, cpu: CpuForm) -> jax.Arr
 
     jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
-    on_cpu = _cpu_product(rows.shape[0], weight.shape[1], cpu)
+    on_cpu = _cpu_product(rows.shape[0], weight, cpu)
     if on_cpu is _product:
         return _product(rows, weight)
     return lax.platform_dependent(rows, weight, cpu=on_cpu, default=_product)
@@ -109,11 +109,11 @@ def _narrow_gradients(cpu: CpuForm, operands: tuple[jax.Array, jax.Array], chang
 _narrow_product.defvjp(_keep_operands, _narrow_gradients)
 
 
-def _cpu_product(rows: int, columns: int, cpu: CpuForm) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the fastest function for this many 16-bit rows of this many columns on a CPU."""
-    if cpu != "divided" and lanes.fits(rows, columns):
+def _cpu_product(rows: int, weight: jax.Array, cpu: CpuForm) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return the fastest function for this many rows and a 16-bit weight on a CPU."""
+    if cpu != "divided" and lanes.fits(rows, weight.shape[1]):
         return lanes.product
-    if cpu == "tiles" and rows <= _FEW_ROWS:
+    if cpu == "tiles" and weight.dtype == jnp.bfloat16 and rows <= _FEW_ROWS:
         return _weight_first
     return _two_rows if rows == 1 else _product
 
