@@ -82,9 +82,10 @@ def test_interrupts(start, talking, moment):
         if moment == "compiling":
             time.sleep(0.05)  # two at once would be one signal
             terminal.interrupt()
-            terminal.type("\x04")  # on a busy machine both may come too early: then the prompt is back
+        terminal.type("\x04")  # on a busy machine the interrupts may come too early or too late: then there is a prompt
         status = terminal.end()
-        assert status == (0 if "the message is forgotten" in terminal.output else 130)
+        at_prompt = "the message is forgotten" in terminal.output or "/exit quits" in terminal.output
+        assert status == (0 if at_prompt else 130)
         assert "Traceback" not in terminal.output
 
 
