@@ -21,6 +21,7 @@ from jaxgen.cli.options import in_flags, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.config.availability import refuse_unavailable, without_unread
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import CONTRASTIVE, OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.errors import InputError, JaxgenError
@@ -73,7 +74,8 @@ class Chat:
         dropped = self._too_many(turns, min(most, self.context // 2))
         turns = turns[dropped:]
         prompt = self._render(turns)
-        if not prompt.startswith(self._text):  # turns were dropped, or the template renders earlier ones differently
+        # Turns may have been dropped, the template may render earlier ones differently, or options may have changed.
+        if not prompt.startswith(self._text) or not self._continues(session.cfg):
             self._forget_cache()
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
@@ -91,8 +93,6 @@ class Chat:
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
-        if cfg.mode == CONTRASTIVE:  # which does not continue from a cache
-            self._forget_cache()
         self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
         return dropped
 
@@ -163,6 +163,12 @@ class Chat:
 
     def _left(self, prompt: str) -> int:
         return self.context - len(self.tokenizer.encode(prompt, add_special_tokens=False))
+
+    def _continues(self, cfg: GenerationConfig) -> bool:
+        """Return True if the cache, if there is one, can be continued with these options."""
+        if self._cache is None:
+            return True
+        return cfg.mode != CONTRASTIVE and self._cache.kv.int8 == (cfg.cache_dtype == "int8")
 
     def _forget_cache(self) -> None:
         self._cache: Continuation | None = None

@@ -214,7 +214,7 @@ def setting(text: str) -> dict[str, Any]:
     else:
         words = [f"{_flag(name)}={value}"]
     fields = generation_fields(parser().read(words)[0])
-    return {name: fields.pop(name), **fields}
+    return {name: fields.pop(name, None), **fields}  # none sets nothing
 
 
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:

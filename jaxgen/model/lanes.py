@@ -1,4 +1,4 @@
-"""Products of one or two rows with 16-bit or 8-bit weights on a CPU, as fast as the memory delivers the weights.
+"""Products of one or two rows with 16-bit or 8-bit weights on a CPU; of one row, nearly at the memory's bandwidth.
 
 XLA's own product of few rows packs the weights at each call, which takes longer than reading them. Here the weights
 are read once, as stored: every `_LANES` adjacent columns are added to as many sums. A step of these is a vector

@@ -97,6 +97,18 @@ class TestChat:
         assert [cache is None for _, cache, _ in asked] == [True, False, False, True, True, True]
 
     @pytest.mark.slow
+    def test_options_that_need_another_cache(self, say):
+        words = ["A", "/set cache_dtype int8", "B", "/set cache_dtype none", "C"]
+        status, answers, notes = say("\n".join(words))
+        assert (status, answers) == (0, '!"#$\n' * 3)
+        assert notes.splitlines() == ["jaxgen: --cache-dtype int8", "jaxgen: --cache-dtype None"]
+
+    @pytest.mark.slow
+    def test_contrastive_search_in_the_middle(self, say):
+        status, answers, notes = say("A\n/set top_k 2\n/set penalty_alpha 0.1\nB\nC")
+        assert (status, answers) == (0, '!"#$\n' * 3)
+        assert "contrastive" not in notes
+
     def test_contrastive_search_needs_no_cache(self, say):
         options = ("--penalty-alpha", 0.1, "--top-k", 2)
         assert say("A\nB", *options) == (0, '!"#$\n' * 2, "")
