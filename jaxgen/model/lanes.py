@@ -1,8 +1,8 @@
-"""Products of one or two rows with 16-bit or 8-bit weights on a CPU; of one row, nearly at the memory's bandwidth.
+"""Products of one or two rows with 16-bit or 8-bit weights on a CPU.
 
-XLA's own product of few rows packs the weights at each call, which takes longer than reading them. Here the weights
-are read once, as stored: every `_LANES` adjacent columns are added to as many sums. A step of these is a vector
-instruction, which a step of one sum over adjacent columns is not.
+XLA's own product of few rows packs the weights at each call, which takes longer than reading them. Here they are read
+once, as they are stored. `_LANES` adjacent columns are added to as many separate sums by vector instructions; one sum
+over adjacent columns could not use these.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ _narrow_product.defvjp(_keep_operands, _narrow_gradients)
 
 
 def _cpu_product(rows: int, weight: jax.Array, cpu: CpuForm) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the fastest function for this many rows and a 16-bit weight on a CPU."""
+    """Return the function that multiplies this many rows with a 16-bit weight on a CPU."""
     if cpu != "divided" and lanes.fits(rows, weight.shape[1]):
         return lanes.product
     if cpu == "tiles" and weight.dtype == jnp.bfloat16 and rows <= _FEW_ROWS:

@@ -16,7 +16,7 @@ class Int8Slots:
     """Keys or values of 8 bits: `values * scales[..., None]`.
 
     Attributes:
-        values: int8 `[n, K, S, H]`, from -127 to 127. `Part.block` returns them as floating-point numbers.
+        values: int8 `[n, K, S, H]`, from -127 to 127; in what `Part.block` returns, the same numbers as floats.
         scales: float32 `[n, K, S]`, one for each head and slot.
     """
 
