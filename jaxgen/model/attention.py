@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.model.barriers import recomputed
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
 from jaxgen.model.slots import Int8Slots, Slots, as_numbers
@@ -91,11 +92,12 @@ def attention(
         The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S], S over all parts, or
         None. A query that may see nothing (only padding) gets a finite result.
     """
-    steps, slots = q.shape[2], sum(part.slots for part in parts)
-    if dropout is not None or with_weights or all_at_once(steps, slots):
+    if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
         return out, weights if with_weights else None
-    return _in_blocks(q, tuple(parts), visible), None
+    steps, slots = q.shape[2], sum(part.slots for part in parts)
+    attend = recomputed(_output_at_once) if all_at_once(steps, slots) else recomputed(_in_blocks, _over_queries)
+    return attend(q, tuple(parts), visible), None
 
 
 def all_at_once(steps: int, slots: int) -> bool:
@@ -124,7 +126,10 @@ def _at_once(
     return out.astype(q.dtype).reshape(batch, heads, steps, size), weights.reshape(batch, heads, steps, -1)
 
 
-@jax.custom_vjp
+def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+    return _at_once(q, parts, visible)[0]
+
+
 def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     """Attend block by block, in the platform's form."""
     if q.shape[2] <= _FEW_QUERIES:
@@ -139,18 +144,6 @@ def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
     if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
         return _at_once(q, parts, visible)[0]
     return _over_keys(q, parts, visible, _ACCELERATOR_BLOCK)
-
-
-def _keep_inputs(q: jax.Array, parts: tuple[Part, ...], visible: Visibility):
-    return _in_blocks(q, parts, visible), (q, parts, visible)
-
-
-def _gradients(inputs: tuple[jax.Array, tuple[Part, ...], Visibility], change: jax.Array):
-    """Differentiate the form that has no loop of unknown length; its scores are recomputed block by block."""
-    return jax.vjp(_over_queries, *inputs)[1](change)
-
-
-_in_blocks.defvjp(_keep_inputs, _gradients)
 
 
 def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:

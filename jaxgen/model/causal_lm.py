@@ -28,6 +28,7 @@ from jax import lax
 from jaxgen.errors import InputError
 from jaxgen.model.activations import activation
 from jaxgen.model.attention import Part, attention
+from jaxgen.model.barriers import recomputed
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.linear import linear, look_up
@@ -222,7 +223,9 @@ class MLP(nn.Module):
         """Map `x [B, T, D]` to `[B, T, D]`."""
         cfg = self.cfg
         gate, up = _project(self, x, "gate_up_proj", (cfg.intermediate_size,) * 2, cfg.mlp_bias, cfg)
-        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(activation(cfg.hidden_act)(gate) * up)
+        act = activation(cfg.hidden_act)
+        gated = recomputed(lambda gate, up: act(gate) * up)(gate, up)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(gated)
 
 
 class DecoderLayer(nn.Module):

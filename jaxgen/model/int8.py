@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxgen.model import lanes
+from jaxgen.model.barriers import in_branch
 from jaxgen.model.config import CpuForm
 from jaxgen.model.linear import product
 
@@ -66,7 +67,7 @@ def _product(rows: jax.Array, values: jax.Array, cpu: CpuForm) -> jax.Array:
     if cpu != "divided" and lanes.fits(*rows.shape):
         on_cpu = lanes.product
     elif rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
-        on_cpu = functools.partial(lanes.in_branch, _converted)
+        on_cpu = functools.partial(in_branch, _converted)
     else:
         on_cpu = functools.partial(_split, values_first=cpu == "tiles")
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=_converted)

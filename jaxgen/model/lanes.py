@@ -7,12 +7,11 @@ over adjacent columns could not use these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+
+from jaxgen.model.barriers import in_branch, own_sum
 
 _LANES = 32
 _FEW_ROWS = 2
@@ -30,22 +29,13 @@ def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return in_branch(_product, rows, weight)
 
 
-def in_branch(multiply: Callable[[jax.Array, jax.Array], jax.Array], rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return `multiply(rows, weight)`, float32[n, F], which converts the weight, for `rows [n, D]` and `weight [F, D]`.
-
-    XLA's CPU compiler moves the conversion of a weight out of a loop and stores the copy. It moves nothing out of a
-    branch. This one is always taken, unless all rows are NaN and so is the result.
-    """
-    return lax.cond(jnp.any(rows == rows), multiply, _not_a_number, rows, weight)
-
-
 def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     features, columns = weight.shape
     terms = _terms(columns)
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
     for axis in (3, 3, 2):  # the terms, the lanes, the groups
-        sums = lax.optimization_barrier(_sum(sums, axis))  # else XLA joins the sums into one of too many terms
+        sums = lax.optimization_barrier(own_sum(sums, axis))  # else XLA joins the sums into one of too many terms
     return sums
 
 
@@ -54,16 +44,3 @@ def _terms(columns: int) -> int:
     groups = columns // _LANES
     counts = range(_FEWEST_TERMS, _MOST_TERMS + 1, 2)
     return max((count for count in counts if groups % count == 0), default=0)
-
-
-def _sum(x: jax.Array, axis: int) -> jax.Array:
-    """Sum over one axis.
-
-    XLA hands sums to a library that is slow for these shapes, but only those that add and do nothing else. Rounding a
-    float32 to the precision of a float32 changes no number.
-    """
-    return lax.reduce(x, np.float32(0), lambda a, b: lax.reduce_precision(a + b, 8, 23), (axis,))
-
-
-def _not_a_number(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.full((rows.shape[0], weight.shape[0]), jnp.nan, jnp.float32)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxgen.errors import InputError
+from jaxgen.model.barriers import own_sum
 
 
 def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -19,12 +21,40 @@ def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ja
     labels = jnp.asarray(labels)
     if labels.shape != logits.shape[:2]:
         raise InputError(f"labels must have the shape of the ids, {list(logits.shape[:2])}, got {list(labels.shape)}")
-    targets = labels[:, 1:]
+    targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
     counted = targets != -100
-    log_probs = jax.nn.log_softmax(logits[:, :-1], axis=-1)
-    tokens = jnp.where(counted, jnp.where(targets < 0, logits.shape[-1], targets), 0)  # a negative index would wrap
-    picked = jnp.take_along_axis(log_probs, tokens[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
-    return -jnp.sum(jnp.where(counted, picked, 0.0)), jnp.sum(counted, dtype=jnp.float32)
+    losses = jnp.where(counted, _cross_entropy(logits, targets), 0.0)
+    return jnp.sum(losses), jnp.sum(counted, dtype=jnp.float32)
+
+
+@jax.custom_vjp
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the cross-entropy float32[B, T] of each target; NaN if it is not a token."""
+    return _cross_entropy_and_total(logits, targets)[0]
+
+
+def _cross_entropy_and_total(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    largest = jnp.max(logits, axis=-1)
+    total = jnp.log(own_sum(jnp.exp(logits - largest[:, :, None]), 2)) + largest
+    tokens = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap
+    target = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1, mode="fill", fill_value=jnp.nan)[:, :, 0]
+    return total - target, total
+
+
+def _keep_logits(logits: jax.Array, targets: jax.Array):
+    loss, total = _cross_entropy_and_total(logits, targets)
+    return loss, (logits, targets, total)
+
+
+def _gradient(kept: tuple[jax.Array, jax.Array, jax.Array], change: jax.Array):
+    """Differentiate in the logits, without another array of their size."""
+    logits, targets, total = kept
+    is_target = jnp.arange(logits.shape[-1])[None, None, :] == targets[:, :, None]
+    probs = jnp.exp(logits - total[:, :, None])
+    return jnp.where(is_target, probs - 1, probs) * change[:, :, None], np.zeros(targets.shape, jax.dtypes.float0)
+
+
+_cross_entropy.defvjp(_keep_logits, _gradient)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
