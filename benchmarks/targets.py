@@ -134,7 +134,6 @@ def compile_generate(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), jax.eval_shape(FORMS[form], params)
         )
     prepared = prepare(params, cfg, inputs, Extensions(), eager=True)
-    run = dataclasses.replace(prepared.run, model=model)  # without what `prepare` knows of this machine
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
-    traced = run_whole.trace(run, prepared.request, mode=mode_of(cfg))
+    traced = run_whole.trace(prepared.run, prepared.request, mode=mode_of(cfg))
     return traced.lower(lowering_platforms=(_LOWERED.get(device.platform, device.platform),)).compile()

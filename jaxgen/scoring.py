@@ -23,7 +23,6 @@ from jaxgen.decoding.logprobs import LogProbs, logprobs
 from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.model.linear import for_this_machine
 from jaxgen.model.sharding import REPLICATED, mesh_of, place_rows
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
@@ -108,7 +107,7 @@ def score(
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
     mesh = None if traced else mesh_of(params)
     ids, mask = place_rows((ids, mask), mesh)
-    model = model if traced else for_this_machine(model, mesh)
+    model = dataclasses.replace(model, divided=mesh is not None)
     scores = logprobs(params, ids, mask, replay, model=model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))

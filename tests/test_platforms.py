@@ -1,6 +1,5 @@
 """Programs do not know where they were traced: one trace is lowered for each platform, and exported for all of them."""
 
-import dataclasses
 import re
 
 import jax
@@ -11,7 +10,6 @@ from jax import export
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.decoding.modes import MODES
-from jaxgen.model.config import CpuForm
 from tests.support.models import model_config, random_params, slow
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -40,10 +38,9 @@ EMPTY_LOOK_UP = re.compile(
 )
 
 
-def run_of(mode: str, cpu: CpuForm = "any"):
+def run_of(mode: str):
     """A run of `generate` as a function of parameters, ids and the data of a key."""
-    model = dataclasses.replace(MODEL, cpu_form=cpu)
-    cfg = GenerationConfig(model=model, max_new_tokens=4, eos_token_id=1, **(OPTIONS | OTHER_MODES)[mode])
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=4, eos_token_id=1, **(OPTIONS | OTHER_MODES)[mode])
 
     def run(params, ids, key_data):
         key = jax.random.wrap_key_data(key_data) if cfg.do_sample else None
@@ -56,9 +53,9 @@ def arguments():
     return PARAMS, IDS, jax.random.key_data(jax.random.key(7))
 
 
-def lowered(mode: str, cpu: CpuForm = "any") -> dict[str, str]:
+def lowered(mode: str) -> dict[str, str]:
     """The program by platform, from one trace."""
-    traced = run_of(mode, cpu).trace(*arguments())
+    traced = run_of(mode).trace(*arguments())
     return {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in PLATFORMS}
 
 
@@ -66,11 +63,13 @@ def lowered(mode: str, cpu: CpuForm = "any") -> dict[str, str]:
 def test_only_the_cpu_gets_its_forms(mode):
     programs = lowered(mode)
     assert len(EMPTY_LOOK_UP.findall(programs["cpu"])) == 2  # one in prefill, one in the loop
-    assert TWO_ROWS.search(programs["cpu"])
+    # With guidance a prompt has two rows.
+    assert (WEIGHT_FIRST if mode == "guided" else TWO_ROWS).search(programs["cpu"])
     assert not ONE_ROW.search(programs["cpu"])
     for platform in ("cuda", "tpu"):
         assert not EMPTY_LOOK_UP.search(programs[platform])
-        if mode != "guided":  # which has two rows per prompt itself
+        assert not WEIGHT_FIRST.search(programs[platform])
+        if mode != "guided":
             assert ONE_ROW.search(programs[platform])
             assert not TWO_ROWS.search(programs[platform])
 
@@ -84,15 +83,6 @@ def test_one_trace_of_a_mode_is_lowered_for_all_platforms(mode):
     cfg = GenerationConfig(model=MODEL, max_new_tokens=4, eos_token_id=1, **OTHER_MODES[mode])
     assert cfg.mode == mode
     assert all("while" in program for program in lowered(mode).values())
-
-
-def test_only_the_cpu_multiplies_tiles_and_only_if_told_to():
-    assert not WEIGHT_FIRST.search(lowered("greedy")["cpu"])
-    programs = lowered("greedy", cpu="tiles")
-    assert WEIGHT_FIRST.search(programs["cpu"])
-    assert not TWO_ROWS.search(programs["cpu"])
-    for platform in ("cuda", "tpu"):
-        assert not WEIGHT_FIRST.search(programs[platform])
 
 
 @pytest.mark.parametrize("mode", slow("greedy", "guided", "sample"))

@@ -142,7 +142,7 @@ class Linear(nn.Module):
         bias = None
         if self.use_bias:
             bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
-        return linear(x, weight, bias, cpu=cfg.cpu_form)
+        return linear(x, weight, bias, divided=cfg.divided)
 
 
 # Projections of the same input, which `jaxgen.model.joined.prepare` makes one matrix.
@@ -175,7 +175,7 @@ class Embedding(nn.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Map `x [..., D]` to logits `[..., V]`."""
-        return linear(x, self.weight, cpu=self.cfg.cpu_form)
+        return linear(x, self.weight, divided=self.cfg.divided)
 
 
 class Attention(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jaxgen.errors import ConfigError, shown
 from jaxgen.model.activations import ACTIVATIONS
@@ -156,10 +156,6 @@ class RopeConfig:
         return names | fields
 
 
-# Products on a CPU: in a form for every CPU; for CPUs with tile units (AMX); for weights divided over a mesh.
-CpuForm = Literal["any", "tiles", "divided"]
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A model as config.json describes it. Hashable, hence static under jit.
@@ -172,8 +168,7 @@ class ModelConfig:
         qk_norm: queries and keys are normed.
         windows: for each layer the number of tokens that a token attends to, including itself; None for all.
         dtype: the dtype of the checkpoint's weights.
-        cpu_form: not part of a checkpoint: the form of products on a CPU, which the platform's name does not imply;
-            see `for_this_machine` in model/linear.py.
+        divided: not part of a checkpoint: its weights are divided over a mesh; see `linear`.
     """
 
     model_type: str
@@ -197,7 +192,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     dtype: str = "float32"
-    cpu_form: CpuForm = dataclasses.field(default="any", repr=False)
+    divided: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def context_length(self) -> int:
@@ -261,7 +256,7 @@ class ModelConfig:
             del config["head_dim"]
         config |= {rule: getattr(self, name) for name, rule in family.biases.items() if isinstance(rule, str)}
         config |= family.windows.write(config, self.windows)
-        if ModelConfig.from_hf(config) != dataclasses.replace(self, cpu_form="any"):
+        if ModelConfig.from_hf(config) != dataclasses.replace(self, divided=False):
             raise ConfigError(f"a config.json of model_type {self.model_type} cannot express {self}")
         return config
 

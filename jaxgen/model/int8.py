@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 
 from jaxgen.model import lanes
 from jaxgen.model.barriers import in_branch
-from jaxgen.model.config import CpuForm
 from jaxgen.model.linear import product
 
 LARGEST = 127  # -128 is not used, so that negation is exact
@@ -50,9 +49,9 @@ class Int8:
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 
-    def product(self, rows: jax.Array, cpu: CpuForm) -> jax.Array:
+    def product(self, rows: jax.Array, divided: bool) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
-        out: jax.Array = _product(rows, self.values, cpu)  # pyright: ignore[reportAssignmentType]
+        out: jax.Array = _product(rows, self.values, divided)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
@@ -62,25 +61,25 @@ class Int8:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(rows: jax.Array, values: jax.Array, cpu: CpuForm) -> jax.Array:
+def _product(rows: jax.Array, values: jax.Array, divided: bool) -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in the rows."""
-    if cpu != "divided" and lanes.fits(*rows.shape):
+    if not divided and lanes.fits(*rows.shape):
         on_cpu = lanes.product
     elif rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
         on_cpu = functools.partial(in_branch, _converted)
     else:
-        on_cpu = functools.partial(_split, values_first=cpu == "tiles")
+        on_cpu = functools.partial(_split, values_first=not divided)
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=_converted)
 
 
-def _keep_operands(rows: jax.Array, values: jax.Array, cpu: CpuForm):
-    return _product(rows, values, cpu), (values, rows[:0])
+def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool):
+    return _product(rows, values, divided), (values, rows[:0])
 
 
-def _gradients(cpu: CpuForm, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+def _gradients(divided: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
     """Differentiate in the rows, in their dtype; whole numbers have no gradient."""
     values, like = operands
-    del cpu
+    del divided
     to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T)
     return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)
 

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxgen.model import lanes
-from jaxgen.model.config import CpuForm, ModelConfig
 from jaxgen.model.weights import Weight
 
-# Up to this many rows, a product is bound by reading the weights.
-_FEW_ROWS = 16
+# On a CPU, a product of up to this many rows has the weight as its left operand.
+_SOME_ROWS = 256
 
 
 def linear(
-    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, *, cpu: CpuForm = "any"
+    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, *, divided: bool = False
 ) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch stores it.
 
     Products are accumulated in float32. float32 operands are never rounded to a shorter format, as in torch,
     regardless of `jax_default_matmul_precision`.
 
-    `cpu`: the form of products that are lowered for a CPU; see `for_this_machine`.
+    `divided`: the weight is divided over a mesh, which only some forms of a product on a CPU allow.
     """
-    out = product(x.reshape(-1, x.shape[-1]), weight, cpu)
+    out = product(x.reshape(-1, x.shape[-1]), weight, divided)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None, :]
     return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def product(rows: jax.Array, weight: jax.Array | Weight, cpu: CpuForm = "any") -> jax.Array:
+def product(rows: jax.Array, weight: jax.Array | Weight, divided: bool = False) -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F]."""
     if isinstance(weight, Weight):
-        return weight.product(rows, cpu)
-    return _product(rows, weight) if weight.dtype == jnp.float32 else _narrow_product(rows, weight, cpu)
+        return weight.product(rows, divided)
+    return _product(rows, weight, divided)
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
@@ -58,64 +54,46 @@ def precision(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def for_this_machine(model: ModelConfig, mesh: Mesh | None = None) -> ModelConfig:
-    """Return `model` with machine-specific fields set, for programs that are compiled and run here.
-
-    Do not call it for programs that run elsewhere, such as exported ones: without it they run on every machine.
-
-    Args:
-        model: the model of the program.
-        mesh: the mesh that the parameters are divided over, if they are.
-    """
-    form: CpuForm = "divided" if mesh is not None else "tiles" if _has_tiles() else "any"
-    return dataclasses.replace(model, cpu_form=form)
-
-
-@functools.cache
-def _has_tiles() -> bool:
-    """Return True if this CPU has AMX for bfloat16."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
-
-
-def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    return _contract(rows, weight, 1, 1)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _narrow_product(rows: jax.Array, weight: jax.Array, cpu: CpuForm) -> jax.Array:
-    """Multiply 16-bit operands, with gradients that are 16-bit products too, as in torch.
+def _product(rows: jax.Array, weight: jax.Array, divided: bool) -> jax.Array:
+    """Multiply in the platform's form, with gradients that are products of the operands' dtype, as in torch.
 
     jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
-    on_cpu = _cpu_product(rows.shape[0], weight, cpu)
-    if on_cpu is _product:
-        return _product(rows, weight)
-    return lax.platform_dependent(rows, weight, cpu=on_cpu, default=_product)
+    on_cpu = _cpu_product(rows.shape[0], weight, divided)
+    if on_cpu is _plain:
+        return _plain(rows, weight)
+    return lax.platform_dependent(rows, weight, cpu=on_cpu, default=_plain)
 
 
-def _keep_operands(rows: jax.Array, weight: jax.Array, cpu: CpuForm):
-    return _narrow_product(rows, weight, cpu), (rows, weight)
+def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool):
+    return _product(rows, weight, divided), (rows, weight)
 
 
-def _narrow_gradients(cpu: CpuForm, operands: tuple[jax.Array, jax.Array], change: jax.Array):
-    del cpu
+def _gradients(divided: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+    del divided
     rows, weight = operands
     change = change.astype(weight.dtype)
     to_rows, to_weight = _contract(change, weight, 1, 0), _contract(change, rows, 0, 0)
     return to_rows.astype(rows.dtype), to_weight.astype(weight.dtype)
 
 
-_narrow_product.defvjp(_keep_operands, _narrow_gradients)
+_product.defvjp(_keep_operands, _gradients)
 
 
-def _cpu_product(rows: int, weight: jax.Array, cpu: CpuForm) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the function that multiplies this many rows with a 16-bit weight on a CPU."""
-    if cpu != "divided" and lanes.fits(rows, weight.shape[1]):
-        return lanes.product
-    if cpu == "tiles" and weight.dtype == jnp.bfloat16 and rows <= _FEW_ROWS:
-        return _weight_first
-    return _two_rows if rows == 1 else _product
+def _cpu_product(rows: int, weight: jax.Array, divided: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return the function that multiplies this many rows with a weight on a CPU."""
+    narrow = weight.dtype != jnp.float32
+    if not divided:
+        if narrow and lanes.fits(rows, weight.shape[1]):
+            return lanes.product
+        if 1 < rows <= _SOME_ROWS and rows < weight.shape[0]:
+            return _weight_first
+    return _two_rows if narrow and rows == 1 else _plain
+
+
+def _plain(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    return _contract(rows, weight, 1, 1)
 
 
 def _contract(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:
@@ -135,19 +113,16 @@ def _two_rows(row: jax.Array, weight: jax.Array) -> jax.Array:
     XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop stores the float32 copy of all
     weights. With two rows or more it reads them without converting.
     """
-    return _product(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
+    return _plain(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
 
 
 def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply with the weight as the left operand: XLA's CPU product packs the right one at each call.
+    """Multiply with the weight as the left operand.
 
-    With AMX, whose kernels take a fifth of the time that packing does, few rows are multiplied faster this way. Without
-    AMX the kernel takes most of the time, and this way is slower. The barrier keeps XLA from swapping the operands.
+    XLA's CPU product packs the right operand at each call, which should be the smaller one. The barrier keeps XLA from
+    swapping the operands.
     """
-    count = rows.shape[0]
-    if count == 1:
-        rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
-    return lax.optimization_barrier(_product(weight, rows)).T[:count]
+    return lax.optimization_barrier(_plain(weight, rows)).T
 
 
 def _gather(ids: jax.Array, table: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxgen.model.config import CpuForm
 from jaxgen.model.linear import look_up, product
 
 
@@ -40,10 +39,10 @@ class LowRank:
         outputs, inputs = spec or (None, None)
         return LowRank(spec, PartitionSpec(None, inputs), PartitionSpec(outputs, None))  # pyright: ignore
 
-    def product(self, rows: jax.Array, cpu: CpuForm) -> jax.Array:
+    def product(self, rows: jax.Array, divided: bool) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
-        narrow = product(rows, self.a, cpu).astype(rows.dtype)
-        return product(rows, self.weight, cpu) + product(narrow, self.b, cpu)
+        narrow = product(rows, self.a, divided).astype(rows.dtype)
+        return product(rows, self.weight, divided) + product(narrow, self.b, divided)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows `ids int32[B, T]`: `[B, T, D]`."""

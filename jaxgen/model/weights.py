@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxgen.errors import InputError
-from jaxgen.model.config import CpuForm
 
 
 @runtime_checkable
@@ -36,8 +35,8 @@ class Weight(Protocol):
         """Return the `PartitionSpec` of each of its arrays, in a tree like this one, if the matrix's is `spec`."""
         ...
 
-    def product(self, rows: jax.Array, cpu: CpuForm) -> jax.Array:
-        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]; `cpu` as in `linear`."""
+    def product(self, rows: jax.Array, divided: bool) -> jax.Array:
+        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]; `divided` as in `linear`."""
         ...
 
     def look_up(self, ids: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import ASSISTED, GREEDY, OPTIONS, SAMPLE
 from jaxgen.decoding.run import Run
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.model.linear import for_this_machine
 from jaxgen.request.checks import check_call
 
 _SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -91,12 +90,12 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
         )
 
 
-def with_draft(run: Run, assistant: Assistant | None, eager: bool) -> Run:
+def with_draft(run: Run, assistant: Assistant | None) -> Run:
     """Return the run with the run of its draft model, if it has one."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
-        params, model = assistant.params, model_of(assistant.cfg)
-        model = for_this_machine(model, run.mesh) if eager else model
+        params = assistant.params
+        model = dataclasses.replace(model_of(assistant.cfg), divided=run.model.divided)
         settings = {name: getattr(assistant.cfg, name) for name in _SETTINGS}
     elif early is not None:
         params, settings = run.params, {}

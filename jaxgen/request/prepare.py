@@ -22,7 +22,6 @@ from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
-from jaxgen.model.linear import for_this_machine
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_processes, check_room, warn_infeasible
@@ -111,12 +110,12 @@ def prepare(
         capacity = capacity_for(new_tokens, recorded=records(cfg))
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
-        model = for_this_machine(model, mesh)
     # The program's arguments must be arrays, so the config's Python numbers become arrays.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
+    model = dataclasses.replace(model, divided=mesh is not None)
     run = Run(params, numbers, extensions, model, Sizes(prompts, capacity, slots, candidates_of(cfg)), mesh=mesh)
     request = Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask)
-    return Prepared(with_draft(run, assistant, eager), request, *given, width, new_tokens)
+    return Prepared(with_draft(run, assistant), request, *given, width, new_tokens)
 
 
 def _check(

@@ -1,7 +1,5 @@
 """The model's face, and the kinds of weight it computes with."""
 
-import dataclasses
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -43,8 +41,8 @@ class Halves:
     def specs(self, spec):
         return Halves(spec, spec)
 
-    def product(self, rows, cpu):
-        return jnp.concatenate([product(rows, part, cpu) for part in (self.upper, self.lower)], axis=1)
+    def product(self, rows, divided):
+        return jnp.concatenate([product(rows, part, divided) for part in (self.upper, self.lower)], axis=1)
 
     def look_up(self, ids):
         return jnp.concatenate([self.upper, self.lower])[ids]
@@ -93,14 +91,14 @@ class TestFace:
 
 
 class TestKinds:
-    @pytest.mark.parametrize("cpu", ["any", "tiles", "divided"])
+    @pytest.mark.parametrize("divided", [False, True])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("rows", [1, 5])
-    def test_low_rank_product(self, rows, dtype, cpu):
+    def test_low_rank_product(self, rows, dtype, divided):
         weight, matrix = low_rank(40, 24, dtype)
         assert (weight.shape, weight.dtype) == ((40, 24), dtype)
         x = jnp.asarray(np.random.default_rng(3).normal(size=(rows, 24)), dtype)
-        out = jax.jit(lambda x, weight: linear(x, weight, cpu=cpu))(x, weight)
+        out = jax.jit(lambda x, weight: linear(x, weight, divided=divided))(x, weight)
         assert out.dtype == dtype
         expected = np.asarray(x, np.float64) @ matrix.T
         rounding = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
@@ -184,6 +182,3 @@ class TestMismatch:
         params["model"]["norm"]["weight"] = low_rank(32, 32)[0]
         with pytest.raises(InputError, match=r"model\.norm\.weight has shape \[32, 32\], wanted \[32\]"):
             causal_lm.forward(CFG, params, IDS)
-
-    def test_tiles_change_no_parameter(self):
-        assert causal_lm.param_shapes(dataclasses.replace(CFG, cpu_form="tiles")) == causal_lm.param_shapes(CFG)
