@@ -107,7 +107,7 @@ def score(
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
     mesh = None if traced else mesh_of(params)
     ids, mask = place_rows((ids, mask), mesh)
-    model = dataclasses.replace(model, divided=mesh is not None)
+    model = model if traced else dataclasses.replace(model, divided=mesh is not None)
     scores = logprobs(params, ids, mask, replay, model=model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))

@@ -258,6 +258,17 @@ def test_a_streamer_and_a_deadline_on_the_mesh():
         assert one.tolist() == other.tolist()
 
 
+def test_a_16_bit_row_under_the_callers_jit_on_the_mesh():
+    """Weights that may be divided are not multiplied in lanes, whose sums devices cannot add up."""
+    model = model_config(vocab_size=96, hidden_size=896, num_attention_heads=8, num_key_value_heads=4)
+    model = dataclasses.replace(model, dtype="bfloat16")
+    params = random_params(model)
+    cfg = GenerationConfig(model=model, max_new_tokens=4, eos_token_id=None, pad_token_id=0)
+    run = jax.jit(lambda params: generate(params, jnp.asarray([[3, 4, 5]]), None, cfg).sequences)
+    divided = shard_params(params, model, mesh_of_shape((1, 4)))
+    np.testing.assert_array_equal(run(divided), run(params))
+
+
 @pytest.mark.slow
 def test_under_the_callers_jit_on_the_mesh():
     cfg = CFG.replace(do_sample=True)

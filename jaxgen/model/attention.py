@@ -96,7 +96,7 @@ def attention(
         out, weights = _at_once(q, parts, visible, dropout)
         return out, weights if with_weights else None
     steps, slots = q.shape[2], sum(part.slots for part in parts)
-    attend = recomputed(_output_at_once) if all_at_once(steps, slots) else recomputed(_in_blocks, _over_queries)
+    attend = _recomputed_at_once if all_at_once(steps, slots) else _recomputed_in_blocks
     return attend(q, tuple(parts), visible), None
 
 
@@ -273,6 +273,10 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     out = out[:, :, :1] if single else out
     out = out.reshape(owners, kv_heads, -1, batch // owners, steps, out.shape[-1])
     return jnp.moveaxis(out, 3, 1).reshape(batch, kv_heads, -1, steps, out.shape[-1])
+
+
+_recomputed_at_once = recomputed(_output_at_once)
+_recomputed_in_blocks = recomputed(_in_blocks, _over_queries)
 
 
 def _cut_queries(q: jax.Array, size: int) -> jax.Array:

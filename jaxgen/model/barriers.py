@@ -1,4 +1,4 @@
-"""Barriers for XLA's compilers, above all that for CPUs."""
+"""Barriers against optimizations of XLA, mostly of its CPU compiler."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a condition; `first` is an array of floats.
 
-    XLA's CPU compiler moves other operations out of loops, and to earlier times, and stores what they return. It moves
-    nothing out of a branch. This one is always taken, unless all of `first` is NaN: then floats of the result are NaN
-    too.
+    XLA's CPU compiler moves operations out of loops, or to an earlier time, and has to store their results. It moves
+    nothing out of a branch. This branch is taken unless all of `first` is NaN; then every float of the result is NaN.
     """
 
     def not_numbers(*arguments):
@@ -30,20 +28,11 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.full(like.shape, jnp.nan if jnp.issubdtype(like.dtype, jnp.floating) else 0, like.dtype)
 
 
-def own_sum(x: jax.Array, axis: int) -> jax.Array:
-    """Sum `x`, an array of float32, over one axis.
-
-    XLA's CPU compiler hands sums, and what they add, to a library that is slow for some, but only those sums that add
-    and do nothing else. Rounding a float32 to the precision of a float32 changes no number.
-    """
-    return lax.reduce(x, np.float32(0), lambda a, b: lax.reduce_precision(a + b, 8, 23), (axis,))
-
-
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
-    """Return `function` of arrays, whose gradients store its arguments alone and compute the rest again.
+    """Return `function` with a gradient that stores only the arguments and computes the rest again.
 
-    After `jax.checkpoint` XLA's CPU compiler may compute the rest again at once, and so store it after all. Here that
-    has to wait for the gradient of the result.
+    After `jax.checkpoint`, XLA's CPU compiler may compute the rest again at once, and so store it after all. Here that
+    has to wait for the gradient of the result. There is no forward-mode derivative.
 
     Args:
         function: a pure function with one array as its result.
@@ -55,7 +44,7 @@ def recomputed(function: Callable, differentiate: Callable | None = None) -> Cal
         return function(*arguments)
 
     def keep(*arguments):
-        return function(*arguments), arguments
+        return run(*arguments), arguments
 
     def gradients(arguments, change):
         def pull_back(change, *arguments):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -223,9 +224,13 @@ class MLP(nn.Module):
         """Map `x [B, T, D]` to `[B, T, D]`."""
         cfg = self.cfg
         gate, up = _project(self, x, "gate_up_proj", (cfg.intermediate_size,) * 2, cfg.mlp_bias, cfg)
-        act = activation(cfg.hidden_act)
-        gated = recomputed(lambda gate, up: act(gate) * up)(gate, up)
-        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(gated)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(_gated(cfg.hidden_act)(gate, up))
+
+
+@functools.cache
+def _gated(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    act = activation(name)
+    return recomputed(lambda gate, up: act(gate) * up)
 
 
 class DecoderLayer(nn.Module):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgen.model import lanes
 from jaxgen.model.barriers import in_branch
-from jaxgen.model.linear import product
+from jaxgen.model.linear import in_one_piece, product
 
 LARGEST = 127  # -128 is not used, so that negation is exact
 # Up to this many rows, 16-bit activations are multiplied as pairs of 8-bit numbers on a CPU.
@@ -49,7 +49,7 @@ class Int8:
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 
-    def product(self, rows: jax.Array, divided: bool) -> jax.Array:
+    def product(self, rows: jax.Array, divided: bool | None) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
         out: jax.Array = _product(rows, self.values, divided)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
@@ -61,40 +61,40 @@ class Int8:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(rows: jax.Array, values: jax.Array, divided: bool) -> jax.Array:
+def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in the rows."""
-    if not divided and lanes.fits(*rows.shape):
+    converted = functools.partial(_converted, divided=divided)
+    if in_one_piece(divided) and lanes.fits(*rows.shape):
         on_cpu = lanes.product
     elif rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
-        on_cpu = functools.partial(in_branch, _converted)
+        on_cpu = functools.partial(in_branch, converted)
     else:
         on_cpu = functools.partial(_split, values_first=not divided)
-    return lax.platform_dependent(rows, values, cpu=on_cpu, default=_converted)
+    return lax.platform_dependent(rows, values, cpu=on_cpu, default=converted)
 
 
-def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool):
+def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool | None):
     return _product(rows, values, divided), (values, rows[:0])
 
 
-def _gradients(divided: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
     """Differentiate in the rows, in their dtype; whole numbers have no gradient."""
     values, like = operands
-    del divided
-    to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T)
+    to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T, divided)
     return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)
 
 
 _product.defvjp(_keep_operands, _gradients)
 
 
-def _converted(rows: jax.Array, values: jax.Array) -> jax.Array:
-    return product(rows, values.astype(rows.dtype))
+def _converted(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Array:
+    return product(rows, values.astype(rows.dtype), divided)
 
 
 def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
     """Multiply 8-bit numbers: each row, scaled, is the sum of whole numbers and of 254ths.
 
-    With `values_first` they are the left operand: see `linear`.
+    With `values_first`, these are the left operand, for the reason given at `_weight_first` in linear.py.
     """
     rows = rows.astype(jnp.float32)
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / LARGEST

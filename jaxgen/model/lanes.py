@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxgen.model.barriers import in_branch, own_sum
+from jaxgen.model.barriers import in_branch
 
 _LANES = 32
 _FEW_ROWS = 2
@@ -35,7 +36,7 @@ def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
     for axis in (3, 3, 2):  # the terms, the lanes, the groups
-        sums = lax.optimization_barrier(own_sum(sums, axis))  # else XLA joins the sums into one of too many terms
+        sums = lax.optimization_barrier(_sum(sums, axis))  # else XLA joins the sums into one of too many terms
     return sums
 
 
@@ -44,3 +45,13 @@ def _terms(columns: int) -> int:
     groups = columns // _LANES
     counts = range(_FEWEST_TERMS, _MOST_TERMS + 1, 2)
     return max((count for count in counts if groups % count == 0), default=0)
+
+
+def _sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sum over one axis.
+
+    XLA's CPU compiler gives a plain sum, together with the products that it adds, to a library that is slow for these
+    shapes. A sum that also rounds stays with the compiler; rounding a float32 to its own precision changes nothing.
+    Devices cannot add up the parts of such a sum, so no axis may be divided over a mesh.
+    """
+    return lax.reduce(x, np.float32(0), lambda a, b: lax.reduce_precision(a + b, 8, 23), (axis,))

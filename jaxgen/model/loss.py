@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.model.barriers import own_sum
 
 
 def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -30,31 +29,30 @@ def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ja
 @jax.custom_vjp
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the cross-entropy float32[B, T] of each target; NaN if it is not a token."""
-    return _cross_entropy_and_total(logits, targets)[0]
+    return _keep(logits, targets)[0]
 
 
-def _cross_entropy_and_total(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    largest = jnp.max(logits, axis=-1)
-    total = jnp.log(own_sum(jnp.exp(logits - largest[:, :, None]), 2)) + largest
+def _keep(logits: jax.Array, targets: jax.Array):
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    log_total = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
     tokens = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap
-    target = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1, mode="fill", fill_value=jnp.nan)[:, :, 0]
-    return total - target, total
+    target = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1, mode="fill", fill_value=jnp.nan)
+    losses = log_total - (target - largest)
+    return losses[:, :, 0], (logits, targets, largest, log_total)
 
 
-def _keep_logits(logits: jax.Array, targets: jax.Array):
-    loss, total = _cross_entropy_and_total(logits, targets)
-    return loss, (logits, targets, total)
+def _gradient(kept: tuple[jax.Array, ...], change: jax.Array):
+    """Differentiate in the logits. The exponentials are computed again, so that they need not be stored."""
+    logits, targets, largest, log_total = kept
+    targets, change = targets[:, :, None], change[:, :, None]
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    probs = jnp.exp(logits - largest - log_total)
+    is_target = jnp.arange(logits.shape[-1])[None, None, :] == targets
+    to_logits = (probs - is_target.astype(jnp.float32)) * jnp.where(known, change, jnp.nan)
+    return jnp.where(change == 0, 0.0, to_logits), np.zeros(targets.shape[:2], jax.dtypes.float0)
 
 
-def _gradient(kept: tuple[jax.Array, jax.Array, jax.Array], change: jax.Array):
-    """Differentiate in the logits, without another array of their size."""
-    logits, targets, total = kept
-    is_target = jnp.arange(logits.shape[-1])[None, None, :] == targets[:, :, None]
-    probs = jnp.exp(logits - total[:, :, None])
-    return jnp.where(is_target, probs - 1, probs) * change[:, :, None], np.zeros(targets.shape, jax.dtypes.float0)
-
-
-_cross_entropy.defvjp(_keep_logits, _gradient)
+_cross_entropy.defvjp(_keep, _gradient)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:

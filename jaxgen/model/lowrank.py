@@ -39,7 +39,7 @@ class LowRank:
         outputs, inputs = spec or (None, None)
         return LowRank(spec, PartitionSpec(None, inputs), PartitionSpec(outputs, None))  # pyright: ignore
 
-    def product(self, rows: jax.Array, divided: bool) -> jax.Array:
+    def product(self, rows: jax.Array, divided: bool | None) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
         narrow = product(rows, self.a, divided).astype(rows.dtype)
         return product(rows, self.weight, divided) + product(narrow, self.b, divided)

@@ -35,7 +35,7 @@ class Weight(Protocol):
         """Return the `PartitionSpec` of each of its arrays, in a tree like this one, if the matrix's is `spec`."""
         ...
 
-    def product(self, rows: jax.Array, divided: bool) -> jax.Array:
+    def product(self, rows: jax.Array, divided: bool | None) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]; `divided` as in `linear`."""
         ...
 

@@ -110,9 +110,9 @@ def prepare(
         capacity = capacity_for(new_tokens, recorded=records(cfg))
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
+        model = dataclasses.replace(model, divided=mesh is not None)
     # The program's arguments must be arrays, so the config's Python numbers become arrays.
     numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
-    model = dataclasses.replace(model, divided=mesh is not None)
     run = Run(params, numbers, extensions, model, Sizes(prompts, capacity, slots, candidates_of(cfg)), mesh=mesh)
     request = Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask)
     return Prepared(with_draft(run, assistant), request, *given, width, new_tokens)

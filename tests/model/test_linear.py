@@ -6,7 +6,7 @@ import pytest
 from jaxgen.model.linear import linear, look_up
 from tests.support.compilations import compilations
 
-DIVIDED = [False, True]
+DIVIDED = [False, True, None]
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
@@ -40,7 +40,7 @@ def test_gradients_of_few_rows(rows, dtype, divided):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("rows", "first"), [(3, True), (40, False), (300, False)])
+@pytest.mark.parametrize(("rows", "first"), [(1, False), (3, True), (32, True), (33, False)])
 def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype):
     x, weight = jnp.ones((rows, 24), dtype), jnp.ones((40, 24), dtype)
     for platform in ("cpu", "cuda", "tpu"):
@@ -48,6 +48,12 @@ def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype):
             traced = jax.jit(linear, static_argnames="divided").trace(x, weight, divided=divided)
             program = traced.lower(lowering_platforms=(platform,)).as_text()
             assert ("optimization_barrier" in program) == (first and platform == "cpu" and not divided)
+
+
+def test_a_weight_of_few_rows_is_the_right_operand():
+    x, weight = jnp.ones((20, 24)), jnp.ones((8, 24))
+    program = jax.jit(linear).trace(x, weight).lower(lowering_platforms=("cpu",)).as_text()
+    assert "optimization_barrier" not in program
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
