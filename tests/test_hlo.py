@@ -160,7 +160,7 @@ def second_copies(computations, params) -> list[str]:
     return [line for line, match in made if tuple(int(d) for d in match["dims"].split(",") if d) in wanted]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+@pytest.mark.parametrize("dtype", slow("bfloat16", "float32"))
 def test_beams_move_no_cache(dtype):
     compiled, _ = compile_loop(2, dtype, do_sample=False, beams=3)
     lines = decode_loop(parse(compiled.as_text()), into_branches=True, slots=3 * NEW)

@@ -258,6 +258,7 @@ def test_a_streamer_and_a_deadline_on_the_mesh():
         assert one.tolist() == other.tolist()
 
 
+@pytest.mark.slow
 def test_a_16_bit_row_under_the_callers_jit_on_the_mesh():
     """Weights that may be divided are not multiplied in lanes, whose sums devices cannot add up."""
     model = model_config(vocab_size=96, hidden_size=896, num_attention_heads=8, num_key_value_heads=4)

@@ -64,6 +64,7 @@ def test_padding_within_a_row():
     close(score(PARAMS, ids, CFG, attention_mask=mask).logprobs[mask == 1], expected(PARAMS, row))
 
 
+@pytest.mark.slow
 def test_the_mask_is_inferred_as_in_generate():
     ids, mask = left_pad(ROWS, pad=96)
     cfg = CFG.replace(pad_token_id=96)

@@ -41,6 +41,7 @@ def check(checkpoint, programs, count: int, seed: int) -> None:
         assert all(line.startswith("{") and line.endswith("}") for line in out.splitlines())
 
 
+@pytest.mark.slow
 def test_four_interrupts(checkpoint, programs):
     check(checkpoint, programs, 4, seed=1)
 

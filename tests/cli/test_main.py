@@ -83,6 +83,7 @@ class TestText:
         assert run(*arguments, "--presence-penalty", -30) == (0, "BBBB\n", "")
         assert run(*arguments, "--frequency-penalty", "-30.0") == (0, "BBBB\n", "")
 
+    @pytest.mark.slow
     def test_dtype(self, run, checkpoint, monkeypatch):
         dtypes = set()
 
@@ -341,6 +342,7 @@ class TestMistakes:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes are POSIX's")
 class TestProcess:
+    @pytest.mark.slow
     def test_closed_pipe(self, checkpoint, programs):
         with process("--model", checkpoint, "A", **programs) as command:
             assert command.stdout.read(1) == "B"

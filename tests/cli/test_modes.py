@@ -109,6 +109,7 @@ class TestChat:
         assert (status, answers) == (0, '!"#$\n' * 3)
         assert "contrastive" not in notes
 
+    @pytest.mark.slow
     def test_contrastive_search_needs_no_cache(self, say):
         options = ("--penalty-alpha", 0.1, "--top-k", 2)
         assert say("A\nB", *options) == (0, '!"#$\n' * 2, "")
@@ -408,6 +409,7 @@ class TestInput:
         assert run(*options[:-1], seed.split()[-1]) == (0, "", "")
         assert (tmp_path / "answers").read_text() == answers
 
+    @pytest.mark.slow
     def test_logprobs(self, run, refused, checkpoint, tmp_path):
         (tmp_path / "prompts").write_text("A\nBC", encoding="utf-8")
         arguments = ("--model", checkpoint, "--input", tmp_path / "prompts", "--max-new-tokens", 3, "--logprobs")
@@ -424,6 +426,7 @@ class TestInput:
         np.testing.assert_allclose([token["logprob"] for token in first["logprobs"]], expected[1:], atol=1e-4)
         assert "--logprobs adds to the JSON lines of --input" in refused("--model", checkpoint, "A", "--logprobs")
 
+    @pytest.mark.slow
     def test_a_line_that_cannot_continue(self, run, checkpoint, tmp_path):
         # Its n-grams of one token ban every token, in the order in which the model counts.
         tokenizer = Tokenizer.from_pretrained(checkpoint)
@@ -550,6 +553,7 @@ class TestPrompts:
 
 
 class TestDevices:
+    @pytest.mark.slow
     def test_chosen(self, run, checkpoint, monkeypatch):
         used = set()
 

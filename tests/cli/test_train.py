@@ -201,6 +201,7 @@ class TestGoingOn:
         assert files(tmp_path / "out") == files(tmp_path / "whole")
         assert not (tmp_path / "out.training").exists()
 
+    @pytest.mark.slow
     def test_other_data_or_another_checkpoint(self, run, checkpoint, data, tmp_path, monkeypatch):
         monkeypatch.setattr(finetune, "_write", _interrupt)
         assert run()[0] == 130
@@ -349,6 +350,7 @@ class TestParts:
         rows = pack([text_example(byte_level(), text) for pair in CHATS * 2 for text in pair], 64)[0]
         return jax.tree.map(lambda leaf: leaf[:count], rows)
 
+    @pytest.mark.slow
     def test_held_out_loss_does_not_depend_on_the_batch(self):
         params = random_params(self.MODEL)
         assert len(self.rows().ids) == 3

@@ -234,6 +234,7 @@ def test_what_greedy_search_does_not_read_draws_a_warning(name, value):
         assert tokens(4, 5, 6, 7)(run(**{name: value}))
 
 
+@pytest.mark.slow
 def test_penalty_alpha_is_read_by_contrastive_search_alone():
     with pytest.warns(UserWarning, match=r"sample does not read penalty_alpha=0\.6"):
         run(penalty_alpha=0.6, do_sample=True)

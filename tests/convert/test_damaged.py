@@ -61,6 +61,7 @@ def check_all(found: list[dict], tried: int, record_property) -> None:
     assert 0.7 * tried < refused < tried
 
 
+@pytest.mark.slow
 def test_some_of_each_group(tmp_path, record_property):
     expected = cases(seed(), 15)
     assert len(expected) > 100

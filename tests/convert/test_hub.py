@@ -277,6 +277,7 @@ def test_without_a_connection(fetch):
     assert "HF_HUB_OFFLINE is set" in text
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_interrupted(fetch, hub, checkpoint, tmp_path):
     """Old releases give up where new ones go on; either way no half of a file is taken for the whole."""
     hub.cuts = 10**6

@@ -95,6 +95,7 @@ def test_first_occurrence(rows, most):
 _first_occurrence = jax.jit(first_occurrence, static_argnums=2)
 
 
+@pytest.mark.slow
 def test_lookup_copies_a_text_that_repeats():
     cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4, pad_token_id=0)
     out = generate(cfg.replace(eos_token_id=[[], [6]]), [[*range(8), 0], [5, 6]], params=counting_params(cfg))

@@ -65,6 +65,7 @@ def test_a_draft_changes_no_token():
     np.testing.assert_array_equal(generated(prompt_lookup_num_tokens=2), greedy)
 
 
+@pytest.mark.slow
 def test_continuing_is_one_call():
     cfg = CFG.replace(eos_token_id=None)
     first = generate(PARAMS, IDS, None, cfg.replace(max_new_tokens=3))
@@ -90,6 +91,7 @@ def test_other_values_are_refused():
         CFG.replace(cache_dtype="int4")
 
 
+@pytest.mark.slow
 def test_the_quality_is_kept():
     """Perplexity of the bundled model on real text, every key and value being read from 8 bits."""
     tokenizer = Tokenizer.from_pretrained(PATH)

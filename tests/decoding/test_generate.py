@@ -139,6 +139,7 @@ def test_early_exit_leaves_later_steps_at_zero():
     assert bool(jnp.all(out.logits[3:] == 0))
 
 
+@pytest.mark.slow
 def test_the_cache_holds_all_but_the_last_token():
     out = count([[3], [7, 8, 9, 20]], CFG.replace(eos_token_id=[5]))
     assert out.cache.kv.prefix is None  # one sequence per prompt shares nothing

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgen.model.barriers import in_branch, recomputed
 from jaxgen.model.causal_lm import CausalLM, forward
-from tests.support.models import model_config
+from tests.support.models import model_config, slow
 
 
 def _temporaries(function, *arguments) -> int:
@@ -46,7 +46,9 @@ def test_gradients_of_what_is_recomputed_are_those_of_the_function():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), twice, wanted_twice)
 
 
-@pytest.mark.parametrize("steps", [256, 600], ids=["at once", "in blocks"])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(256, id="at once"), pytest.param(600, id="in blocks", marks=pytest.mark.slow)]
+)
 def test_a_layer_stores_no_scores_for_its_gradient(steps):
     cfg = model_config(num_attention_heads=8, num_key_value_heads=2)
     ids = jax.ShapeDtypeStruct((1, steps), jnp.int32)

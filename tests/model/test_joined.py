@@ -18,6 +18,7 @@ def equal(left, right) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_the_results_are_the_same():
     params = random_params(MODEL)
     joined = prepare(params)
