@@ -5,6 +5,7 @@ import os
 import pytest
 
 
+@pytest.mark.slow
 def test_a_schema_in_a_file(run, checkpoint, tmp_path):
     file = tmp_path / "schema.json"
     file.write_bytes(codecs.BOM_UTF8 + json.dumps({"enum": ["é", True]}).encode())

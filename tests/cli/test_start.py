@@ -57,6 +57,7 @@ def test_the_users_files_are_not_imported(tmp_path, installed):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_first_answer_needs_three_programs(run):
     jax.clear_caches()
     with compilations() as count:

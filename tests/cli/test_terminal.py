@@ -32,6 +32,7 @@ def start(request, programs, tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_conversation(start, talking, tmp_path):
     with start("--model", talking, "--chat", "--max-new-tokens", 400) as terminal:
         shown = terminal.wait_for(PROMPT)

@@ -221,6 +221,7 @@ def closed_port() -> str:
     return hub.address
 
 
+@pytest.mark.slow
 def test_a_model_is_fetched_once_and_loads(fetch, hub, checkpoint):
     hub.asked.clear()
     (kind, path), *others = fetch("owner/model", "owner/model@v1", f"owner/model@{COMMIT}")

@@ -157,6 +157,7 @@ def test_the_gradient_is_that_of_single_steps():
     assert np.abs(gradient["model"]["embed_tokens"]["weight"]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_the_logits_of_all_positions_are_never_held():
     vocab, rows, width, start, chunk = 5003, 3, 64, 8, 4
     model = model_config(vocab_size=vocab, num_hidden_layers=1)

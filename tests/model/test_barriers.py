@@ -8,7 +8,7 @@ import pytest
 
 from jaxgen.model.barriers import in_branch, recomputed
 from jaxgen.model.causal_lm import CausalLM, forward
-from tests.support.models import model_config, slow
+from tests.support.models import model_config
 
 
 def _temporaries(function, *arguments) -> int:
