@@ -38,7 +38,7 @@ def parser() -> arguments.Parser:
     add("--weight-decay", type=arguments.share, default=0.0, metavar="X", help="(default: 0)")
     add("--clip", type=arguments.positive, default=1.0, metavar="X", help="maximum norm of the gradient (default: 1)")
     add("--accumulate", type=arguments.count, default=1, metavar="N", help="split each batch into N parts, run in turn")
-    add("--remat", action="store_true", help="compute layers twice instead of storing their results")
+    add("--remat", action="store_true", help="compute layers again instead of storing their results")
     add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
     add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")

@@ -45,7 +45,7 @@ class TrainConfig:
         clip: the maximum global norm of the gradient.
         accumulate: the number of equal micro-batches per step; the gradient is that of the whole batch.
         dtype: the dtype of the forward and backward pass; the trained weights stay float32.
-        remat: recompute each layer in the backward pass: less memory, a third more time.
+        remat: recompute each layer in the backward pass: less memory, more time.
         lora_scale: the factor of low-rank updates, if those are trained.
         seed: the seed of dropout.
     """
