@@ -13,7 +13,9 @@ from convert import CheckpointError, load_hf, save_hf
 from convert.hf import open_checkpoint
 from convert.tensors import Tensor
 from jaxgen import GenerationConfig, InputError, StepHook, generate, prefill, score, shard_params
+from jaxgen.decoding.extensions import Extensions
 from jaxgen.model.sharding import mesh_of
+from jaxgen.request.prepare import CallInputs, prepare
 from jaxgen.training import lora
 from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train, train_step
 from tests.support.communication import STEPS, check_communication
@@ -256,6 +258,14 @@ def test_a_streamer_and_a_deadline_on_the_mesh():
         generate(params, IDS, None, cfg, streamer=streamer)
     for one, other in zip(expected.values, found.values, strict=True):
         assert one.tolist() == other.tolist()
+
+
+def test_the_driver_says_whether_weights_are_divided():
+    inputs = CallInputs(IDS, attention_mask=np.ones_like(IDS))
+    for params, eager, divided in ((PARAMS, True, False), (on_mesh((4, 2)), True, True), (PARAMS, False, None)):
+        model = prepare(params, CFG, inputs, Extensions(), eager=eager).run.model
+        assert model.divided is divided
+        assert model.to_hf() == MODEL.to_hf()
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def setting(text: str) -> dict[str, Any]:
     else:
         words = [f"{_flag(name)}={value}"]
     fields = generation_fields(parser().read(words)[0])
-    return {name: fields.pop(name, None), **fields}  # there is no field for the value none
+    return {name: fields.pop(name, None), **fields}  # the parser leaves out an option that is none
 
 
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def recomputed(function: Callable, differentiate: Callable | None = None) -> Cal
     """Return `function` with a gradient that stores only the arguments and computes the rest again.
 
     After `jax.checkpoint`, XLA's CPU compiler may compute the rest again at once, and so store it after all. Here that
-    has to wait for the gradient of the result. There is no forward-mode derivative.
+    has to wait for the gradient of the result. Forward-mode differentiation is not supported.
 
     Args:
         function: a pure function with one array as its result.

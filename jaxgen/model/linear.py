@@ -72,7 +72,7 @@ def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool | None):
     return _product(rows, weight, divided), (rows, weight)
 
 
-def _gradients(divided: bool, operands: tuple[jax.Array, jax.Array], change: jax.Array):
+def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
     del divided
     rows, weight = operands
     change = change.astype(weight.dtype)
