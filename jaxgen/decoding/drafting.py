@@ -106,7 +106,7 @@ class DraftModel:
         width = history.ids.shape[1] - run.capacity
         prompt = Tokens.of_length(_known(drafting, history.ids[:, :width]), history.prompt_length)
         cache = KVCache.create(drafting.model, rows.count, width, run.cfg.cache_dtype)
-        read, _ = run_model(drafting, rows, prompt, cache)
+        read, _ = run_model(drafting, rows, prompt, cache, cache_is_empty=True)
         wanted = jnp.full(rows.count, drafting.cfg.num_assistant_tokens, jnp.int32)
         return DraftState(read.cache.grow(run.capacity), wanted)
 

@@ -75,7 +75,14 @@ class Forward:
 
 
 def run_model(
-    run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, all_logits: bool = False, following: int = 0
+    run: Run,
+    rows: Rows,
+    tokens: Tokens,
+    cache: KVCache,
+    *,
+    cache_is_empty: bool = False,
+    all_logits: bool = False,
+    following: int = 0,
 ) -> tuple[Forward, Rows]:
     """Run `tokens`, whose rows are those of the cache, through the model.
 
@@ -84,6 +91,7 @@ def run_model(
         rows: returned with the hook's new state.
         tokens: the tokens to read.
         cache: the preceding tokens; extended by `tokens`.
+        cache_is_empty: there are none, which saves a part of the scores.
         all_logits: return the logits of all positions, not only those of each row's last token.
         following: extra slots that generation will add, for the hook's attention mask.
     """
@@ -94,7 +102,8 @@ def run_model(
     chunk = run.cfg.prefill_chunk_size
     if chunk is not None and chunk < tokens.ids.shape[1] and not all_logits:
         return _in_chunks(run, inputs, cache, last, chunk), rows
-    return _in_one_pass(run, inputs, cache, None if all_logits else last), rows
+    start = 0 if cache_is_empty else None
+    return _in_one_pass(run, inputs, cache, None if all_logits else last, start), rows
 
 
 def observe(
@@ -170,8 +179,10 @@ def _needs_states(run: Run) -> bool:
     return run.extensions.hook is not None or run.cfg.dola_layers is not None
 
 
-def _in_one_pass(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None) -> Forward:
-    """Run all tokens at once; return the logits of `column int32[rows]`, or of all columns."""
+def _in_one_pass(
+    run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
+) -> Forward:
+    """Run all tokens at once, from slot `start` on; return the logits of `column int32[rows]`, or of all columns."""
     contrastive = run.sizes.candidates > 0
     if inputs.mask.shape[1] == 1:
         column = None
@@ -184,6 +195,7 @@ def _in_one_pass(run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Arra
         position_ids=inputs.position_ids,
         key_mask=inputs.key_mask,
         cache=cache,
+        cache_position=start,
         logits_to_keep=0 if column is None else column[:, None],
         output_hidden_states=run.cfg.output_hidden_states or _needs_states(run) or contrastive,
         output_attentions=run.cfg.output_attentions,

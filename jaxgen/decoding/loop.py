@@ -176,7 +176,8 @@ def prefill(run: Run, request: Request) -> Prefilled:
     prompt, cache, rows = _open(run, request)
     rows = begin_hook(run, rows)
     with jax.named_scope("prefill"):
-        read, rows = run_model(run, rows, prompt, cache, following=run.capacity)
+        empty = request.cache is None
+        read, rows = run_model(run, rows, prompt, cache, cache_is_empty=empty, following=run.capacity)
     columns = columns_of(run.pad(request.mask), prompt.length[: rows.count])
     rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
     return Prefilled(rows, read)

@@ -17,8 +17,10 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def activation(name: str) -> Callable:
-    """Return an elementwise function of `jax.Array`."""
+    """Return an elementwise function of `jax.Array`. It computes in float32 and rounds once, as torch's do."""
     import jax
+    import jax.numpy as jnp
 
     function, options = ACTIVATIONS[name]
-    return functools.partial(getattr(jax.nn, function), **options)
+    apply = functools.partial(getattr(jax.nn, function), **options)
+    return lambda x: apply(x.astype(jnp.float32)).astype(x.dtype)

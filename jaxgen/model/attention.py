@@ -1,7 +1,8 @@
 """Grouped-query attention over a cache of one or several parts.
 
-Short inputs compute all scores at once. Longer ones are processed block by block over queries and keys, with a running
-softmax, so that no array grows with the square of the length. The shapes determine the form.
+Short inputs compute all scores at once, on a CPU without those of later keys. Longer ones are processed block by block
+over queries and keys, with a running softmax, so that no array grows with the square of the length. The shapes
+determine the form.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 # Up to this many queries (a decode step), a key block is read once, in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
+# Queries that share the keys up to the last one of them.
+_CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
 
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -50,6 +53,11 @@ class Part:
     def slots(self) -> int:
         """The number of slots, S."""
         return self.keys.shape[2]
+
+    def first(self, slots: int) -> Part:
+        """Return the part without the slots from `slots` on."""
+        keys, values = jax.tree.map(lambda x: x[:, :, :slots], (self.keys, self.values))
+        return Part(keys, values, self.dtype)
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
         """Return keys and values of `size` slots as numbers; with `owner`, only those of one row and kv head.
@@ -126,8 +134,27 @@ def _at_once(
     return out.astype(q.dtype).reshape(batch, heads, steps, size), weights.reshape(batch, heads, steps, -1)
 
 
+def _short(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+    """Attend with all scores at once, in the platform's form."""
+    return lax.platform_dependent(q, parts, visible, cpu=_without_later_keys, default=_output_at_once)
+
+
 def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     return _at_once(q, parts, visible)[0]
+
+
+def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+    """Attend one block of queries at a time, to the slots of the last part that one of them may see."""
+    steps, start, (*before, last) = q.shape[2], visible.start, parts
+    if start is None or steps <= _CAUSAL_BLOCK:
+        return _output_at_once(q, parts, visible)
+
+    def attend(begin: int) -> jax.Array:
+        end = min(begin + _CAUSAL_BLOCK, steps)
+        seen = last.first(start + end)
+        return _output_at_once(q[:, :, begin:end], (*before, seen), visible.of_queries(begin, end, seen.slots))
+
+    return jnp.concatenate([attend(begin) for begin in range(0, steps, _CAUSAL_BLOCK)], axis=2)
 
 
 def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
@@ -275,7 +302,7 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     return jnp.moveaxis(out, 3, 1).reshape(batch, kv_heads, -1, steps, out.shape[-1])
 
 
-_recomputed_at_once = recomputed(_output_at_once)
+_recomputed_at_once = recomputed(_short)
 _recomputed_in_blocks = recomputed(_in_blocks, _over_queries)
 
 

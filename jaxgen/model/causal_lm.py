@@ -436,8 +436,9 @@ class CausalLM(nn.Module):
         the last two None without a cache.
         """
         batch, steps = mask.shape
-        first = None
+        first = start = None
         if cache is None:
+            start = 0
             if cache_position is not None:
                 raise InputError("cache_position needs a cache: pass cache too, or leave cache_position out")
             order = row_order(mask, jnp.zeros(batch, jnp.int32))
@@ -447,6 +448,8 @@ class CausalLM(nn.Module):
         else:
             if segment_ids is not None:
                 raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
+            if isinstance(cache_position, int):
+                start = max(cache_position - cache.offset, 0)
             cache, order, slots, overflow = allocate_slots(cache, cache_position, mask)
             orders = [repeat_rows(part.token_order(), batch) for part in cache.parts]
             cache.check_model(self.cfg)
@@ -460,7 +463,7 @@ class CausalLM(nn.Module):
             if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
                 raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
             orders = [hide_keys(key_mask, keys) for keys in orders]
-        visible = Visibility(order, tuple(orders), first)
+        visible = Visibility(order, tuple(orders), first, start=start)
         return _Tokens(cos, sin, slots, visible, output_attentions), cache, overflow
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:

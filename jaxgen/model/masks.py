@@ -29,12 +29,15 @@ class Visibility:
             hidden token.
         first: int32[B, T], the order of the first token that a query may see; None for 0.
         window: the maximum number of tokens that a query may see, static; None for all.
+        start: the slot in the last part from which the new tokens are stored in all rows, static; None if not known.
+            Query i sees none of the slots after `start + i`.
     """
 
     queries: jax.Array
     keys: tuple[jax.Array, ...]
     first: jax.Array | None = None
     window: int | None = flax.struct.field(pytree_node=False, default=None)
+    start: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def mask(self, part: int) -> jax.Array:
         """bool[B, T, S]: True if the query may see the key of the part."""
@@ -58,6 +61,12 @@ class Visibility:
     def of_keys(self, part: int, start: jax.Array | int, size: int) -> Visibility:
         """Return the visibility of one part's slots from `start` on."""
         return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
+
+    def of_queries(self, begin: int, end: int, slots: int) -> Visibility:
+        """Return what queries `begin` to `end - 1` see, of the last part only in its first `slots` slots."""
+        first = None if self.first is None else self.first[:, begin:end]
+        keys = (*self.keys[:-1], self.keys[-1][:, :slots])
+        return Visibility(self.queries[:, begin:end], keys, first, self.window)
 
     def of_row(self, row: jax.Array) -> Visibility:
         """Return the visibility within one row."""

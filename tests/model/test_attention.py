@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import CausalLM, KVCache
+from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.model import attention as module
 from jaxgen.model.attention import Part, attention
 from jaxgen.model.cache import EMPTY
@@ -23,7 +23,7 @@ ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8
 def small_blocks(monkeypatch):
     """Blocks of a few tokens, for anything longer than four."""
     sizes = {"AT_ONCE_QUERIES": 4, "AT_ONCE_SLOTS": 4, "FEW_QUERIES": 3, "QUERY_BLOCK": 4, "KEY_BLOCK": 5}
-    for name, size in (sizes | {"ACCELERATOR_BLOCK": 8}).items():
+    for name, size in (sizes | {"CAUSAL_BLOCK": 4, "ACCELERATOR_BLOCK": 8}).items():
         monkeypatch.setattr(module, f"_{name}", size)
     jax.clear_caches()
     yield
@@ -42,12 +42,15 @@ class Case:
     hidden: bool = False
     dtype: str = "float32"
     int8: bool = False
+    start: int | None = None
 
     def make(self):
         rng = np.random.default_rng(self.steps * 31 + self.slots)
         q = jnp.asarray(rng.normal(size=(ROWS, HEADS, self.steps, SIZE)), self.dtype)
         before = np.asarray([0, 0, 3, 3]) if self.shared else np.zeros(ROWS, int)
         length = rng.integers(self.steps, self.slots + 1, ROWS)
+        if self.start is not None:  # the last row is not padded
+            length = self.start + np.append(rng.integers(1, self.steps, ROWS - 1), self.steps)
         slot = np.arange(self.slots)
         orders = [np.where(slot < length[:, None], before[:, None] + slot, EMPTY)]
         parts = [self._part(rng, ROWS, self.slots)]
@@ -61,9 +64,8 @@ class Case:
         queries[1, :2] = -1  # padding: it may see nothing
         first = np.maximum(queries - 3, 0) if self.segments else None
         as_int = functools.partial(jnp.asarray, dtype=jnp.int32)
-        seen = Visibility(
-            as_int(queries), tuple(map(as_int, orders)), None if first is None else as_int(first), self.window
-        )
+        first = None if first is None else as_int(first)
+        seen = Visibility(as_int(queries), tuple(map(as_int, orders)), first, self.window, self.start)
         return q, tuple(parts), seen
 
     def _part(self, rng, rows: int, slots: int) -> Part:
@@ -82,9 +84,11 @@ CASES = {
     "few": Case(steps=3, slots=29, shared=6, window=9, hidden=True),
     "one": Case(steps=1, slots=29),
     "8 bits": Case(steps=10, slots=22, shared=12, window=7, segments=True, hidden=True, int8=True),
+    "start": Case(steps=10, slots=22, shared=12, window=7, segments=True, hidden=True, int8=True, start=3),
 }
 FORMS = {
     "at_once": lambda q, parts, seen: module._at_once(q, parts, seen)[0],
+    "without_later_keys": module._without_later_keys,
     "over_keys": lambda q, parts, seen: module._over_keys(q, parts, seen, module._KEY_BLOCK),
     "over_rows_and_heads": module._over_rows_and_heads,
     "over_queries": module._over_queries,
@@ -105,7 +109,9 @@ def plain(q, parts, seen):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", ["all", "bfloat16", "few", "8 bits", *slow("plain", "window", "prefix", "one")])
+@pytest.mark.parametrize(
+    "case", ["all", "bfloat16", "few", "8 bits", "start", *slow("plain", "window", "prefix", "one")]
+)
 def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
     q, parts, seen = CASES[case].make()
     out = np.asarray(jax.jit(FORMS[form])(q, parts, seen), np.float32)
@@ -168,6 +174,45 @@ PARAMS = random_params(WINDOWED)
 
 def run(ids, **kwargs):
     return jax.jit(functools.partial(CausalLM(WINDOWED).apply, {"params": PARAMS}))(jnp.asarray(ids), **kwargs)
+
+
+def logits_of(cache: dict, ids, mask):
+    return CausalLM(WINDOWED).apply({"params": PARAMS}, ids, attention_mask=mask, **cache).logits
+
+
+def first_logits(ids, mask):
+    cfg = GenerationConfig(model=WINDOWED, max_new_tokens=1, eos_token_id=None, pad_token_id=0, output_logits=True)
+    return generate(PARAMS, ids, None, cfg, attention_mask=mask).logits
+
+
+PASSES = {
+    "no cache": functools.partial(logits_of, {}),
+    "from slot 0": functools.partial(logits_of, {"cache": KVCache.create(WINDOWED, 2, 300), "cache_position": 0}),
+    "generate": first_logits,
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
+    """The model's outputs are those of one block of all queries, with padding on either side."""
+    ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 300)), jnp.int32)
+    mask = np.ones((2, 300), bool)
+    mask[0, :140] = mask[1, 250:] = False
+    mask = jnp.asarray(mask)
+
+    def in_blocks_of(size: int):
+        monkeypatch.setattr(module, "_CAUSAL_BLOCK", size)
+        jax.clear_caches()
+        program = jax.jit(PASSES[name]).lower(ids, mask).compile()
+        return program(ids, mask), program.cost_analysis()["flops"]
+
+    (logits, work), (whole, most) = in_blocks_of(100), in_blocks_of(300)
+    if name == "generate":
+        np.testing.assert_allclose(logits, whole, atol=2e-5)
+    else:
+        np.testing.assert_allclose(logits[mask], whole[mask], atol=2e-5)
+    products = 2 * WINDOWED.num_hidden_layers * 2 * WINDOWED.num_attention_heads  # of two rows
+    assert most - work >= products * 2 * WINDOWED.head_dim * (300 * 300 - 100 * (100 + 200 + 300))
 
 
 @pytest.mark.slow
