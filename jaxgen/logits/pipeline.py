@@ -93,7 +93,11 @@ def call(argument: str, function: Processor, history: History, scores: jax.Array
 
 
 def _warpers(options: RowOptions) -> list[Processor]:
-    return [functools.partial(_warper, name, options) for name in _on(WARP, options.cfg)]
+    steps = [(name,) for name in _on(WARP, options.cfg)]
+    if ("top_k",) in steps and ("top_p",) in steps:  # neighbours, which share a search
+        at = steps.index(("top_k",))
+        steps[at : at + 2] = [("top_k", "top_p")]
+    return [functools.partial(_warper, names, options) for names in steps]
 
 
 def _processor(name: str, options: RowOptions, history: History, scores: jax.Array) -> jax.Array:
@@ -101,12 +105,13 @@ def _processor(name: str, options: RowOptions, history: History, scores: jax.Arr
         return getattr(processors, name)(scores, history, options)
 
 
-def _warper(name: str, options: RowOptions, history: History, scores: jax.Array) -> jax.Array:
-    more: dict[str, Any] = {"mesh": options.mesh} if name in ("top_k", "top_p") else {}
+def _warper(names: tuple[str, ...], options: RowOptions, history: History, scores: jax.Array) -> jax.Array:
+    name = "_".join(names)
+    more: dict[str, Any] = {"mesh": options.mesh} if name in ("top_k", "top_p", "top_k_top_p") else {}
     if options.cfg.num_beams > 1 and name not in ("temperature", "top_h"):
         more["min_tokens_to_keep"] = options.at_least(scores.shape[0])
     with jax.named_scope(name):
-        return getattr(warpers, name)(scores, options.number(name), **more)
+        return getattr(warpers, name)(scores, *map(options.number, names), **more)
 
 
 def _grammar(options: RowOptions, allowed: Any, history: History, scores: jax.Array) -> jax.Array:

@@ -32,19 +32,7 @@ def top_k(
     scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
     """Keep the k highest scores and all that equal the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
-    vocab = scores.shape[-1]
-    k = jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
-    best = candidates(scores, mesh)
-    known = (k <= best.shape[-1]) | (k == vocab)
-
-    def by_candidates() -> jax.Array:
-        kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
-        return jnp.where(k == vocab, -jnp.inf, kth)
-
-    def by_bisection() -> jax.Array:
-        return from_ordered_bits(kth_largest(ordered_bits(scores), k[:, 0]))[:, None]
-
-    return jnp.where(scores >= lax.cond(jnp.all(known), by_candidates, by_bisection), scores, BANNED)
+    return _at_least(scores, _kth(scores, candidates(scores, mesh), k, min_tokens_to_keep))
 
 
 def top_p(
@@ -55,9 +43,42 @@ def top_p(
     A token is kept if the tokens above it have less mass than p. At least `min_tokens_to_keep` tokens are kept. Ties at
     the boundary keep the highest ids, as in a stable ascending sort. p = 1 keeps all.
     """
+    return _nucleus(scores, candidates(scores, mesh), p, min_tokens_to_keep)
+
+
+def top_k_top_p(
+    scores: jax.Array, k: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
+) -> jax.Array:
+    """Apply `top_k` and then `top_p`, and look for the highest scores only once."""
+    best = candidates(scores, mesh)
+    kth = _kth(scores, best, k, min_tokens_to_keep)
+    return _nucleus(_at_least(scores, kth), _at_least(best, kth), p, min_tokens_to_keep)
+
+
+def _at_least(scores: jax.Array, threshold: jax.Array) -> jax.Array:
+    return jnp.where(scores >= threshold, scores, BANNED)
+
+
+def _kth(scores: jax.Array, best: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
+    """Return the lowest score that top_k keeps, float32[rows, 1]; `best` are the `candidates` of the scores."""
+    vocab = scores.shape[-1]
+    k = jnp.where(k == 0, vocab, jnp.clip(k, jnp.minimum(min_tokens_to_keep, vocab), vocab))
+    known = (k <= best.shape[-1]) | (k == vocab)
+
+    def by_candidates() -> jax.Array:
+        kth = jnp.take_along_axis(best, jnp.minimum(k, best.shape[-1]) - 1, axis=-1)
+        return jnp.where(k == vocab, -jnp.inf, kth)
+
+    def by_bisection() -> jax.Array:
+        return from_ordered_bits(kth_largest(ordered_bits(scores), k[:, 0]))[:, None]
+
+    return lax.cond(jnp.all(known), by_candidates, by_bisection)
+
+
+def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
+    """Return what `top_p` does; `best` are the `candidates` of the scores."""
     rows, vocab = scores.shape
     at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1, 1)), (rows, 1))
-    best = candidates(scores, mesh)
     size = best.shape[-1]
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     reached = jnp.cumsum(jnp.exp(best - total), axis=-1) >= p

@@ -1,5 +1,6 @@
 """The order of processors and warpers, and the functions that their records name."""
 
+import functools
 import inspect
 
 import jax
@@ -70,6 +71,16 @@ def test_every_processor_is_a_function_of_its_name():
             assert list(inspect.signature(function).parameters) == ["scores", "history", "options"]
     for option in of_stage(WARP):
         assert callable(getattr(warpers, option.name))
+
+
+def test_top_k_and_top_p_share_one_search():
+    def searches(**options) -> int:
+        cfg = jax.tree.map(jnp.asarray, config_of(1000, do_sample=True, **options))
+        transform = build_transform(cfg, option_values(cfg, 1))
+        history = history_of(np.zeros((1, 1), np.int32), np.ones(1, np.int32), vocab=1000)
+        return str(jax.make_jaxpr(functools.partial(transform, history))(jnp.zeros((1, 1000)))).count(" top_k[")
+
+    assert [searches(top_k=5, top_p=1.0), searches(top_k=0, top_p=0.5), searches(top_k=5, top_p=0.5)] == [1, 1, 1]
 
 
 def test_stages_run_in_their_order():

@@ -48,6 +48,19 @@ def kept(scores):
     return np.isfinite(np.asarray(scores))
 
 
+@pytest.mark.parametrize("candidates", [256, 3, 1])
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_top_k_and_top_p_together_are_one_after_the_other(candidates, data):
+    scores, k, p = data.draw(SCORES), data.draw(st.integers(0, VOCAB + 3)), data.draw(st.floats(2**-7, 1, width=32))
+    keep = data.draw(KEEP)
+    with mock.patch.object(order_statistics, "CANDIDATES", candidates):
+        values = jnp.full((ROWS, 1), k, jnp.int32), jnp.full((ROWS, 1), p, jnp.float32)
+        together = warpers.top_k_top_p(scores, *values, keep)
+        apart = warpers.top_p(warpers.top_k(scores, values[0], keep), values[1], keep)
+    np.testing.assert_array_equal(together, apart)
+
+
 @pytest.mark.parametrize("top_k", ALL_OF["top_k"])
 @settings(max_examples=200, deadline=None)
 @given(SCORES, st.integers(0, VOCAB + 3), KEEP)
