@@ -28,6 +28,7 @@ _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 # Up to this many queries (a decode step), a key block is read once, in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
+_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 512, 256  # within one row and kv head
 # Queries that share the keys up to the last one of them.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
@@ -192,7 +193,7 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibil
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1]
-    size = min(_QUERY_BLOCK, steps)
+    size = min(_CPU_QUERY_BLOCK, steps)
 
     def attend(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
         index, q = inputs
@@ -202,7 +203,8 @@ def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibil
 
         def attend_block(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
             q, queries, first = block
-            return _over_keys(q, parts, dataclasses.replace(in_row, queries=queries, first=first), _KEY_BLOCK, owners)
+            seen = dataclasses.replace(in_row, queries=queries, first=first)
+            return _over_keys(q, parts, seen, _CPU_KEY_BLOCK, owners)
 
         blocks = (_cut_queries(q[None], size), *in_row.query_blocks(size))
         return _join_queries(lax.map(attend_block, blocks), steps)[0]

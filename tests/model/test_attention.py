@@ -23,6 +23,7 @@ ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8
 def small_blocks(monkeypatch):
     """Blocks of a few tokens, for anything longer than four."""
     sizes = {"AT_ONCE_QUERIES": 4, "AT_ONCE_SLOTS": 4, "FEW_QUERIES": 3, "QUERY_BLOCK": 4, "KEY_BLOCK": 5}
+    sizes |= {"CPU_QUERY_BLOCK": 4, "CPU_KEY_BLOCK": 5}
     for name, size in (sizes | {"CAUSAL_BLOCK": 4, "ACCELERATOR_BLOCK": 8}).items():
         monkeypatch.setattr(module, f"_{name}", size)
     jax.clear_caches()
