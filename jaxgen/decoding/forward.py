@@ -91,7 +91,7 @@ def run_model(
         rows: returned with the hook's new state.
         tokens: the tokens to read.
         cache: the preceding tokens; extended by `tokens`.
-        cache_is_empty: there are none, which saves a part of the scores.
+        cache_is_empty: there are no preceding tokens; on a CPU, this saves the scores of later keys.
         all_logits: return the logits of all positions, not only those of each row's last token.
         following: extra slots that generation will add, for the hook's attention mask.
     """

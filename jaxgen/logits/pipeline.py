@@ -93,7 +93,7 @@ def call(argument: str, function: Processor, history: History, scores: jax.Array
 
 
 def _warpers(options: RowOptions) -> list[Processor]:
-    steps = [(name,) for name in _on(WARP, options.cfg)]
+    steps: list[tuple[str, ...]] = [(name,) for name in _on(WARP, options.cfg)]
     if ("top_k",) in steps and ("top_p",) in steps:  # neighbours, which share a search
         at = steps.index(("top_k",))
         steps[at : at + 2] = [("top_k", "top_p")]

@@ -135,7 +135,7 @@ def _at_once(
     return out.astype(q.dtype).reshape(batch, heads, steps, size), weights.reshape(batch, heads, steps, -1)
 
 
-def _short(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+def _short_inputs(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     """Attend with all scores at once, in the platform's form."""
     return lax.platform_dependent(q, parts, visible, cpu=_without_later_keys, default=_output_at_once)
 
@@ -304,7 +304,7 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     return jnp.moveaxis(out, 3, 1).reshape(batch, kv_heads, -1, steps, out.shape[-1])
 
 
-_recomputed_at_once = recomputed(_short)
+_recomputed_at_once = recomputed(_short_inputs)
 _recomputed_in_blocks = recomputed(_in_blocks, _over_queries)
 
 

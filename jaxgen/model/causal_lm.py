@@ -448,7 +448,7 @@ class CausalLM(nn.Module):
         else:
             if segment_ids is not None:
                 raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
-            if isinstance(cache_position, int):
+            if isinstance(cache_position, int) and cache.owners is None:  # rows that share slots store them in turn
                 start = max(cache_position - cache.offset, 0)
             cache, order, slots, overflow = allocate_slots(cache, cache_position, mask)
             orders = [repeat_rows(part.token_order(), batch) for part in cache.parts]

@@ -216,6 +216,20 @@ def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
     assert most - work >= products * 2 * WINDOWED.head_dim * (300 * 300 - 100 * (100 + 200 + 300))
 
 
+def test_a_known_position_in_slots_that_rows_share(monkeypatch):
+    """There, a token's place is not its slot."""
+    monkeypatch.setattr(module, "_CAUSAL_BLOCK", 4)
+    ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 12))
+    cache = run(ids[:1, :3], cache=KVCache.create(WINDOWED, 1, 3)).cache.fork(2, 12, shared=True)
+
+    def logits(**position):
+        return jax.jit(functools.partial(CausalLM(WINDOWED).apply, {"params": PARAMS}, **position))(
+            ids, cache=cache
+        ).logits
+
+    np.testing.assert_allclose(logits(cache_position=3), logits(), atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_model_in_blocks_is_the_model_at_once(small_blocks, monkeypatch):
     ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 14))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, InputError, KVCache
+from jaxgen.model.activations import ACTIVATIONS, activation
 from jaxgen.model.causal_lm import RMSNorm, param_shapes
 from tests.support.models import left_pad, model_config, random_params, slow
 
@@ -182,6 +183,13 @@ def test_loss_is_the_mean_cross_entropy_of_shifted_labels():
     assert bool(jnp.isnan(run(ids, labels=jnp.full((2, 6), -100)).loss))
     with pytest.raises(InputError, match="logits_to_keep"):
         run(ids, labels=jnp.asarray(labels), logits_to_keep=1)
+
+
+def test_activations_round_once():
+    x = jnp.linspace(-6, 6, 1000, dtype=jnp.bfloat16)
+    for name in ACTIVATIONS:
+        exact = activation(name)(x.astype(jnp.float32))
+        np.testing.assert_array_equal(activation(name)(x), exact.astype(jnp.bfloat16))
 
 
 @pytest.mark.slow
