@@ -29,13 +29,14 @@ from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.cache import KVCache
 from jaxgen.output import GenerateOutput, output, raise_failures
+from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
 from jaxgen.request.driver import Streamer, prefill_only, run_watched, run_whole
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.memory import check_call_memory
-from jaxgen.request.prepare import CallInputs, Prepared, prepare, under_jit
+from jaxgen.request.prepare import CallInputs, Prepared, prepare
 from jaxgen.text.streaming import TextStreamer
 
 
@@ -225,7 +226,7 @@ def _run(
     """Run an eager call and raise its failures."""
     check_call_memory(prepared)
     if streamer is None and seconds is None:
-        decoded = run_whole(prepared.run, prepared.request, mode)
+        decoded = run_whole(prepared.run, prepared.request, mode=mode)
     else:
         deadline = None if seconds is None else time.monotonic() + seconds
         decoded = run_watched(prepared, mode, streamer, deadline)

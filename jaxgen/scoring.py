@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -24,9 +23,9 @@ from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.sharding import REPLICATED, mesh_of, place_rows
+from jaxgen.programs import program, under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
-from jaxgen.request.prepare import under_jit
 from jaxgen.text.tokenizer import Tokenizer
 
 # Logits in memory at a time unless `chunk` says otherwise: 128 MiB of float32.
@@ -305,7 +304,7 @@ def compute_transition_scores(
     return _transition_scores(jnp.asarray(sequences), scores, beam_indices, normalize_logits=bool(normalize_logits))
 
 
-@functools.partial(jax.jit, static_argnames="normalize_logits")
+@program(static_argnames=["normalize_logits"])
 def _transition_scores(sequences, scores, beam_indices, *, normalize_logits: bool) -> jax.Array:
     scores = (jnp.stack(scores) if isinstance(scores, tuple) else scores).astype(jnp.float32)
     steps = scores.shape[0]

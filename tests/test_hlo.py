@@ -55,8 +55,8 @@ def compile_loop(
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
     run = Run(params, normal_form(cfg), Extensions(), model, Sizes(ROWS, NEW, candidates=candidates))
-    lowered = run_whole.lower(run, Request(ids, ids == 0, budget, key), mode=mode_of(cfg))
-    return lowered.compile(), params
+    traced = run_whole.trace(run, Request(ids, ids == 0, budget, key), mode=mode_of(cfg))
+    return traced.lower().compile(), params
 
 
 def quantized(leaf: jax.ShapeDtypeStruct):

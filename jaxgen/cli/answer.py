@@ -37,8 +37,9 @@ from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.joined import prepare
+from jaxgen.programs import default_device
 from jaxgen.request.assistant import check_assistant
-from jaxgen.request.memory import check_memory, default_device
+from jaxgen.request.memory import check_memory
 from jaxgen.text.json_file import read_file
 from jaxgen.text.lines import decoded
 from jaxgen.text.tokenizer import Tokenizer

@@ -88,8 +88,8 @@ def _answer(argv: Sequence[str]) -> int:
         distributed.join(options)
     terminal.show("starting")
     from jaxgen.cli.answer import answer  # jax takes a second to import, and --help does not need it
+    from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.cli.device import use_device
-    from jaxgen.cli.programs import keep_programs
 
     _collect_garbage()
     if options.compile_cache:

@@ -27,7 +27,8 @@ from jaxgen.config.generation_config import model_of, warn
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.config import ModelConfig
-from jaxgen.request.memory import default_device, free_bytes
+from jaxgen.programs import default_device
+from jaxgen.request.memory import free_bytes
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.model.cache import KVCache, row_numbers
+from jaxgen.programs import program
 
 UNKNOWN = -1  # the id of a token that was given as an embedding
 
@@ -97,6 +98,6 @@ class Continuation:
         return Continuation(kv, tokens, count)
 
 
-@jax.jit
+@program()
 def _take(tree, rows: jax.Array):
     return jax.tree.map(lambda x: x[rows], tree)

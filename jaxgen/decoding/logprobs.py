@@ -12,6 +12,7 @@ from jax import lax
 from jaxgen.decoding.replay import Replay
 from jaxgen.model.causal_lm import head, hidden
 from jaxgen.model.config import ModelConfig
+from jaxgen.programs import program
 
 
 @flax.struct.dataclass
@@ -31,7 +32,7 @@ class LogProbs:
     top_tokens: jax.Array | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("model", "start", "top", "chunk"))
+@program(static_argnames=["model", "start", "top", "chunk"])
 def logprobs(
     params,
     ids: jax.Array,

@@ -26,6 +26,7 @@ from jax.core import Tracer
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.slots import Int8Slots, Slots, as_numbers, empty_slots, write
+from jaxgen.programs import program
 from jaxgen.shapes import put, repeat_rows, resize_axis, take
 
 # The order of an empty slot. Sorts after every token.
@@ -300,14 +301,14 @@ def row_numbers(rows: jax.Array, count: int) -> jax.Array:
     return rows
 
 
-@jax.jit
+@program()
 def _crop(cache: KVCache, length: jax.Array) -> KVCache:
     flat = cache.flatten(cache.offset + cache.slots)
     length = jnp.clip(jnp.where(length < 0, flat.length + length, length), 0)
     return dataclasses.replace(flat, length=jnp.minimum(flat.length, length))
 
 
-@jax.jit
+@program()
 def _reorder(cache: KVCache, rows: jax.Array) -> KVCache:
     merged = cache.flatten(cache.offset + cache.slots)
     return jax.tree.map(lambda x: x[rows], merged)

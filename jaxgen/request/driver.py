@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from jaxgen.decoding import loop
 from jaxgen.decoding.loop import Decoded, Mode
 from jaxgen.decoding.run import Request, Run
 from jaxgen.decoding.stopping import StopReason
+from jaxgen.programs import Program, program
 from jaxgen.request.prepare import Prepared
 
 _CHUNK = 4  # steps per call of the compiled loop while the host watches: with a streamer, or max_time
@@ -30,24 +30,24 @@ class Streamer(Protocol):
         """Finish the stream."""
 
 
-run_whole = jax.jit(loop.decode, static_argnames="mode")
-prefill_only = jax.jit(loop.continuation_of)
+run_whole = Program(loop.decode, static_argnames=["mode"])
+prefill_only = Program(loop.continuation_of)
 
 
-@functools.partial(jax.jit, static_argnames="mode")
-def _start(run: Run, request: Request, mode: Mode):
+@program(static_argnames=["mode"])
+def _start(run: Run, request: Request, *, mode: Mode):
     state = mode.begin(run, loop.prefill(run, request))
     return state, loop.progress(run, state, mode)
 
 
-@functools.partial(jax.jit, static_argnames="mode", donate_argnames="state")
-def _advance(run: Run, state, mode: Mode):
+@program(static_argnames=["mode"], donate_argnames=["state"])
+def _advance(run: Run, state, *, mode: Mode):
     state = loop.advance(run, state, mode, _CHUNK)
     return state, loop.progress(run, state, mode)
 
 
-@functools.partial(jax.jit, static_argnames="mode")
-def _finish(run: Run, state, mode: Mode, out_of_time: jax.Array) -> Decoded:
+@program(static_argnames=["mode"])
+def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
     decoded = loop.finish(run, state, mode)
     late = out_of_time & (decoded.reasons == StopReason.NONE)
     return dataclasses.replace(decoded, reasons=jnp.where(late, jnp.int32(StopReason.TIME), decoded.reasons))
@@ -58,11 +58,11 @@ def compile_for(prepared: Prepared, mode: Mode, watched: bool) -> None:
     run = prepared.run
     request = dataclasses.replace(prepared.request, budget=np.ones_like(prepared.request.budget))
     if watched:
-        state = _start(run, request, mode)[0]
-        state = _advance(run, state, mode)[0]
-        decoded = _finish(run, state, mode, np.bool_(False))
+        state = _start(run, request, mode=mode)[0]
+        state = _advance(run, state, mode=mode)[0]
+        decoded = _finish(run, state, np.bool_(False), mode=mode)
     else:
-        decoded = run_whole(run, request, mode)
+        decoded = run_whole(run, request, mode=mode)
     jax.block_until_ready(decoded)
 
 
@@ -90,12 +90,12 @@ def run_watched(prepared: Prepared, mode: Mode, streamer: Streamer | None, deadl
 
     if streamer is not None:
         streamer.put(prepared.ids)
-    state, progress = _start(run, prepared.request, mode)
+    state, progress = _start(run, prepared.request, mode=mode)
     finished, late = show(progress), False
     while not (finished or late):
         late = deadline is not None and time.monotonic() > deadline
         previous = progress
         if not late:
-            state, progress = _advance(run, state, mode)
+            state, progress = _advance(run, state, mode=mode)
         finished = show(previous)
-    return _finish(run, state, mode, np.bool_(late and not finished))
+    return _finish(run, state, np.bool_(late and not finished), mode=mode)

@@ -27,6 +27,7 @@ from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
+from jaxgen.programs import default_device
 from jaxgen.request.prepare import Prepared
 
 _PROC = Path("/proc")
@@ -51,12 +52,6 @@ def cache_bytes(model: ModelConfig, rows: int, slots: int, dtype: str | None = N
     """Return the bytes of `KVCache.create(model, rows, slots, dtype)`."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots, dtype)))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def default_device() -> Any:
-    """Return the device on which jax puts arrays."""
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
 
 def check_memory(

@@ -9,7 +9,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxgen.buckets import capacity_for, prompt_bucket
@@ -23,6 +22,7 @@ from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import mesh_of, replicate
+from jaxgen.programs import Program
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
 from jaxgen.request.checks import check_cache, check_grammar, check_key, check_processes, check_room, warn_infeasible
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
@@ -61,11 +61,6 @@ class Prepared:
     mask: Array
     width: int
     new_tokens: int
-
-
-def under_jit() -> bool:
-    """Return True if the caller's code is being traced, even if no argument is."""
-    return isinstance(jax.device_put(np.float32(0)), Tracer)  # in eager code this compiles nothing
 
 
 def prepare(
@@ -131,7 +126,7 @@ def _check(
     check_grammar(extensions, cfg, prompts)
 
 
-_wrapped = jax.jit(Continuation.of)
+_wrapped = Program(Continuation.of)
 
 
 def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation | None:

@@ -10,7 +10,6 @@ The step is a function of a state and a batch; jit it and call it in your own lo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from jaxgen.model.causal_lm import forward
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.loss import next_token_loss
 from jaxgen.model.sharding import mesh_of, place_rows, replicate
+from jaxgen.programs import Program, program
 from jaxgen.training.lora import attach
 from jaxgen.training.state import has_state, read_state, write_state
 
@@ -268,11 +268,11 @@ def train(
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         del state  # room for the one that is read
         state = read_state(directory, like)
-    step_of = jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
         batch = batches(step)
-        state, metrics = step_of(state, jax.device_put(batch) if mesh is None else place_rows(batch, mesh), frozen)
+        batch = jax.device_put(batch) if mesh is None else place_rows(batch, mesh)
+        state, metrics = _step(state, batch, frozen, model=model, cfg=cfg)
         meter.count(metrics, int(np.sum(np.asarray(batch.segments) > 0)))
         done = step + 1
         if done % report_every == 0 or done == cfg.steps:
@@ -280,6 +280,9 @@ def train(
         if directory is not None and (done % save_every == 0 or done == cfg.steps):
             write_state(directory, state, done, settings)
     return state.params
+
+
+_step = Program(train_step, static_argnames=["model", "cfg"], donate_argnames=["state"])
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
@@ -303,13 +306,13 @@ def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: 
     total = count = 0.0
     for start in range(0, len(ids), rows):
         part = slice(start, start + rows)
-        sums = _sums(params, TrainBatch(ids[part], labels[part], segments[part]), model, dtype)
+        sums = _sums(params, TrainBatch(ids[part], labels[part], segments[part]), model=model, dtype=dtype)
         total, count = total + float(sums[0]), count + float(sums[1])
     return total / count
 
 
-@functools.partial(jax.jit, static_argnames=("model", "dtype"))
-def _sums(params, batch: TrainBatch, model: ModelConfig, dtype: str):
+@program(static_argnames=["model", "dtype"])
+def _sums(params, batch: TrainBatch, *, model: ModelConfig, dtype: str):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return batch_loss(params, batch, dataclasses.replace(model, dtype=dtype))
 

@@ -140,7 +140,7 @@ def run(mode, copies=1, assistant=None, **options):
     )
     draft, cfg = open_assistant(assistant, cfg)
     prepared = prepare(PARAMS, cfg, CallInputs(ids, KEY, mask), extensions, eager=True, assistant=draft)
-    return output(prepared, run_whole(prepared.run, prepared.request, mode))
+    return output(prepared, run_whole(prepared.run, prepared.request, mode=mode))
 
 
 def row_key(prompt: int, sequence: int = 0):

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from jaxgen.cli import programs
+from jaxgen.cli import compile_cache
 
 
 def test_the_oldest_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "_LIMIT", 250)
+    monkeypatch.setattr(compile_cache, "_LIMIT", 250)
     for number in range(5):
         (tmp_path / str(number)).write_bytes(b"x" * 100)
         os.utime(tmp_path / str(number), (number, number))
-    programs._make_room(tmp_path)
+    compile_cache._make_room(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
 
 

@@ -1,0 +1,167 @@
+"""Compiled programs of eager calls, the least recently used of which are freed.
+
+A program compiled for a CPU takes 400 to 900 memory maps of its process. Linux allows a process 65,530
+(`vm.max_map_count`); beyond that XLA cannot compile and the process dies. jax keeps every program that was compiled
+for a function as long as the function exists, so here each program is traced from a function object of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.backend import backends
+from jax.extend.core import get_opaque_trace_state
+
+_MOST = 128  # programs; each takes about 20 MB of a CPU's memory
+_PROC = Path("/proc")
+
+with jax.ensure_compile_time_eval():  # this module may be imported while the caller's code is traced
+    _EAGER = get_opaque_trace_state()
+
+
+def under_jit() -> bool:
+    """Return True if the caller's code is being traced by `jax.jit`, even if no argument is."""
+    return _is_transformed() and isinstance(jax.device_put(np.float32(0)), Tracer)
+
+
+def _is_transformed() -> bool:
+    """Return True inside `jax.jit`, and inside transformations such as `jax.grad` that run eagerly."""
+    return get_opaque_trace_state() != _EAGER
+
+
+class Programs:
+    """The compiled programs of eager calls, bounded in number and by the memory maps that they leave.
+
+    Attributes:
+        most: the maximum number of programs.
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self._programs: OrderedDict[Hashable, Callable] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def get(self, key: Hashable, make: Callable[[], Callable]) -> Callable:
+        """Return the program of a key, made by `make` if there is none; others may be dropped to make room for it.
+
+        A dropped program is freed once no thread runs it.
+        """
+        with self._lock:
+            found = self._programs.get(key)
+            if found is None:
+                while self._programs and (len(self._programs) >= self.most or _maps_are_scarce()):
+                    self._programs.popitem(last=False)
+                found = self._programs[key] = make()
+            else:
+                self._programs.move_to_end(key)
+            return found
+
+
+PROGRAMS = Programs(_MOST)
+
+
+class Program:
+    """A function that is compiled when called eagerly, like `jax.jit` of it, with the programs in `PROGRAMS`.
+
+    While the caller's code is being traced, it is the function itself.
+
+    Args:
+        function: a pure function; its static arguments are passed as keywords.
+        static_argnames, donate_argnames: as in `jax.jit`.
+    """
+
+    def __init__(self, function: Callable, static_argnames: Iterable[str] = (), donate_argnames: Iterable[str] = ()):
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._names = {"static_argnames": tuple(static_argnames), "donate_argnames": tuple(donate_argnames)}
+
+    def __call__(self, *args, **kwargs):
+        """Run the program for arguments of this form, compiling it if there is none."""
+        if under_jit():
+            return self._function(*args, **kwargs)
+        static = tuple((name, kwargs[name]) for name in self._names["static_argnames"] if name in kwargs)
+        traced = {name: value for name, value in kwargs.items() if name not in self._names["static_argnames"]}
+        leaves, structure = jax.tree.flatten((args, traced))
+        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit takes no options
+        key = (self, structure, static, on_cpu, tuple([_form(leaf) for leaf in leaves]))
+        return PROGRAMS.get(key, lambda: self.jit(on_cpu))(*args, **kwargs)
+
+    def trace(self, *args, **kwargs) -> jax.stages.Traced:
+        """Return what `jax.jit(...).trace` does: the program, not compiled yet, for shapes placed on any device."""
+        return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs)))).trace(*args, **kwargs)
+
+    def jit(self, on_cpu: bool):
+        """Return `jax.jit` of a function object of its own, with compiler options only if it is for a CPU."""
+
+        @functools.wraps(self._function)
+        def own(*args, **kwargs):
+            return self._function(*args, **kwargs)
+
+        return jax.jit(own, **self._names, compiler_options=cpu_compiler_options() if on_cpu else None)
+
+
+def program(**names: Iterable[str]) -> Callable[[Callable], Program]:
+    """Return a decorator that makes a `Program`; the arguments are its `static_argnames` and `donate_argnames`."""
+    return functools.partial(Program, **names)
+
+
+@functools.cache
+def cpu_compiler_options() -> dict[str, Any]:
+    """Return the options with which XLA's CPU compiler makes the fastest programs for this machine."""
+    return {"xla_cpu_prefer_vector_width": "512"} if "avx512f" in _cpu_flags() else {}
+
+
+def _form(leaf: Any) -> Hashable:
+    """Return what a program depends on of an argument."""
+    aval = getattr(leaf, "aval", None)  # of jax's arrays; isinstance would take longer
+    return (np.shape(leaf), getattr(leaf, "dtype", type(leaf))) if aval is None else aval
+
+
+def _only_cpus() -> bool:
+    return list(backends()) == ["cpu"]
+
+
+def _runs_on_cpu(leaves: list[Any]) -> bool:
+    """Return True if a program with these arguments runs on a CPU.
+
+    jax runs a program on the devices that its arguments are committed to; if there are none, on the default device.
+    """
+    for leaf in leaves:
+        if getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None):
+            return next(iter(leaf.sharding.device_set)).platform == "cpu"
+    return default_device().platform == "cpu"
+
+
+def default_device() -> jax.Device:
+    """Return the device on which jax puts arrays."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+
+
+def _maps_are_scarce() -> bool:
+    """Return True if the process has used three quarters of the memory maps that Linux allows it."""
+    try:
+        most = int((_PROC / "sys/vm/max_map_count").read_text())
+        with (_PROC / "self/maps").open("rb") as maps:
+            return sum(1 for _ in maps) > most * 3 // 4
+    except OSError:  # not Linux: no limit is known
+        return False
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = (_PROC / "cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
