@@ -84,14 +84,14 @@ class Program:
     def __init__(self, function: Callable, static_argnames: Iterable[str] = (), donate_argnames: Iterable[str] = ()):
         functools.update_wrapper(self, function)
         self._function = function
-        self._names = {"static_argnames": tuple(static_argnames), "donate_argnames": tuple(donate_argnames)}
+        self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
 
     def __call__(self, *args, **kwargs):
         """Run the program for arguments of this form, compiling it if there is none."""
         if under_jit():
             return self._function(*args, **kwargs)
-        static = tuple((name, kwargs[name]) for name in self._names["static_argnames"] if name in kwargs)
-        traced = {name: value for name, value in kwargs.items() if name not in self._names["static_argnames"]}
+        static = tuple((name, kwargs[name]) for name in self._static if name in kwargs)
+        traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
         on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit takes no options
         key = (self, structure, static, on_cpu, tuple([_form(leaf) for leaf in leaves]))
@@ -108,7 +108,8 @@ class Program:
         def own(*args, **kwargs):
             return self._function(*args, **kwargs)
 
-        return jax.jit(own, **self._names, compiler_options=cpu_compiler_options() if on_cpu else None)
+        options = cpu_compiler_options() if on_cpu else None
+        return jax.jit(own, static_argnames=self._static, donate_argnames=self._donated, compiler_options=options)
 
 
 def program(**names: Iterable[str]) -> Callable[[Callable], Program]:
@@ -138,12 +139,13 @@ def _runs_on_cpu(leaves: list[Any]) -> bool:
     jax runs a program on the devices that its arguments are committed to; if there are none, on the default device.
     """
     for leaf in leaves:
-        if getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None):
-            return next(iter(leaf.sharding.device_set)).platform == "cpu"
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct)):
+            return next(iter(sharding.device_set)).platform == "cpu"
     return default_device().platform == "cpu"
 
 
-def default_device() -> jax.Device:
+def default_device() -> Any:
     """Return the device on which jax puts arrays."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
