@@ -50,13 +50,6 @@ def programs(tmp_path_factory) -> dict[str, str]:
     return environment
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _forget_programs():
-    """Drop the programs of each file: those of all would take gigabytes, and more memory maps than Linux allows."""
-    yield
-    jax.clear_caches()
-
-
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder of real checkpoints, tokenizers and vectors; skips where it is absent."""
