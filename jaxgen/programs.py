@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
 
-_MOST = 128  # programs; each takes about 20 MB of a CPU's memory
+_MOST = 64  # programs; each takes about 20 MB of a CPU's memory
 _PROC = Path("/proc")
 
 with jax.ensure_compile_time_eval():  # this module may be imported while the caller's code is traced
@@ -152,11 +152,11 @@ def default_device() -> Any:
 
 
 def _maps_are_scarce() -> bool:
-    """Return True if the process has used three quarters of the memory maps that Linux allows it."""
+    """Return True if the process has used half of the memory maps that Linux allows it."""
     try:
         most = int((_PROC / "sys/vm/max_map_count").read_text())
         with (_PROC / "self/maps").open("rb") as maps:
-            return sum(1 for _ in maps) > most * 3 // 4
+            return sum(1 for _ in maps) > most // 2
     except OSError:  # not Linux: no limit is known
         return False
 
