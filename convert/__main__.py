@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from convert.atomic_directory import new_directory
-from convert.errors import SHOWN_PROBLEMS, CheckpointError
+from convert.errors import CheckpointError
 from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint, write_checkpoint
 from convert.kv_heads import pool_checkpoint
 from convert.shards import find_tensors, in_order
@@ -39,9 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
         return BROKEN_PIPE
     except (JaxgenError, OSError) as error:
-        problems = error.problems if isinstance(error, CheckpointError) else [one_line(str(error))]
-        more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
-        print(f"{PROGRAM}: {'; '.join(problems[:SHOWN_PROBLEMS] + more)}", file=sys.stderr)
+        print(f"{PROGRAM}: {_in_one_line(error)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
@@ -132,6 +130,13 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     if not options.list and options.destination is None:
         parser.error("the destination is missing")
     return options
+
+
+def _in_one_line(error: Exception) -> str:
+    if not isinstance(error, CheckpointError):
+        return one_line(str(error))
+    more = len(error.problems) - len(error.first)
+    return "; ".join(error.first + ([f"and {more:,} more"] if more else []))
 
 
 def _check_apart(source: Path, target: Path) -> None:

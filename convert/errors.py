@@ -1,15 +1,19 @@
 """The error of a checkpoint that cannot be read or written."""
 
-from jaxgen.errors import JaxgenError, one_line
+import itertools
+
+from jaxgen.errors import LONGEST, JaxgenError, one_line
 
 SHOWN_PROBLEMS = 20
 LONGEST_PROBLEM = 500  # characters
+_AROUND = 100  # characters of a message that has several problems, before and after them
+_BULLET = "\n  - "
 
 
 class CheckpointError(JaxgenError):
     """A checkpoint that cannot be read or written; `problems` lists all problems, one line each.
 
-    The text is the only problem, or a heading and at most `SHOWN_PROBLEMS` of them.
+    The text is the only problem, or a heading and the `first` of them.
     """
 
     def __init__(self, problems: list[str]):
@@ -17,9 +21,16 @@ class CheckpointError(JaxgenError):
         self.problems = [one_line(problem, LONGEST_PROBLEM) for problem in problems]
         self.args = (self.problems,)
 
+    @property
+    def first(self) -> list[str]:
+        """The problems that a message of `LONGEST` characters has room for, at most `SHOWN_PROBLEMS`."""
+        candidates = self.problems[:SHOWN_PROBLEMS]
+        ends = itertools.accumulate(len(_BULLET) + len(problem) for problem in candidates)
+        return [problem for problem, end in zip(candidates, ends, strict=True) if end <= LONGEST - _AROUND]
+
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return self.problems[0]
-        count, shown = len(self.problems), self.problems[:SHOWN_PROBLEMS]
-        first = f", the first {SHOWN_PROBLEMS} of which are" if count > len(shown) else ""
-        return "\n  - ".join([f"{count} problems{first}:", *shown])
+        count, first = len(self.problems), self.first
+        which = f", the first {len(first)} of which are" if count > len(first) else ""
+        return _BULLET.join([f"{count} problems{which}:", *first])

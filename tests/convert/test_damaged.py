@@ -3,6 +3,7 @@
 import collections
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ def check(outcome: dict) -> None:
         assert not text, outcome
         return
     assert text.replace("\n  - ", "").isprintable(), outcome
-    assert max(map(len, lines)) <= LONGEST, outcome
+    assert len(text) <= LONGEST, outcome
     assert len(lines) == 1 or ("problems" in lines[0] and len(lines) <= 1 + SHOWN_PROBLEMS), outcome
     assert outcome["path"] in text or text.startswith(OF_THE_CONVERSATION), outcome
 
@@ -98,6 +99,30 @@ def test_problems_beyond_the_first_are_counted():
     assert lines[:2] == ["30 problems, the first 20 of which are:", "p0 0"]
     assert len(lines) == 21
     assert str(CheckpointError(["one"])) == "one"
+
+
+@pytest.mark.parametrize("count", [2, 5, 20, 300_000])
+@pytest.mark.parametrize("length", [1, 90, 95, 100, 141, 1000])
+def test_messages_of_many_problems_are_bounded(count, length):
+    error = CheckpointError(["x" * length] * count)
+    lines = str(error).split("\n  - ")
+    assert len(str(error)) <= LONGEST
+    assert lines[1:] == error.first == error.problems[: len(error.first)]
+    assert len(error.first) == min(count, SHOWN_PROBLEMS) or len(str(error)) > LONGEST - 100 - 505
+    shown = "" if len(error.first) == count else f", the first {len(error.first)} of which are"
+    assert lines[0] == f"{count} problems{shown}:"
+
+
+def test_the_command_prints_a_bounded_line(tmp_path, call):
+    header = json.dumps({f"a damaged entry, the {n}th of many": {} for n in range(1000)}).encode()
+    path = tmp_path / "a directory whose name is quite long"
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    status, _, err = call("--list", path)
+    assert status == 2
+    assert err.count("\n") == 1
+    assert len(err) <= LONGEST
+    assert re.search(r"; and 9\d\d more$", err)
 
 
 @pytest.mark.parametrize("count", [10_000, 100_000])
