@@ -26,6 +26,7 @@ from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.int8 import Int8
 from jaxgen.model.joined import separate
+from jaxgen.model.lowrank import LowRank
 from jaxgen.model.sharding import shardings
 from jaxgen.text.json_file import fetch_again
 
@@ -382,9 +383,13 @@ def _mismatch(
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arrays of nested dicts by dotted name, and the problems of the rest."""
+    """Return the arrays of nested dicts by dotted name, and the problems of the rest.
+
+    Raises:
+        CheckpointError: the whole tree is of another kind.
+    """
     arrays: dict[str, Any] = {}
-    problems = []
+    problems, attached = [], []
 
     def walk(node: Any) -> Iterator[tuple[str, Any]]:
         for key, value in node.items():
@@ -398,14 +403,20 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a nested dict of arrays, got {type(params).__name__}")
     if set(params) == {"params"}:
-        return {}, ["params: these are the model's variables: pass their entry, variables['params']"]
+        raise CheckpointError(["params: these are the model's variables: pass their entry, variables['params']"])
     for name, value in walk(params):
         if isinstance(value, np.ndarray | jax.Array):
             arrays[name] = value
         elif isinstance(value, Int8):
             arrays |= {name: value.values, scale_name(name): value.scales}
+        elif isinstance(value, LowRank):
+            attached.append(name)
         else:
             problems.append(f"params: {name} must be an array, got {type(value).__name__}")
+    if attached:
+        where = attached[0] + (" and others" if len(attached) > 1 else "")
+        fault = f"params: {where}: low-rank updates are attached, which a checkpoint cannot store"
+        raise CheckpointError([f"{fault}: call lora.merge first, on the parameters without them, and save its result"])
     return arrays, problems
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
+from jaxgen import prepare
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
+from jaxgen.training import lora
 from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -379,11 +382,26 @@ def test_what_save_cannot_take(tmp_path, qwen2):
         save_hf(params, cfg.model, tmp_path / "b")
     with pytest.raises(TypeError, match="params must be a nested dict of arrays, got list"):
         save_hf([], cfg, tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"variables\['params'\]"):
+    with pytest.raises(CheckpointError, match=r"^params: .* pass their entry, variables\['params'\]$"):
         save_hf({"params": params}, cfg, tmp_path / "b")
     with pytest.raises(ConfigError, match="temperature has one value per prompt"):
         save_hf(params, cfg.replace(temperature=np.array([0.5, 1.0])), tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2"]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_attached_updates_must_be_merged(tmp_path, qwen2, joined):
+    params, cfg = load_hf(qwen2)
+    updates = lora.init(params, 2, jax.random.key(0), ("q_proj", "up_proj"))
+    attached = lora.attach(params, updates, 0.5)
+    with pytest.raises(CheckpointError) as caught:
+        save_hf(prepare(attached) if joined else attached, cfg, tmp_path / "b")
+    (problem,) = caught.value.problems
+    assert re.fullmatch(
+        r"params: model\.layers\.0\.\S+ and others: low-rank updates are attached, .*: call lora\.merge first, .*",
+        problem,
+    )
+    save_hf(lora.merge(params, updates, 0.5), cfg, tmp_path / "b")
 
 
 def test_overwriting_keeps_the_tokenizer_only(tmp_path, qwen2):
