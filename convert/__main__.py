@@ -15,11 +15,12 @@ import numpy as np
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
 from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint, write_checkpoint
+from convert.int8 import CHOICES
 from convert.kv_heads import pool_checkpoint
 from convert.shards import find_tensors, in_order
 from convert.tensors import DTYPES, same_bits
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
-from jaxgen.errors import JaxgenError, one_line
+from jaxgen.errors import ConfigError, JaxgenError, one_line
 
 PROGRAM = "python -m convert"
 
@@ -52,6 +53,11 @@ def convert(options: argparse.Namespace) -> int:
     _check_apart(source, target)
     wanted = float_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
+    if checkpoint.quantized and options.dtype is not None and options.quantize is None:
+        raise ConfigError(
+            f"{source} has 8-bit matrices, whose numbers --dtype does not change: add --quantize none to write "
+            f"them in {options.dtype}, or --quantize int8 to write only the rest in it"
+        )
     if options.kv_heads is not None:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
     config = _config(checkpoint, wanted)
@@ -115,9 +121,10 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", metavar="SRC", help="a local checkpoint directory")
     add("destination", metavar="DST", nargs="?", help="the directory to write")
-    add("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC")
+    add("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC; not of 8-bit matrices")
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
-    add("--quantize", choices=["int8"], help="write matrices as 8-bit numbers, for jaxgen alone; default: as in SRC")
+    bits = "write matrices as 8-bit numbers, for jaxgen alone; none: turn such matrices back; default: as in SRC"
+    add("--quantize", choices=CHOICES, help=bits)
     add("--overwrite", action="store_true", help="replace the checkpoint DST")
     add("--check", action="store_true", help="then read DST again and compare every tensor")
     add("--list", action="store_true", help="print the tensors of SRC: name, dtype, shape, bytes")

@@ -15,7 +15,7 @@ import numpy as np
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
-from convert.int8 import check_quantize, is_scale, quantized, scale_name, split_scales
+from convert.int8 import check_quantize, dequantized, is_scale, quantized, scale_name, split_scales
 from convert.parts import read_parts, shared_directory, write_parts
 from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
 from convert.tensors import DTYPES, INT8, STORED, Tensor, same_bits
@@ -83,13 +83,17 @@ class Checkpoint:
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | None) -> Checkpoint:
-        """Return a checkpoint of which each matrix is quantised when it is read; None returns this one.
+        """Return a checkpoint whose matrices are all quantised when they are read, or none; None returns this one.
 
         Raises:
-            ConfigError: neither "int8" nor None.
+            ConfigError: neither "int8" nor "none" nor None.
         """
         check_quantize(quantize)
-        return self if quantize is None else dataclasses.replace(self, tensors=quantized(self.tensors))
+        if quantize is None:
+            return self
+        if quantize == "int8":
+            return dataclasses.replace(self, tensors=quantized(self.tensors))
+        return dataclasses.replace(self, tensors=dequantized(self.tensors, self.dtype(None)))
 
     def _is_quantized(self, name: str) -> bool:
         return self.tensors[name].dtype == INT8
@@ -109,10 +113,11 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     Args:
         path: the directory.
         dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
-            `cfg.model.dtype` is that of the embedding.
+            `cfg.model.dtype` is that of the embedding. Where matrices are quantised, it is the dtype of activations
+            and of the other parameters; the matrices stay as they are.
         quantize: "int8" makes a `jaxgen.model.int8.Int8` of each matrix, also of the embedding and the head: 8-bit
-            numbers with a scale for each output channel. `dtype` is then that of activations and other parameters. A
-            directory that `python -m convert --quantize int8` has written is quantised anyway.
+            numbers with a scale for each output channel. "none" makes arrays in `dtype` of the matrices that
+            `python -m convert --quantize int8` has written. None keeps them as they are stored.
         mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, over whose devices the parameters are divided.
             Each process reads only the bytes of its own devices' parts.
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from convert.errors import CheckpointError
-from convert.tensors import INT8, Tensor
+from convert.tensors import DTYPES, INT8, Tensor
 from jaxgen.errors import ConfigError
 from jaxgen.model.int8 import LARGEST
 
+CHOICES = ("int8", "none")
 _SCALE = "_scale"
 _CHUNK = 1 << 20  # elements converted at once: they stay in the processor's cache
 
@@ -47,9 +48,9 @@ def split_scales(tensors: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def check_quantize(quantize: object) -> None:
-    """Raise an error unless `quantize` is None or "int8"."""
-    if quantize not in (None, "int8"):
-        raise ConfigError(f"quantize must be 'int8' or None, got {quantize!r}")
+    """Raise an error unless `quantize` is None or one of `CHOICES`."""
+    if quantize is not None and quantize not in CHOICES:
+        raise ConfigError(f"quantize must be 'int8', 'none' or None, got {quantize!r}")
 
 
 def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,6 +64,39 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result[name] = _Values(file, name, INT8, shape, offset, math.prod(shape), tensor)
         result[scales] = _Scales(file, scales, "F32", shape[:1], offset, 4 * shape[0], tensor)
     return result
+
+
+def dequantized(tensors: Mapping[str, Tensor], dtype: np.dtype) -> dict[str, Tensor]:
+    """Return tensors by name of which each 8-bit matrix is multiplied with its scales when it is read.
+
+    `dtype`: that of the matrices, if it is not chosen when they are read.
+    """
+    (name_of_dtype,) = (name for name, other in DTYPES.items() if other == dtype)
+    matrices, _ = split_scales(tensors)
+    for name, tensor in matrices.items():
+        if tensor.dtype == INT8:
+            nbytes = math.prod(tensor.shape) * dtype.itemsize
+            scales = tensors[scale_name(name)]
+            matrices[name] = _Products(
+                tensor.file, name, name_of_dtype, tensor.shape, tensor.offset, nbytes, tensor, scales
+            )
+    return matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class _Products(Tensor):
+    """The matrix of 8-bit numbers `source`, multiplied with their `scales`."""
+
+    source: Tensor
+    scales: Tensor
+
+    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return the products, computed in float32 and rounded once."""
+        values, scales = self.source.read(None, part), self.scales.read(None, part and part[:1])
+        matrix = np.empty(values.shape, DTYPES[self.dtype] if dtype is None else dtype)
+        for chunk in _chunks(values):
+            matrix[chunk] = self.cast(values[chunk].astype(np.float32) * scales[chunk, None], matrix.dtype)
+        return matrix
 
 
 @dataclasses.dataclass(frozen=True)

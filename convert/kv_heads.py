@@ -37,7 +37,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     pooled = _with_kv_heads(model, kv_heads)
     params = separate(params, model)
     if any(array.dtype == np.int8 for array in check_params(params, model).values()):
-        raise ConfigError("params are quantised, and their heads cannot be pooled: start from the original")
+        raise ConfigError("params are quantised, and their heads cannot be pooled: load them with quantize='none'")
 
     def pool(path: tuple, array: Any) -> Any:
         if not _PROJECTIONS.fullmatch(".".join(entry.key for entry in path)):
@@ -54,7 +54,10 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
         ConfigError: as in `pool_kv_heads`.
     """
     if checkpoint.quantized:
-        raise ConfigError(f"{checkpoint.path} is quantised, and its heads cannot be pooled: start from the original")
+        raise ConfigError(
+            f"{checkpoint.path} is quantised, and its heads cannot be pooled: start from the original, or convert with "
+            "--quantize none first"
+        )
     model = model_of(checkpoint.cfg)
     pooled = _with_kv_heads(model, kv_heads)
     group = model.num_key_value_heads // pooled.num_key_value_heads

@@ -97,7 +97,10 @@ def _check_out(options: argparse.Namespace) -> None:
 def _prepare(options: argparse.Namespace) -> _Job:
     source = open_checkpoint(local_directory(options.model))
     if source.quantized:
-        raise ConfigError(f"{source.path} is quantised, and training changes weights: train the original checkpoint")
+        raise ConfigError(
+            f"{source.path} is quantised, and training changes weights: train the original checkpoint, or what "
+            "python -m convert --quantize none makes of this one"
+        )
     model = model_of(source.cfg)
     tokenizer = Tokenizer.from_pretrained(source.path)
     width = _width(options.width, model)

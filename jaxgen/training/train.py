@@ -125,7 +125,7 @@ class TrainState:
             InputError: quantised parameters.
         """
         if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params)):
-            raise InputError("params are quantised, and training changes them: load the checkpoint without quantize")
+            raise InputError("params are quantised, and training changes them: load them with quantize='none'")
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
 
@@ -190,7 +190,7 @@ def train_step(
         cfg: the settings.
     """
     if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(frozen)):
-        raise InputError("frozen has quantised weights, and updates cannot be merged into them: load without quantize")
+        raise InputError("frozen has quantised weights, which cannot take updates: load it with quantize='none'")
     model = dataclasses.replace(model, dtype=cfg.dtype)
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
 

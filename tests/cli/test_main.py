@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from convert import load_hf
+from convert import load_hf, save_hf
 from jaxgen import demo, generate
 from jaxgen.cli import answer as cli, options, printing
 from jaxgen.cli.main import main
@@ -109,6 +110,20 @@ class TestText:
         monkeypatch.setattr(printing, "generate", watching)
         assert run("--model", checkpoint, "A", "--quantize", "int8", "--max-new-tokens", 4) == (0, "BCDE\n", "")
         assert ("gate_up_proj" in names) == (platform == "gpu")
+
+    def test_quantized_weights_are_turned_back(self, run, checkpoint, tmp_path, monkeypatch):
+        save_hf(*load_hf(checkpoint, quantize="int8"), tmp_path / "int8")
+        shutil.copy(checkpoint / "tokenizer.json", tmp_path / "int8")
+        seen = []
+
+        def watching(params, *arguments, **options):
+            seen.append({leaf.dtype.name for leaf in jax.tree.leaves(params)})
+            return generate(params, *arguments, **options)
+
+        monkeypatch.setattr(printing, "generate", watching)
+        for words in ([], ["--quantize", "none"], ["--quantize", "none", "--dtype", "bfloat16"]):
+            assert run("--model", tmp_path / "int8", "A", *words, "--max-new-tokens", 4)[:2] == (0, "BCDE\n")
+        assert seen == [{"int8", "float32"}, {"float32"}, {"bfloat16"}]
 
     def test_prompt_that_looks_like_an_option(self, run, checkpoint):
         assert run("--model", checkpoint, "--max-new-tokens", 2, "--", "--A")[:2] == (0, "BC\n")

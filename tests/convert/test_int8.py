@@ -103,6 +103,63 @@ def test_shards_and_their_index(tmp_path, call, monkeypatch):
         assert loaded_cfg.model.dtype == "bfloat16"
 
 
+def rounded(path) -> dict:
+    """The matrices of a quantised directory multiplied out, and the other parameters."""
+    arrays = load_file(path / FILE)
+    return {
+        name: x.astype(np.float32) * arrays[f"{name}_scale"][:, None] if x.dtype == np.int8 else x
+        for name, x in arrays.items()
+        if not name.endswith("_scale")
+    }
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_way_back(qwen2, int8, tmp_path, call, dtype):
+    expected = {name: x.astype(np.dtype(dtype or "float32")) for name, x in rounded(int8).items()}
+    assert (
+        call(int8, tmp_path / "back", "--quantize", "none", "--check", *(["--dtype", dtype] if dtype else []))[0] == 0
+    )
+    for path, quantize in ((int8, "none"), (tmp_path / "back", None), (tmp_path / "back", "none")):
+        params, cfg = load_hf(path, dtype=dtype, quantize=quantize)
+        assert flat(params).keys() == expected.keys() == weights(QWEN2).keys()
+        for name, array in flat(params).items():
+            assert array.dtype == expected[name].dtype
+            np.testing.assert_array_equal(array, expected[name])
+        assert cfg.model.dtype == (dtype or "float32")
+    save_hf(params, cfg, tmp_path / "saved")
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (tmp_path / "back/model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == (dtype or "float32")
+
+
+def test_matrices_turned_back_have_the_dtype_of_the_config(tmp_path, call):
+    source = write(tmp_path / "source", QWEN2, weights(QWEN2, "bfloat16"))
+    assert call(source, tmp_path / "int8", "--quantize", "int8")[0] == 0
+    params, cfg = load_hf(tmp_path / "int8", quantize="none")
+    assert {str(array.dtype) for array in flat(params).values()} == {cfg.model.dtype} == {"bfloat16"}
+    assert same(params, load_hf(source, quantize="none")[0]) is False  # the weights stay rounded
+
+
+def test_a_dtype_needs_to_know_which_tensors_it_is_for(int8, tmp_path, call):
+    status, out, err = call(int8, tmp_path / "x", "--dtype", "bfloat16")
+    assert (status, out) == (2, "")
+    assert "add --quantize none to write them in bfloat16, or --quantize int8 to write only the rest in it" in err
+    assert not (tmp_path / "x").exists()
+    assert call(int8, tmp_path / "x", "--dtype", "bfloat16", "--quantize", "int8", "--check")[0] == 0
+    params, cfg = load_hf(tmp_path / "x")
+    assert isinstance(params["model"]["embed_tokens"]["weight"], Int8)
+    assert params["model"]["norm"]["weight"].dtype == cfg.model.dtype == "bfloat16"
+
+
+def test_a_matrix_turned_back_that_is_too_large(int8, tmp_path, call):
+    arrays = load_file(int8 / FILE)
+    arrays[f"{QUERY}_scale"][3] = 1e30
+    save_file(arrays, int8 / FILE)
+    status, _, err = call(int8, tmp_path / "x", "--quantize", "none", "--dtype", "float16")
+    assert status == 2
+    assert f"{QUERY}: " in err
+    assert "too large for float16" in err
+
+
 def test_over_a_mesh(qwen2, int8):
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     expected = load_hf(int8)[0]
@@ -112,6 +169,10 @@ def test_over_a_mesh(qwen2, int8):
         down = params["model"]["layers"]["0"]["mlp"]["down_proj"]["weight"]
         assert {shard.data.shape for shard in down.values.addressable_shards} == {(16, 12)}
         assert {shard.data.shape for shard in down.scales.addressable_shards} == {(16,)}
+    params, _ = load_hf(int8, quantize="none", mesh=mesh)
+    assert same(params, load_hf(int8, quantize="none")[0])
+    down = params["model"]["layers"]["0"]["mlp"]["down_proj"]["weight"]
+    assert {shard.data.shape for shard in down.addressable_shards} == {(16, 12)}
 
 
 def test_damaged_directories(int8, tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from convert import CheckpointError, load_hf
+from convert import CheckpointError, load_hf, save_hf
 from convert.hf import float_dtype, open_checkpoint
 from jaxgen import ConfigError, GenerationConfig, InputError, KVCache, generate
 from jaxgen.request import memory
@@ -59,7 +59,11 @@ def test_weights(tmp_path, stored, dtype):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_quantised_weights(tmp_path, dtype):
     path = write(tmp_path / "model", LLAMA, weights(LLAMA))
-    assert weights_bytes(path, dtype, "int8") == nbytes(load_hf(path, dtype=dtype, quantize="int8")[0])
+    params, cfg = load_hf(path, dtype=dtype, quantize="int8")
+    assert weights_bytes(path, dtype, "int8") == nbytes(params)
+    save_hf(params, cfg, tmp_path / "int8")
+    assert weights_bytes(tmp_path / "int8") == nbytes(params)
+    assert weights_bytes(tmp_path / "int8", dtype, "none") == weights_bytes(path, dtype)
 
 
 def test_a_tied_head_is_counted_once(tmp_path, checkpoint):
