@@ -139,8 +139,10 @@ def prefill(
     A prefix that many requests share, a system prompt for example, is computed once and read from one place: a cache of
     one row serves any number of prompts, a cache of n rows any multiple of n.
 
-    >>> system = prefill(params, [tok.encode(text)], cfg)                                        # doctest: +SKIP
-    >>> out = generate(params, ids, key, cfg, attention_mask=mask, cache=system)                 # doctest: +SKIP
+    >>> prefix = tok.chat_prefix([{"role": "system", "content": text}])                          # doctest: +SKIP
+    >>> shared = prefill(params, [prefix], cfg)                                                  # doctest: +SKIP
+    >>> ids, mask = tok.chat(conversations, after=prefix)                                        # doctest: +SKIP
+    >>> out = generate(params, ids, key, cfg, attention_mask=mask, cache=shared)                 # doctest: +SKIP
 
     Args:
         params: the parameters.

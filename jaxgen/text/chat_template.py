@@ -14,6 +14,8 @@ import jinja2.parser
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.text import sandbox
 
+# Beginnings of a text that tokenizers join in different ways to what is before them
+_STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 LARGEST = 100_000  # characters of a template; those of known checkpoints have 30,000 at most
 
 
@@ -59,7 +61,9 @@ def render(
         ConfigError: a template that is not valid jinja, or that exceeds the limits of the sandbox.
         TypeError: an argument that is not a list of dicts.
     """
-    _check_conversation(conversation)
+    _check_messages(conversation)
+    if not conversation:
+        raise InputError("a conversation is empty: it needs at least one message")
     for name, given in (("tools", tools), ("documents", documents)):
         if given is not None and (isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)):
             raise TypeError(f"{name} must be a list of dicts, got {given!r}")
@@ -78,6 +82,19 @@ def render(
             raise InputError(f"{name} fails on this conversation: {_reason(error)}") from error
     except sandbox.TooMuch as error:
         raise ConfigError(f"{name} {error}") from error
+
+
+def continuations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return conversations that begin with these messages and continue in different ways."""
+    _check_messages(messages)
+    roles = ("user", "assistant", "user")
+    if messages and messages[-1]["role"] == "user":
+        roles = roles[1:]
+    contents = [[start] for start in _STARTS] + [["a"] * len(roles)]
+    return [
+        [*messages, *({"role": role, "content": text} for role, text in zip(roles, texts, strict=False))]
+        for texts in contents
+    ]
 
 
 def _joined(pieces: Iterable[str], largest: int) -> str:
@@ -102,12 +119,10 @@ def _choose(templates: Mapping[str, str], tools: Any) -> str:
     raise InputError(f"this tokenizer has no chat template{others}: use batch on text, or add a chat_template.jinja")
 
 
-def _check_conversation(conversation: Any) -> None:
-    if isinstance(conversation, str | Mapping) or not isinstance(conversation, Sequence):
-        raise TypeError(f"a conversation must be a list of messages, got {type(conversation).__name__}")
-    if not conversation:
-        raise InputError("a conversation is empty: it needs at least one message")
-    for i, message in enumerate(conversation):
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(f"a conversation must be a list of messages, got {type(messages).__name__}")
+    for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise TypeError(f"message {i} must be a dict, got {type(message).__name__}")
         if not isinstance(message.get("role"), str):

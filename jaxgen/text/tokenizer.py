@@ -216,14 +216,15 @@ class Tokenizer:
             text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
         return clean_up(text) if self.cleans_up(clean_up_tokenization_spaces) else text
 
-    def batch(self, texts: Sequence[str], *, max_length: int | None = None) -> Batch:
+    def batch(self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None) -> Batch:
         """Encode texts and left-pad them to the longest.
 
-        Pads with the pad id, else eos, else unk, else 0. The mask makes the choice irrelevant to the model.
+        `add_special_tokens=False` is for texts that continue others: a BOS does not belong in the middle of a row. Pads
+        with the pad id, else eos, else unk, else 0. The mask makes the choice irrelevant to the model.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             raise TypeError(f"batch accepts a list of str, got {type(texts).__name__}: pass [text] for one text")
-        return self.pad([self.encode(text, max_length=max_length) for text in texts])
+        return self.pad([self.encode(t, add_special_tokens=add_special_tokens, max_length=max_length) for t in texts])
 
     def chat(
         self,
@@ -232,6 +233,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        after: Any = (),
         max_length: int | None = None,
         **template_kwargs: Any,
     ) -> Batch:
@@ -241,6 +243,8 @@ class Tokenizer:
         it. The template writes BOS and other special tokens itself; none are added. `max_length` truncates at the
         config's `truncation_side`: on the right, that removes the generation prompt. The other arguments are those of
         `render_chat`.
+
+        `after`: the ids that `chat_prefix` returned. Each conversation must begin with them, and they are left out.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
@@ -250,7 +254,36 @@ class Tokenizer:
             self.render_chat(c, add_generation_prompt, tools=tools, documents=documents, **template_kwargs)
             for c in conversations
         ]
-        return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
+        rows = [self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered]
+        return self.pad(_without_prefix(rows, id_list(after)))
+
+    def chat_prefix(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Return the first ids of every conversation that begins with `messages`, such as a system message.
+
+        >>> prefix = tok.chat_prefix(system)                                                # doctest: +SKIP
+        >>> cache = prefill(params, [prefix], cfg)                                          # doctest: +SKIP
+        >>> batch = tok.chat([[*system, *turns] for turns in requests], after=prefix)       # doctest: +SKIP
+
+        They end before the first token that the next message could change. The arguments are those of `render_chat`;
+        `chat` must be called with the same ones.
+
+        Raises:
+            InputError: with this template, such conversations have no first token in common.
+        """
+        options = {"tools": tools, "documents": documents, **template_kwargs}
+        rendered = [self.render_chat(c, **options) for c in chat_template.continuations(messages)]
+        rows = [self.encode(text, add_special_tokens=False) for text in rendered]
+        prefix = [ids[0] for ids in itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*rows, strict=False))]
+        if not prefix:
+            raise InputError("conversations with this beginning have no first token in common: use chat alone")
+        return prefix
 
     def render_chat(
         self,
@@ -351,6 +384,25 @@ class Tokenizer:
             ids[i, width - len(row) :] = row
             mask[i, width - len(row) :] = 1
         return Batch(ids, mask)
+
+
+def _without_prefix(rows: list[list[int]], prefix: list[int]) -> list[list[int]]:
+    """Return what follows the prefix in each row.
+
+    Raises:
+        InputError: a row does not begin with it, or has nothing else.
+    """
+    for i, row in enumerate(rows):
+        pairs = enumerate(itertools.zip_longest(prefix, row[: len(prefix)]))
+        different = next((place for place, (wanted, given) in pairs if wanted != given), None)
+        if different is not None:
+            raise InputError(
+                f"conversation {i} does not begin with the {len(prefix)} tokens of after: token {different} differs. "
+                "Pass the messages, tools and variables that chat_prefix had first, or call chat without after"
+            )
+        if prefix and len(row) == len(prefix):
+            raise InputError(f"conversation {i} has only the {len(prefix)} tokens of after: add a message")
+    return [row[len(prefix) :] for row in rows]
 
 
 def check_tokenizer(tokenizer: object) -> None:

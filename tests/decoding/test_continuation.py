@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate, prefill
+from convert import load_hf
+from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, Tokenizer, demo, generate, prefill
 from tests.support.models import (
     all_generated,
     counting_config,
@@ -65,6 +66,43 @@ def test_rows_that_ended_at_different_lengths():
     assert len(set(np.asarray(first.lengths).tolist())) > 1
     on, anew = both(cfg, first)
     assert on == anew
+
+
+@pytest.mark.slow
+def test_conversations_after_a_shared_beginning():
+    params, cfg = load_hf(demo.PATH, dtype="float32")
+    tok = Tokenizer.from_pretrained(demo.PATH)
+    system = [{"role": "system", "content": "You are a fox who answers in few words."}]
+    words = ["a fox", "Who are you?", "\nhi", " Tell me a story about an owl", "1", "你好"]
+    chats = [[*system, {"role": "user", "content": " ".join(words[: n % 6 + 1]) + "!" * n}] for n in range(30)]
+    prefix = tok.chat_prefix(system)
+    assert len(prefix) > 10
+    whole, rest = tok.chat(chats), tok.chat(chats, after=prefix)
+    cfg, key = cfg.replace(max_new_tokens=24), jax.random.key(3)
+    shared = prefill(params, [prefix], cfg)
+    once = generate(params, rest.ids, key, cfg, attention_mask=rest.attention_mask, cache=shared)
+    each = generate(params, whole.ids, key, cfg, attention_mask=whole.attention_mask)
+    assert all_generated(once) == all_generated(each)
+    assert len(set(tok.decode_batch(once))) > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "text"), [("stories260K-hf", "Once upon a time, there"), ("demo", "The owl said: ")])
+def test_text_that_continues_text(request, name, text):
+    path = demo.PATH if name == "demo" else request.getfixturevalue("data") / "checkpoints" / name
+    params, cfg = load_hf(path, dtype="float32")
+    tok = Tokenizer.from_pretrained(path)
+    cfg = GenerationConfig(model=cfg.model, max_new_tokens=8)
+    first, more = tok.batch([text, text[:9]]), tok.batch(["And then", "And"], add_special_tokens=False)
+    out = generate(params, first.ids, None, cfg, attention_mask=first.attention_mask)
+    on = generate(params, more.ids, None, cfg, attention_mask=more.attention_mask, cache=out.cache)
+    rows = [
+        [*tok.encode([text, text[:9]][row]), *generated(out, row), *tok.encode(added, add_special_tokens=False)]
+        for row, added in enumerate(("And then", "And"))
+    ]
+    assert [row.count(tok.bos_token_id) for row in rows] == [int(tok.bos_token_id is not None)] * 2
+    ids, mask = left_pad(rows)
+    assert all_generated(on) == all_generated(generate(params, ids, None, cfg, attention_mask=mask))
 
 
 @pytest.mark.parametrize("turns", [4, 15])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxgen.errors import ConfigError, InputError
@@ -279,6 +280,22 @@ class TestBatch:
         assert batch.attention_mask.tolist() == [[0, 1, 1], [1, 1, 1]]
         assert tok.batch(["hell a"], max_length=2).ids.tolist() == [tok.encode("hell a")[:2]]
 
+    def test_texts_that_continue_others_have_no_bos(self):
+        tok = llama()
+        batch = tok.batch(["a", "hell a"], add_special_tokens=False)
+        assert batch.ids.tolist() == [[2, *tok.encode("a")[1:]], tok.encode("hell a")[1:]]
+        assert batch.attention_mask.tolist() == [[0, 1], [1, 1]]
+        with pytest.raises(InputError, match="prompt 0 has no tokens"):
+            tok.batch([""], add_special_tokens=False)
+
+    @pytest.mark.parametrize("name", ["checkpoints/stories260K-hf", "tokenizers/qwen2.5-instruct"])
+    def test_real_texts_that_continue_others(self, data, name):
+        tok = Tokenizer.from_pretrained(data / name)
+        (ids,), _ = tok.batch([" And then"], add_special_tokens=False)
+        assert ids.tolist() == tok.encode(" And then", add_special_tokens=False)
+        assert tok.bos_token_id is None or tok.bos_token_id not in ids
+        assert tok.bos_token_id is None or tok.batch([" And then"]).ids[0, 0] == tok.bos_token_id
+
     @pytest.mark.parametrize(
         ("config", "pad"),
         [
@@ -448,6 +465,100 @@ class TestChat:
             byte_level().chat([])
         with pytest.raises(InputError, match="prompt 0 has no tokens"):
             byte_level(chat_template="").chat([USER])
+
+
+# First characters that join in different ways to what the template writes before them
+QUESTIONS = [
+    *("Who are you?", "hi", " x", "  x", "\nx", "\n\n x", "\t", "\r\nx", "1 + 1?", ".", "...", "'s", "\u2019s"),
+    *("é", "e\u0301", "你好", "\u3000x", "\u00a0x", "👋", "\u200bx", "<|im_end|>", "<x>", "-", "_", "{", "", " "),
+    *("hell", "he", "\ufeffx"),
+]
+EXCHANGE = [{"role": "user", "content": "hell"}, {"role": "assistant", "content": "he ll"}]
+BEGINNINGS = [
+    [{"role": "system", "content": "be a fox"}],
+    [{"role": "system", "content": "be a fox"}, *EXCHANGE],
+    EXCHANGE,
+    EXCHANGE[:1],
+    [],
+]
+
+
+def conversations(beginning, texts) -> list[list[dict]]:
+    """Conversations of one turn and, every third, of two more."""
+    role, other = ("assistant", "user") if beginning[-1:] == EXCHANGE[:1] else ("user", "assistant")
+    tails = [[{"role": role, "content": text}] for text in texts]
+    tails[::3] = [[*tail, {"role": other, "content": "a"}, {"role": role, "content": "b"}] for tail in tails[::3]]
+    return [[*beginning, *tail] for tail in tails]
+
+
+class TestChatPrefix:
+    @pytest.mark.parametrize("beginning", BEGINNINGS)
+    @pytest.mark.parametrize("tok", [byte_level(), llama(chat_template=CHATML)], ids=["byte_level", "sentencepiece"])
+    def test_it_is_what_all_conversations_begin_with(self, tok, beginning):
+        self.check(tok, beginning, QUESTIONS)
+
+    @pytest.mark.parametrize("beginning", BEGINNINGS)
+    def test_qwen(self, qwen, beginning):
+        assert len(QUESTIONS) >= 30
+        prefix = self.check(qwen, beginning, QUESTIONS)
+        text = qwen.decode(prefix, skip_special_tokens=False)
+        assert text.count("<|im_start|>system") == 1
+        assert ("You are Qwen" in text) == (beginning[:1] != BEGINNINGS[0])
+        assert text.endswith("<|im_start|>user") or beginning == EXCHANGE[:1]
+
+    @settings(max_examples=10, deadline=None)
+    @given(st.lists(st.text(max_size=8), min_size=20, max_size=20))
+    def test_any_text_after_it(self, qwen, texts):
+        prefix = qwen.chat_prefix(BEGINNINGS[0])
+        qwen.chat(conversations(BEGINNINGS[0], texts), after=prefix)
+
+    def check(self, tok, beginning, texts) -> list[int]:
+        prefix = tok.chat_prefix(beginning)
+        assert "fox" in tok.decode(prefix) or beginning[:1] != BEGINNINGS[0]
+        chats = conversations(beginning, texts)
+        whole, rest = tok.chat(chats), tok.chat(chats, after=np.array(prefix, np.int32))
+        assert rest.ids.shape[1] == whole.ids.shape[1] - len(prefix)
+        for row in range(len(texts)):
+            ids, mask = whole.ids[row], whole.attention_mask[row]
+            assert [*prefix, *rest.ids[row][rest.attention_mask[row] == 1]] == ids[mask == 1].tolist()
+            assert rest.attention_mask[row, -1] == 1
+        return prefix
+
+    def test_tools_and_variables_are_part_of_it(self, qwen):
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        prefix = qwen.chat_prefix([], tools=tools)
+        assert '"name": "f"' in qwen.decode(prefix)
+        assert qwen.chat([USER], tools=tools, after=prefix).ids.shape[1] < 10
+        with pytest.raises(InputError, match="conversation 0 does not begin with"):
+            qwen.chat([USER], after=prefix)
+        tok = byte_level(chat_template="{{ voice }}" + CHATML)
+        assert tok.decode(tok.chat_prefix([], voice="hell")).startswith("hell")
+
+    def test_a_template_that_moves_the_system_message(self):
+        last = (
+            "{% for m in messages %}{% if m.role != 'system' %}{{ '<|im_start|>' }}"
+            "{% if loop.last %}{{ messages[0].content }}{% endif %}{{ m.content }}{% endif %}{% endfor %}"
+        )
+        tok = byte_level(chat_template=last)
+        assert tok.chat_prefix(BEGINNINGS[0]) == tok.encode("<|im_start|>")
+
+    def test_conversations_that_do_not_fit(self):
+        tok = byte_level()
+        prefix = tok.chat_prefix(BEGINNINGS[0])
+        with pytest.raises(
+            InputError, match=r"conversation 1 does not begin with .* token 1 differs\. Pass the messages"
+        ):
+            tok.chat([conversations(BEGINNINGS[0], "a")[0], USER], after=prefix)
+        assert tok.chat([USER], after=[]).ids.tolist() == tok.chat([USER]).ids.tolist()
+        whole = tok.chat([USER]).ids[0]
+        with pytest.raises(InputError, match="conversation 0 has only the"):
+            tok.chat([USER], after=whole)
+        with pytest.raises(InputError, match=f"token {len(whole)} differs"):
+            tok.chat([USER], after=[*whole, 1])
+        with pytest.raises(InputError, match="no first token in common"):
+            byte_level(chat_template="{{ messages[-1].content }}").chat_prefix(BEGINNINGS[0])
+        with pytest.raises(TypeError, match="must be a list of messages, got str"):
+            tok.chat_prefix("be a fox")  # type: ignore[arg-type]
 
 
 class TestFiles:
