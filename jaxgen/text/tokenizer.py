@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -49,7 +50,7 @@ ELSEWHERE = {
     "__call__": "batch(texts), or encode(text) for one",
     "batch_encode_plus": "batch(texts)",
     "encode_plus": "encode(text)",
-    "batch_decode": "decode_batch(out) for an output of generate, or [decode(ids) for ids in rows]",
+    "batch_decode": "decode_batch(out) for the generated part, or decode_batch(sequences) for rows of ids",
     "apply_chat_template": "chat(conversations) for ids, or render_chat(conversation) for text",
     "convert_tokens_to_ids": "backend.token_to_id(token)",
     "convert_ids_to_tokens": "backend.id_to_token(id)",
@@ -312,13 +313,42 @@ class Tokenizer:
         )
 
     def decode_batch(
-        self, out: Any, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
+        self,
+        out: Any,
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool | None = None,
+        *,
+        lengths: Any = None,
+        prompt_width: int | None = None,
     ) -> list[str]:
-        """Decode the generated tokens of each row of a `GenerateOutput`, without prompt and padding."""
-        sequences, lengths, start = np.asarray(out.sequences), np.asarray(out.lengths), int(out.prompt_width)
+        """Decode the generated tokens of each row of a `GenerateOutput`, or rows of ids.
+
+        >>> tok.decode_batch(out)                                                           # doctest: +SKIP
+        >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])         # doctest: +SKIP
+        >>> tok.decode_batch(sequences)                                                     # doctest: +SKIP
+
+        The second form, with the arrays of an output, is the same as the first. Without `prompt_width`, rows are
+        decoded whole, with the prompt and the text of any padding that is not a special token, as by HF's
+        `batch_decode`. Rows of ids are an array, `int[rows, n]`, or a list of sequences of any lengths.
+        """
+        if hasattr(out, "prompt_width"):
+            lengths = out.lengths if lengths is None else lengths
+            prompt_width = out.prompt_width if prompt_width is None else prompt_width
+            out = out.sequences
+        rows = _rows(out)
+        if lengths is not None and prompt_width is None:
+            raise InputError(
+                "lengths are the numbers of generated tokens: pass prompt_width too, the width of ids, or 0 for "
+                "sequences without prompts"
+            )
+        if prompt_width is not None and operator.index(prompt_width) < 0:
+            raise InputError(f"prompt_width must be at least 0, got {prompt_width}")
+        ends = np.asarray([None] * len(rows) if lengths is None else lengths)
+        if ends.shape != (len(rows),):
+            raise InputError(f"lengths has shape {ends.shape}: pass one number for each of the {len(rows)} rows")
         return [
-            self.decode(row[start : start + length], skip_special_tokens, clean_up_tokenization_spaces)
-            for row, length in zip(sequences, lengths, strict=True)
+            self.decode(row[prompt_width:][:end], skip_special_tokens, clean_up_tokenization_spaces)
+            for row, end in zip(rows, ends, strict=True)
         ]
 
     @property
@@ -386,6 +416,17 @@ class Tokenizer:
         return Batch(ids, mask)
 
 
+def _rows(sequences: Any) -> list[Any]:
+    """Return the rows of an array, or of a list of sequences, as a list."""
+    if hasattr(sequences, "ndim"):
+        sequences = list(np.atleast_1d(sequences))
+    if not isinstance(sequences, Sequence) or any(np.ndim(row) != 1 for row in sequences):
+        raise TypeError(
+            f"decode_batch accepts an output of generate or rows of ids, got {shown(sequences)}: use decode for one row"
+        )
+    return list(sequences)
+
+
 def _without_prefix(rows: list[list[int]], prefix: list[int]) -> list[list[int]]:
     """Return what follows the prefix in each row.
 
@@ -423,13 +464,17 @@ def clean_up(text: str) -> str:
 
 def id_list(ids: Any) -> list[int]:
     """Check one sequence of token ids, or a single id, of any type and return it as a list."""
-    array = np.atleast_1d(np.asarray(ids))
+    try:
+        array = np.atleast_1d(np.asarray(ids))
+    except ValueError as error:
+        raise InputError("expected one sequence of ids, got several: decode_batch decodes rows") from error
     if array.size == 0:
         return []
     if array.dtype.kind not in "iu":
-        raise TypeError(f"token ids must be integers, got {array.dtype}")
+        got = type(ids).__name__ if array.dtype == object else array.dtype
+        raise TypeError(f"token ids must be integers, got {got}: decode_batch decodes an output of generate")
     if array.ndim > 1:
-        raise InputError(f"one sequence of ids is decoded at a time, got shape {array.shape}: decode row by row")
+        raise InputError(f"expected one sequence of ids, got shape {array.shape}: decode_batch decodes rows")
     if array.min() < 0 or array.max() >= 2**32:
         wrong = array[(array < 0) | (array >= 2**32)][0]
         raise InputError(f"{wrong} is not a token id: ids are at least 0 and below 2**32")

@@ -10,10 +10,13 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from jaxgen import GenerationConfig, generate
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer, clean_up
+from tests.support.models import model_config, random_params
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
 
+BYTE_LEVEL = byte_level()
 USER = [{"role": "user", "content": "hi"}]
 THINKING = (
     "{%- for message in messages %}{% set content = message.content %}"
@@ -333,6 +336,53 @@ class TestBatch:
         out = Output(jnp.array(rows), jnp.array([len(new[0]) + 1, len(new[1])]), prompts.ids.shape[1])
         assert tok.decode_batch(out) == ["he!", "ll"]
         assert tok.decode_batch(out, skip_special_tokens=False) == ["he!</s>", "ll"]
+        width = prompts.ids.shape[1]
+        for kind in (jnp.array, np.array, lambda array: np.asarray(array).tolist()):
+            given = kind(rows), kind(out.lengths)
+            assert tok.decode_batch(given[0], lengths=given[1], prompt_width=width) == ["he!", "ll"]
+            assert tok.decode_batch(given[0]) == ["a he!", "hell a ll"]
+            assert tok.decode_batch(given[0], prompt_width=width) == ["he!", "ll"]
+        assert tok.decode_batch(rows[:, width:], lengths=out.lengths, prompt_width=0) == ["he!", "ll"]
+        assert tok.decode_batch(out, lengths=[2, 0]) == ["he", ""]
+        for bad, message in (
+            ({"lengths": [3, 1]}, "pass prompt_width too"),
+            ({"lengths": [3], "prompt_width": 0}, r"lengths has shape \(1,\): pass one number for each of the 2 rows"),
+            ({"lengths": 3, "prompt_width": 0}, r"lengths has shape \(\)"),
+            ({"prompt_width": -1}, "prompt_width must be at least 0, got -1"),
+        ):
+            with pytest.raises(InputError, match=message):
+                tok.decode_batch(rows, **bad)
+
+    def test_decode_batch_of_ragged_rows(self):
+        tok = byte_level()
+        rows = [tok.encode("hell"), tok.encode("he <|im_end|>"), []]
+        assert tok.decode_batch(rows) == ["hell", "he ", ""]
+        assert tok.decode_batch(rows, False, lengths=[1, 2, 3], prompt_width=0) == ["hell", "he ", ""]
+        assert tok.decode_batch([]) == tok.decode_batch(np.zeros((0, 3), np.int32)) == []
+
+    @pytest.mark.parametrize("rows", [[1, 2], np.array([1, 2]), np.array(1), 3, "hell", ["he"], {1: [2]}, None])
+    def test_decode_batch_of_what_has_no_rows(self, rows):
+        with pytest.raises(TypeError, match="decode_batch accepts an output of generate or rows of ids, got"):
+            byte_level().decode_batch(rows)
+
+    def test_an_output_of_generate(self):
+        model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
+        cfg = GenerationConfig(model=model, max_new_tokens=5)
+        prompts = BYTE_LEVEL.batch(["hell", "a b"])
+        out = generate(random_params(model), prompts.ids, None, cfg, attention_mask=prompts.attention_mask)
+        texts = BYTE_LEVEL.decode_batch(out)
+        sequences, lengths = out.sequences, out.lengths
+        assert BYTE_LEVEL.decode_batch(sequences, lengths=lengths, prompt_width=prompts.ids.shape[1]) == texts
+        assert BYTE_LEVEL.decode_batch(sequences) == [a + b for a, b in zip(["hell", "a b"], texts, strict=True)]
+        assert BYTE_LEVEL.decode_batch(out.to_hf().sequences, prompt_width=out.prompt_width) == texts
+        with pytest.raises(TypeError, match=r"decode_batch accepts .*, got HFOutput"):
+            BYTE_LEVEL.decode_batch(out.to_hf())
+        with pytest.raises(TypeError, match="got GenerateOutput: decode_batch decodes an output of generate"):
+            BYTE_LEVEL.decode(out)
+        with pytest.raises(InputError, match=r"shape \(2, 8\): decode_batch decodes rows"):
+            BYTE_LEVEL.decode(sequences)
+        with pytest.raises(InputError, match="got several: decode_batch decodes rows"):
+            BYTE_LEVEL.decode([[1, 2], [3]])
 
 
 class TestChat:
