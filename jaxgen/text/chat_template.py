@@ -1,5 +1,6 @@
 """Chat templates: the text of a prompt from a conversation, rendered by the checkpoint's jinja code in a sandbox."""
 
+import difflib
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +12,12 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.text import sandbox
 
 # Beginnings of a text that tokenizers join in different ways to what is before them
 _STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
+ROLES = ("system", "user", "assistant", "tool")  # those that need not be in the template
 LARGEST = 100_000  # characters of a template; those of known checkpoints have 30,000 at most
 
 
@@ -68,6 +70,7 @@ def render(
         if given is not None and (isinstance(given, str) or not all(isinstance(g, Mapping) for g in given)):
             raise TypeError(f"{name} must be a list of dicts, got {given!r}")
     chosen = _choose(templates, tools)
+    _check_roles(conversation, chosen)
     name = f"the chat template{f' of {source}' if source else ''}"
     given = {"messages": conversation, "tools": tools, "documents": documents, **variables}
     try:
@@ -133,6 +136,17 @@ def _check_messages(messages: Any) -> None:
                 f'message {i} must have a "content" that is a string or a list of parts, got {dict(message)!r}; '
                 "only a message with tool_calls may lack it"
             )
+
+
+def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> None:
+    """Refuse roles that the model cannot know: many templates would write any word, others leave the message out."""
+    for i, message in enumerate(conversation):
+        role = message["role"]
+        if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
+            continue
+        near = difflib.get_close_matches(role[:100], ROLES, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(ROLES)}, or a role that the template names"
+        raise InputError(f"message {i} has the role {shown(role)}, which the chat template does not name: {advice}")
 
 
 class _GenerationBlock(jinja2.ext.Extension):

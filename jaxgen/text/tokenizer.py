@@ -297,6 +297,7 @@ class Tokenizer:
     ) -> str:
         """Render one conversation as HF's `apply_chat_template(tokenize=False)`.
 
+        A role is system, user, assistant, tool or one that the template names, as a string in quotes.
         `tools` are JSON schemas and select the template "tool_use" if there is one. `template_kwargs` are further
         variables of the template and override the special tokens' names. The template runs in a sandbox, with the
         functions of 4.41.1 and of later releases: `tojson` without HTML escapes, `break` and `continue`, generation

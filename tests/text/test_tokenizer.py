@@ -10,10 +10,9 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxgen import GenerationConfig, generate
+from jaxgen import GenerateOutput
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.text.tokenizer import ELSEWHERE, Tokenizer, clean_up
-from tests.support.models import model_config, random_params
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, llama, llama_backend, save
 
 BYTE_LEVEL = byte_level()
@@ -366,20 +365,19 @@ class TestBatch:
             byte_level().decode_batch(rows)
 
     def test_an_output_of_generate(self):
-        model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
-        cfg = GenerationConfig(model=model, max_new_tokens=5)
-        prompts = BYTE_LEVEL.batch(["hell", "a b"])
-        out = generate(random_params(model), prompts.ids, None, cfg, attention_mask=prompts.attention_mask)
+        prompts, lengths = BYTE_LEVEL.batch(["hell", "a b"]), jnp.array([3, 2])
+        new = [BYTE_LEVEL.encode("€"), BYTE_LEVEL.encode("hello<|end|>")]
+        sequences = jnp.array(np.concatenate([prompts.ids, new], axis=1))
+        out = GenerateOutput(sequences, sequences != 260, lengths, jnp.array([1, 1]), prompt_width=3)
         texts = BYTE_LEVEL.decode_batch(out)
-        sequences, lengths = out.sequences, out.lengths
-        assert BYTE_LEVEL.decode_batch(sequences, lengths=lengths, prompt_width=prompts.ids.shape[1]) == texts
+        assert BYTE_LEVEL.decode_batch(sequences, lengths=lengths, prompt_width=3) == texts == ["€", "hello"]
         assert BYTE_LEVEL.decode_batch(sequences) == [a + b for a, b in zip(["hell", "a b"], texts, strict=True)]
         assert BYTE_LEVEL.decode_batch(out.to_hf().sequences, prompt_width=out.prompt_width) == texts
         with pytest.raises(TypeError, match=r"decode_batch accepts .*, got HFOutput"):
             BYTE_LEVEL.decode_batch(out.to_hf())
         with pytest.raises(TypeError, match="got GenerateOutput: decode_batch decodes an output of generate"):
             BYTE_LEVEL.decode(out)
-        with pytest.raises(InputError, match=r"shape \(2, 8\): decode_batch decodes rows"):
+        with pytest.raises(InputError, match=r"shape \(2, 6\): decode_batch decodes rows"):
             BYTE_LEVEL.decode(sequences)
         with pytest.raises(InputError, match="got several: decode_batch decodes rows"):
             BYTE_LEVEL.decode([[1, 2], [3]])
@@ -507,6 +505,35 @@ class TestChat:
     def test_malformed_conversations(self, conversation, error, words):
         with pytest.raises(error, match=words):
             byte_level().chat([conversation])
+
+    @pytest.mark.parametrize(
+        ("role", "message"),
+        [
+            ("usr", r"'usr', .*: did you mean 'user'\?"),
+            ("User", r"'User', .*: did you mean 'user'\?"),
+            ("assistent", r"'assistent', .*: did you mean 'assistant'\?"),
+            ("developer", "'developer', .*: use system, user, assistant, tool, or a role that the template names"),
+            ("", "'', .*: use system"),
+            ("x" * 10**6, r"'x+\.\.\.x+', .*: use system"),
+        ],
+    )
+    def test_roles_that_the_model_cannot_know(self, role, message):
+        with pytest.raises(InputError, match=f"message 1 has the role {message}"):
+            byte_level().chat([[*USER, {"role": role, "content": "hi"}]])
+
+    @pytest.mark.parametrize("quote", ["'", '"'])
+    def test_roles_that_the_template_names(self, quote):
+        named = CHATML + "{% if messages[0].role == 'ipython' %}!{% endif %}".replace("'", quote)
+        observed = [{"role": "ipython", "content": "42"}]
+        assert byte_level(chat_template=named).render_chat(observed, False).endswith("ipython\n42<|im_end|>\n!")
+        with pytest.raises(InputError, match="role 'ipython'"):
+            byte_level().render_chat(observed)
+        with pytest.raises(InputError, match="role 'python'"):
+            byte_level(chat_template=named).render_chat([{"role": "python", "content": "42"}])
+
+    def test_roles_that_need_not_be_in_the_template(self):
+        for role in ("system", "user", "assistant", "tool"):
+            assert role in byte_level().render_chat([{"role": role, "content": "a"}])
 
     def test_malformed_lists(self):
         with pytest.raises(TypeError, match="list of conversations"):
