@@ -25,7 +25,7 @@ _NAMES = {
     "model.sharding": "shard_params",
     "output": "GenerateOutput",
     "scoring": "ChoiceScores LogProbs compute_transition_scores score score_choices",
-    "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextStream TextStreamer",
+    "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
     "text.tokenizer": "Batch Tokenizer",
     "warming": "warmup",
 }
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from jaxgen.text.streaming import (
         AsyncTextIteratorStreamer as AsyncTextIteratorStreamer,
         TextIteratorStreamer as TextIteratorStreamer,
+        TextRowStreamer as TextRowStreamer,
         TextStream as TextStream,
         TextStreamer as TextStreamer,
     )

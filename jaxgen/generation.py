@@ -32,7 +32,7 @@ from jaxgen.output import GenerateOutput, output, raise_failures
 from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
-from jaxgen.request.driver import Streamer, prefill_only, run_watched, run_whole
+from jaxgen.request.driver import RowStreamer, Streamer, prefill_only, run_watched, run_whole
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.memory import check_call_memory
@@ -54,7 +54,7 @@ def generate(
     prefix_allowed_tokens_fn: TokenAutomaton | Callable | None = None,
     negative_prompt_ids=None,
     negative_prompt_attention_mask=None,
-    streamer: Streamer | None = None,
+    streamer: Streamer | RowStreamer | None = None,
     tokenizer=None,
     assistant=None,
     hook=None,
@@ -89,7 +89,8 @@ def generate(
         negative_prompt_ids: int32[B, Q], the prompts that `guidance_scale` guides away from; by default the last token
             of each prompt.
         negative_prompt_attention_mask: `[B, Q]`; if left out, nothing is padding.
-        streamer: its `put` receives the prompts and then each step's tokens, and finally `end` is called.
+        streamer: its `put` receives the prompts and then each step's tokens, or its `put_row` a row's next tokens, and
+            finally `end` is called.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
         hook: a `StepHook`.
         assistant: `(params, cfg)` of a smaller model with the same vocabulary, which drafts tokens: see
@@ -193,14 +194,17 @@ def _hook(given):
     return as_pytree(given)
 
 
-def _check_streamer(streamer: Streamer, cfg: GenerationConfig) -> None:
-    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise TypeError(f"streamer must have the methods put and end, got {type(streamer).__name__}")
+def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> None:
+    if not isinstance(streamer, Streamer | RowStreamer):
+        raise TypeError(
+            f"streamer must have the methods put and end, or put_row and end, got {type(streamer).__name__}"
+        )
     if cfg.num_beams > 1:
         raise InputError(f"a streamer cannot follow beams, got num_beams={cfg.num_beams}: leave the streamer out")
     if isinstance(streamer, TextStreamer) and cfg.num_return_sequences > 1:
         raise InputError(
-            f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1"
+            f"a TextStreamer prints one sequence, got num_return_sequences={cfg.num_return_sequences}: set it to 1, or "
+            "pass a TextRowStreamer"
         )
 
 
@@ -223,7 +227,11 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
 
 
 def _run(
-    prepared: Prepared, mode: Mode, streamer: Streamer | None, seconds: float | None, calls: HostCalls | None
+    prepared: Prepared,
+    mode: Mode,
+    streamer: Streamer | RowStreamer | None,
+    seconds: float | None,
+    calls: HostCalls | None,
 ) -> GenerateOutput:
     """Run an eager call and raise its failures."""
     check_call_memory(prepared)

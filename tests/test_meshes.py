@@ -20,7 +20,7 @@ from jaxgen.training import lora
 from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train, train_step
 from tests.support.communication import STEPS, check_communication
 from tests.support.models import model_config, random_params, slow
-from tests.support.streamers import Collector
+from tests.support.streamers import Collector, RowCollector
 
 MODEL = model_config(vocab_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
 PARAMS = random_params(MODEL, scale=0.2)
@@ -258,6 +258,9 @@ def test_a_streamer_and_a_deadline_on_the_mesh():
         generate(params, IDS, None, cfg, streamer=streamer)
     for one, other in zip(expected.values, found.values, strict=True):
         assert one.tolist() == other.tolist()
+    rows = RowCollector()
+    generate(on_mesh((4, 2)), IDS, None, cfg, streamer=rows)
+    assert [rows.rows[row] for row in range(len(rows.rows))] == expected.tokens.tolist()
 
 
 def test_the_driver_says_whether_weights_are_divided():

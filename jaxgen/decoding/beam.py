@@ -159,8 +159,10 @@ class BeamSearch:
 
     def progress(self, run: Run, state: BeamState) -> Progress:
         """Return no tokens: all of them may still change."""
-        tokens = jnp.zeros((state.beams.rows.count, run.capacity), jnp.int32)
-        return Progress(tokens, jnp.zeros((), jnp.int32), state.finished)
+        rows = state.beams.rows.count
+        tokens = jnp.zeros((rows, run.capacity), jnp.int32)
+        none = jnp.zeros((), jnp.int32)
+        return Progress(tokens, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), none, state.finished)
 
     def beams_per_search(self, run: Run) -> int:
         """Return the number of beams of one search, k."""

@@ -70,11 +70,15 @@ class Progress:
 
     Attributes:
         tokens: int32[rows, N], generated so far, then the pad id.
+        lengths: int32[rows], the number of these in each row.
+        ended: bool[rows], True for a row that gets no more.
         steps: int32[], the number of columns of `tokens` that will not change.
         finished: bool[], True when no row needs another step.
     """
 
     tokens: jax.Array
+    lengths: jax.Array
+    ended: jax.Array
     steps: jax.Array
     finished: jax.Array
 
@@ -84,7 +88,8 @@ class Progress:
         history = rows.history
         longest = jnp.max(history.step)
         complete = jnp.min(jnp.where(history.done, longest, history.step))
-        return cls(history.generated(run.capacity, pad_id(run.cfg)), complete, jnp.all(history.done))
+        tokens = history.generated(run.capacity, pad_id(run.cfg))
+        return cls(tokens, history.step, history.done, complete, jnp.all(history.done))
 
 
 @flax.struct.dataclass
@@ -153,7 +158,9 @@ def _cut(run: Run, continuation: Continuation) -> Continuation:
 def progress(run: Run, state: Any, mode: Mode) -> Progress:
     """Return the tokens so far of the prompts of the request, on all devices."""
     now = mode.progress(run, state)
-    return constrain(dataclasses.replace(now, tokens=run.cut(now.tokens)), run.mesh, REPLICATED)
+    tokens, lengths, ended = run.cut((now.tokens, now.lengths, now.ended))
+    now = dataclasses.replace(now, tokens=tokens, lengths=lengths, ended=ended)
+    return constrain(now, run.mesh, REPLICATED)
 
 
 def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:

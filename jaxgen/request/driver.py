@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxgen.request.prepare import Prepared
 _CHUNK = 4  # steps per call of the compiled loop while the host watches: with a streamer, or max_time
 
 
+@runtime_checkable
 class Streamer(Protocol):
     """The interface of `streamer`: `BaseStreamer` of transformers."""
 
@@ -28,6 +29,17 @@ class Streamer(Protocol):
 
     def end(self) -> None:
         """Finish the stream."""
+
+
+@runtime_checkable
+class RowStreamer(Protocol):
+    """The interface of a `streamer` that receives the rows one by one."""
+
+    def put_row(self, row: int, ids: np.ndarray, ended: bool) -> None:
+        """Receive the next tokens of a row, int32[n]. `ended`: these are the last ones; n may then be 0."""
+
+    def end(self) -> None:
+        """Finish the stream. A row that `max_time` has cut off has not ended."""
 
 
 run_whole = Program(loop.decode, static_argnames=["mode"])
@@ -66,29 +78,32 @@ def compile_for(prepared: Prepared, mode: Mode, watched: bool) -> None:
     jax.block_until_ready(decoded)
 
 
-def run_watched(prepared: Prepared, mode: Mode, streamer: Streamer | None, deadline: float | None) -> Decoded:
+def run_watched(
+    prepared: Prepared, mode: Mode, streamer: Streamer | RowStreamer | None, deadline: float | None
+) -> Decoded:
     """Run in chunks. Each is dispatched before the tokens of the previous one are read, except the first: the first
     token need not wait for the program of the other chunks, which is compiled then.
 
     Args:
         prepared: the call.
         mode: the decode mode.
-        streamer: receives the prompts and the tokens.
+        streamer: receives the tokens; one with `put_row` by row, others by step, after the prompts.
         deadline: when to stop, on `time.monotonic`'s clock, or None.
     """
-    run, shown = prepared.run, 0
+    run, before = prepared.run, None
 
     def show(progress: loop.Progress) -> bool:
         """Pass new tokens to the streamer; return True if all rows have ended."""
-        nonlocal shown
+        nonlocal before
         seen = jax.device_get(progress)
-        begin, shown = shown, int(seen.steps)
-        if streamer is not None:
-            for column in range(begin, shown):
-                streamer.put(seen.tokens[:, column])
+        if isinstance(streamer, RowStreamer):
+            _put_rows(streamer, before, seen)
+        elif streamer is not None:
+            _put_steps(streamer, before, seen)
+        before = seen
         return bool(seen.finished)
 
-    if streamer is not None:
+    if streamer is not None and not isinstance(streamer, RowStreamer):
         streamer.put(prepared.ids)
     state, progress = _start(run, prepared.request, mode=mode)
     finished, late = show(progress), False
@@ -99,3 +114,17 @@ def run_watched(prepared: Prepared, mode: Mode, streamer: Streamer | None, deadl
             state, progress = _advance(run, state, mode=mode)
         finished = show(previous)
     return _finish(run, state, np.bool_(late and not finished), mode=mode)
+
+
+def _put_steps(streamer: Streamer, before: Any, now: Any) -> None:
+    """Pass on the steps that all rows have taken between two `Progress` on the host; None before the first."""
+    for column in range(0 if before is None else int(before.steps), int(now.steps)):
+        streamer.put(now.tokens[:, column])
+
+
+def _put_rows(streamer: RowStreamer, before: Any, now: Any) -> None:
+    """Pass on the tokens that each row has got between two `Progress` on the host; None before the first."""
+    begin = np.zeros_like(now.lengths) if before is None else before.lengths
+    just_ended = now.ended if before is None else now.ended & ~before.ended
+    for row in np.flatnonzero((now.lengths > begin) | just_ended):
+        streamer.put_row(int(row), now.tokens[row, begin[row] : now.lengths[row]], bool(now.ended[row]))

@@ -1,10 +1,12 @@
 """Text from ids as they are generated, whole characters only."""
 
 import asyncio
+import functools
 import queue
 import re
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import numpy as np
@@ -112,7 +114,10 @@ class TextStreamer:
         """Receive the prompt (first call) or new tokens: an id, ids[n] or ids[1, n]."""
         ids = np.asarray(value)
         if ids.ndim > 2 or (ids.ndim == 2 and ids.shape[0] != 1):
-            raise InputError(f"a TextStreamer prints one row, got ids of shape {ids.shape}: generate one prompt")
+            raise InputError(
+                f"a TextStreamer prints one row, got ids of shape {ids.shape}: generate one prompt, or pass a "
+                "TextRowStreamer"
+            )
         is_prompt, self._expects_prompt = self._expects_prompt, False
         if not (is_prompt and self.skip_prompt):
             self.on_finalized_text(self._stream.put(ids.reshape(-1)))
@@ -125,6 +130,57 @@ class TextStreamer:
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print text that cannot change any more."""
         print(text, end="\n" if stream_end else "", file=self.file or sys.stdout, flush=True)
+
+
+class TextRowStreamer:
+    """Streamer of several rows, which prints the lines of each, when they are complete, after the row's number.
+
+    >>> generate(..., streamer=TextRowStreamer(tok))                                        # doctest: +SKIP
+    >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
+
+    With `on_text`, nothing is printed; it is called as soon as tokens complete characters of a row. `ended` is True in
+    a row's last call, whose text may be empty. Rows are numbered as in `GenerateOutput`, from 0; prompts are left out.
+    `decode_kwargs` are those of `TextStream`. `file`: None for the standard output.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        on_text: Callable[[int, str, bool], object] | None = None,
+        *,
+        file: TextIO | None = None,
+        **decode_kwargs: Any,
+    ):
+        self.on_text = on_text or self._print_lines
+        self.file = file
+        self._open = functools.partial(TextStream, tokenizer, **decode_kwargs)
+        self._open()  # raises for wrong decode_kwargs
+        self._streams: dict[int, TextStream] = {}
+        self._lines: dict[int, str] = {}  # begun, not printed yet
+
+    def put_row(self, row: int, ids: Any, ended: bool) -> None:
+        """Receive the next tokens of a row."""
+        if row not in self._streams:
+            self._streams[row] = self._open()
+        text = self._streams[row].put(ids)
+        if ended:
+            text += self._streams.pop(row).end()
+        if text or ended:
+            self.on_text(row, text, ended)
+
+    def end(self) -> None:
+        """End the rows that have not ended; the streamer can serve another run."""
+        for row in sorted(self._streams):
+            self.put_row(row, [], ended=True)
+
+    def _print_lines(self, row: int, text: str, ended: bool) -> None:
+        *lines, rest = (self._lines.pop(row, "") + text).split("\n")
+        if not ended:
+            self._lines[row] = rest
+        elif rest:
+            lines.append(rest)
+        for line in lines:
+            print(f"{row}: {line}", file=self.file or sys.stdout, flush=True)
 
 
 class _QueueStreamer(TextStreamer):

@@ -22,7 +22,7 @@ from tests.support.models import (
     random_params,
     slow,
 )
-from tests.support.streamers import Collector
+from tests.support.streamers import Collector, RowCollector
 
 MODEL = model_config(vocab_size=61)
 PARAMS = random_params(MODEL, scale=0.25)
@@ -245,6 +245,15 @@ def test_a_streamer_gets_tokens_when_every_row_has_them():
     out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg), streamer=collector)
     np.testing.assert_array_equal(collector.tokens, np.asarray(out.sequences)[:, out.prompt_width :])
     assert collector.ended == 1
+
+
+@pytest.mark.slow
+def test_a_row_that_is_ahead_is_streamed_at_once():
+    cfg = counting_config(vocab_size=8, max_new_tokens=[20, 13], prompt_lookup_num_tokens=4, pad_token_id=0)
+    streamer = RowCollector()
+    out = generate(cfg, [[*range(8), 0], [5, 6]], params=counting_params(cfg), streamer=streamer)
+    assert [streamer.rows[row] for row in range(2)] == all_generated(out)
+    assert sorted(streamer.over) == [0, 1]
 
 
 @pytest.mark.slow

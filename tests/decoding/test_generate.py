@@ -28,7 +28,7 @@ from tests.support.models import (
     random_params,
     slow,
 )
-from tests.support.streamers import Collector
+from tests.support.streamers import Collector, RowCollector
 
 CFG = counting_config(max_new_tokens=6, pad_token_id=0)
 PARAMS = counting_params(CFG)
@@ -240,6 +240,26 @@ def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
     assert streamer.ended == 1
 
 
+@pytest.mark.parametrize("new_tokens", [1, 9, [3, 9]])
+def test_streaming_row_by_row(new_tokens):
+    streamer = RowCollector()
+    cfg = CFG.replace(max_new_tokens=new_tokens, eos_token_id=[12])
+    out = count([[3], [10]], cfg, streamer=streamer)
+    assert [streamer.rows[row] for row in range(2)] == all_generated(out)
+    assert sorted(streamer.over) == [0, 1]
+    assert streamer.over[0] == (1 if new_tokens == 9 else 0)
+    assert streamer.ended == 1
+
+
+@pytest.mark.slow
+def test_streaming_the_sequences_of_a_prompt():
+    streamer = RowCollector()
+    cfg = CFG.replace(max_new_tokens=[5, 9], do_sample=True, temperature=9.0, num_return_sequences=3, eos_token_id=[12])
+    out = count([[3], [10]], cfg, key=jax.random.key(0), streamer=streamer)
+    assert [streamer.rows[row] for row in range(6)] == all_generated(out)
+    assert sorted(streamer.over) == [*range(6)]
+
+
 @pytest.mark.parametrize(
     ("keyword", "value", "error", "message"),
     [
@@ -255,7 +275,7 @@ def test_streaming_gives_the_same_tokens_one_by_one(new_tokens):
         ("cache", 3, TypeError, "cache must be"),
         ("hook", 3, TypeError, "hook must be an object of a class derived from"),
         ("hook", StepHook, TypeError, "hook must be an object"),
-        ("streamer", 3, TypeError, "streamer must have the methods put and end"),
+        ("streamer", 3, TypeError, "streamer must have the methods put and end, or put_row and end, got int"),
         ("logits_processor", [lambda h, s: s[:, :10]], InputError, r"must return the scores, float32\[1, 50\]"),
         ("logits_processor", [lambda h, s: None], InputError, "must return the scores, .* got None"),
     ],

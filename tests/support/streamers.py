@@ -1,4 +1,4 @@
-"""A streamer for tests."""
+"""Streamers for tests."""
 
 import numpy as np
 
@@ -25,3 +25,25 @@ class Collector:
     def tokens(self) -> np.ndarray:
         """int32[B, steps]: the other values, one column each."""
         return np.stack(self.values[1:], axis=1)
+
+
+class RowCollector:
+    """Stores the tokens of each row, and how often they came."""
+
+    def __init__(self):
+        self.rows: dict[int, list[int]] = {}
+        self.calls: dict[int, int] = {}
+        self.over: list[int] = []
+        self.ended = 0
+
+    def put_row(self, row, ids, ended):
+        assert not self.ended
+        assert row not in self.over
+        assert isinstance(row, int)
+        assert len(ids) > 0 or ended
+        self.rows[row] = self.rows.get(row, []) + np.asarray(ids).tolist()
+        self.calls[row] = self.calls.get(row, 0) + 1
+        self.over += [row] * ended
+
+    def end(self):
+        self.ended += 1

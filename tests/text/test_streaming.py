@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ from hypothesis import given, settings, strategies as st
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.errors import InputError
-from jaxgen.text.streaming import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStream, TextStreamer
+from jaxgen.text.streaming import (
+    AsyncTextIteratorStreamer,
+    TextIteratorStreamer,
+    TextRowStreamer,
+    TextStream,
+    TextStreamer,
+)
 from jaxgen.text.tokenizer import Tokenizer, clean_up
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level, llama
@@ -176,8 +183,90 @@ class TestTextStreamer:
         assert seen == [("he", False), ("\ufffd", True)]
 
     def test_one_row_only(self):
-        with pytest.raises(InputError, match=r"\(2, 3\)"):
+        with pytest.raises(InputError, match=r"\(2, 3\): generate one prompt, or pass a TextRowStreamer"):
             TextStreamer(BYTE_LEVEL).put(np.zeros((2, 3), np.int32))
+
+
+class TestTextRowStreamer:
+    @TOKENIZERS
+    @settings(max_examples=50, deadline=None)
+    @given(st.data())
+    def test_the_pieces_of_each_row_join_to_its_text(self, tok, draw):
+        rows = draw.draw(st.lists(ids_of[tok], min_size=1, max_size=4))
+        texts, over = [""] * len(rows), []
+
+        def add(row, text, ended):
+            assert row not in over
+            texts[row] += text
+            over.extend([row] * ended)
+
+        streamer = TextRowStreamer(tok, add)
+        for _ in range(2):  # a streamer serves several runs
+            texts, over, left = [""] * len(rows), [], dict(enumerate(rows))
+            while left:
+                row = draw.draw(st.sampled_from(sorted(left)))
+                count = draw.draw(st.integers(1, 4))
+                streamer.put_row(row, np.array(left[row][:count], np.int32), ended=count >= len(left[row]))
+                left[row] = left[row][count:]
+                if not left[row]:
+                    del left[row]
+            streamer.end()
+            assert texts == [tok.decode(ids) for ids in rows]
+            assert sorted(over) == [*range(len(rows))]
+
+    def test_characters_of_several_tokens(self):
+        seen = []
+        streamer = TextRowStreamer(BYTE_LEVEL, lambda *piece: seen.append(piece))
+        for left, right in zip(EURO, BYTE_LEVEL.encode("aé"), strict=True):
+            streamer.put_row(0, [left], ended=False)
+            streamer.put_row(1, [right], ended=False)
+        assert seen == [(1, "a", False), (0, "€", False), (1, "é", False)]
+        streamer.put_row(1, EURO[:2], ended=True)
+        streamer.put_row(0, EURO[:1], ended=False)
+        streamer.end()
+        assert seen[3:] == [(1, "\ufffd", True), (0, "\ufffd", True)]
+
+    def test_it_prints_whole_lines(self):
+        file = io.StringIO()
+        streamer = TextRowStreamer(BYTE_LEVEL, file=file)
+        for row, text in ((0, "he"), (1, "a\nb"), (0, "ll"), (2, "\n"), (1, " \n")):
+            streamer.put_row(row, BYTE_LEVEL.encode(text), ended=False)
+        assert file.getvalue() == "1: a\n2: \n1: b \n"
+        streamer.put_row(2, [], ended=True)
+        streamer.put_row(1, BYTE_LEVEL.encode("c"), ended=True)
+        streamer.end()
+        assert file.getvalue()[15:] == "1: c\n0: hell\n"
+
+    def test_standard_output(self, capsys):
+        streamer = TextRowStreamer(BYTE_LEVEL)
+        streamer.put_row(0, BYTE_LEVEL.encode("a .<|im_end|>"), ended=True)
+        assert capsys.readouterr().out == "0: a .\n"
+
+    def test_decode_options(self):
+        seen = []
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": True}
+        streamer = TextRowStreamer(BYTE_LEVEL, lambda *piece: seen.append(piece), **options)
+        streamer.put_row(3, BYTE_LEVEL.encode("a .<|im_end|>"), ended=True)
+        assert seen == [(3, "a.<|im_end|>", True)]
+        with pytest.raises(TypeError, match="skip_specials"):
+            TextRowStreamer(BYTE_LEVEL, skip_specials=True)
+
+    @pytest.mark.slow
+    def test_with_generate(self):
+        """The pad token is text like any other here, and rows end at an eos, at their budgets and at a stop string."""
+        model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
+        params, prompts = random_params(model), BYTE_LEVEL.batch(["hell", "a", "o €"])
+        cfg = GenerationConfig(model=model, max_new_tokens=[3, 17, 40], do_sample=True, num_return_sequences=2)
+        cfg = cfg.replace(pad_token_id=BYTES[3], eos_token_id=[*range(40, 45)], temperature=3.0, top_k=0)
+        texts = [""] * 6
+
+        def add(row, text, ended):
+            texts[row] += text
+
+        streamer, arguments = TextRowStreamer(BYTE_LEVEL, add), (params, prompts.ids, jax.random.key(0), cfg)
+        out = generate(*arguments, attention_mask=prompts.attention_mask, streamer=streamer)
+        assert texts == BYTE_LEVEL.decode_batch(out)
+        assert len(set(out.lengths.tolist())) > 2
 
 
 def in_thread(function, *args, **kwargs) -> threading.Thread:
@@ -294,7 +383,7 @@ class TestTextIteratorStreamer:
 
     def test_several_sequences(self):
         cfg = GenerationConfig(model=model_config(), do_sample=True, num_return_sequences=3, max_new_tokens=2)
-        with pytest.raises(InputError, match="prints one sequence, got num_return_sequences=3"):
+        with pytest.raises(InputError, match="prints one sequence, got num_return_sequences=3: set it to 1, or pass"):
             generate(random_params(cfg.model), [[1]], None, cfg, streamer=TextStreamer(BYTE_LEVEL))
 
     @pytest.mark.slow
