@@ -93,7 +93,7 @@ def answer(options: argparse.Namespace) -> Stats:
             write_answers(job.lines, start, session, options.batch_size, file)
         else:
             ids, mask = job.tokenizer.pad([job.lines[0].ids])
-            generate_and_print(session, ids, Printer(job.tokenizer), attention_mask=mask)
+            generate_and_print(session, ids, Printer(session), attention_mask=mask)
     return stats
 
 

@@ -81,7 +81,7 @@ class Chat:
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         session, mask = dataclasses.replace(session, cfg=cfg), [[1] * len(ids)]
         with interrupts.postponed() if sys.stdin.isatty() else contextlib.nullcontext() as stop:
-            printer = Printer(self.tokenizer, stop)
+            printer = Printer(session, stop)
             try:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 from jaxgen.cli import terminal
 from jaxgen.cli.session import Session
+from jaxgen.cli.wrapping import Wrapper
+from jaxgen.errors import GenerationError
 from jaxgen.generation import generate
 from jaxgen.output import GenerateOutput
 from jaxgen.text.streaming import TextStreamer
-from jaxgen.text.tokenizer import Tokenizer
 
 
 class Printer(TextStreamer):
     """Streamer that prints an answer, in the place of the status line, and remembers its text.
 
+    On a terminal, lines are broken at words, except in constrained text: a newline would make a JSON string invalid.
     When `stop` is set, the next token raises KeyboardInterrupt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: threading.Event | None = None):
-        super().__init__(tokenizer, skip_prompt=True)
+    def __init__(self, session: Session, stop: threading.Event | None = None):
+        super().__init__(session.tokenizer, skip_prompt=True)
         self.stop = stop
         self.text = ""
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.more else None
 
     def put(self, value) -> None:
         """Receive the prompt or a token."""
@@ -31,9 +37,12 @@ class Printer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print text, and remember it."""
+        self.text += text
+        if self._wrapper is not None:
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # 0 where it is not known
+            text = self._wrapper.put(text, columns) + (self._wrapper.end() if stream_end else "")
         if text or stream_end:
             terminal.erase()
-        self.text += text
         super().on_finalized_text(text, stream_end)
 
 
@@ -50,11 +59,15 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
     cfg = session.cfg
     arguments = {"tokenizer": session.tokenizer, **session.more, **more}
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
-        streamer = session.stats.watch(printer)
-        return generate(session.params, ids, session.key, cfg, streamer=streamer, **arguments)
+        try:
+            return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)
+        except GenerationError:
+            if printer.text:
+                printer.end()
+            raise
     with session.stats.generating() as generated:
         out = generate(session.params, ids, session.key, cfg, **arguments)
         generated(out.lengths)
-    terminal.erase()
-    print("\n\n".join(session.tokenizer.decode_batch(out)), flush=True)
+    for number, text in enumerate(session.tokenizer.decode_batch(out)):
+        printer.on_finalized_text("\n" * (number > 0) + text, stream_end=True)
     return out

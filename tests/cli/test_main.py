@@ -36,6 +36,14 @@ class TestText:
     def test_greedy(self, run, checkpoint):
         assert run("--model", checkpoint, "A", "--max-new-tokens", 5) == (0, "BCDEF\n", "")
 
+    def test_a_text_that_cannot_continue_is_printed_up_to_there(self, run, checkpoint):
+        own = Tokenizer.from_pretrained(checkpoint).encode("BC")
+        banned = [token for token in range(load_hf(checkpoint)[1].model.vocab_size) if token not in own]
+        options = ("--suppress-tokens", json.dumps(banned), "--no-repeat-ngram-size", 1)
+        status, out, err = run("--model", checkpoint, "A", *options)
+        assert (status, out) == (1, "BC\n")
+        assert err.startswith("jaxgen: error: row 0 cannot continue after 2 generated tokens")
+
     @pytest.mark.slow
     def test_an_assistant(self, run, checkpoint, refused):
         arguments = ("--model", checkpoint, "A", "--max-new-tokens", 5)

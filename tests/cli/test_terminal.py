@@ -25,9 +25,9 @@ def start(request, programs, tmp_path):
     slow = {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_FLAGS": ""}
     kept = slow if "compiling" in request.node.name else programs
 
-    def start(*arguments) -> Terminal:
+    def start(*arguments, columns=100) -> Terminal:
         command = [sys.executable, "-m", "jaxgen", *map(str, arguments)]
-        return Terminal(command, cwd=tmp_path, PYTHONPATH=str(ROOT), **kept)
+        return Terminal(command, tmp_path, columns, PYTHONPATH=str(ROOT), **kept)
 
     return start
 
@@ -119,3 +119,15 @@ def test_one_prompt(start, checkpoint):
     with start("--model", checkpoint) as terminal:
         assert terminal.end() == 2
         assert "no prompt: write it at the end, in quotes" in terminal.screen
+
+
+@pytest.mark.slow
+def test_lines_break_at_words(start, run):
+    story = ("-n", 64, "Tell me a story about an owl")
+    status, exact, _ = run(*story)
+    assert status == 0
+    with start(*story, columns=30) as terminal:
+        assert terminal.end() == 0
+        lines = terminal.screen.split("\n")
+    assert max(map(len, lines)) <= 30 < max(map(len, exact.split("\n")))
+    assert " ".join(lines).split() == exact.split()

@@ -22,10 +22,10 @@ class Terminal:
         output: all that the process wrote, escape sequences included.
     """
 
-    def __init__(self, command, cwd=None, **environment):
+    def __init__(self, command, cwd=None, columns=100, **environment):
         self.output = ""
         self.own, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (24, 100))
+        termios.tcsetwinsize(theirs, (24, columns))
         env = {**os.environ, "TERM": "xterm", "JAX_PLATFORMS": "cpu", **environment}
         command = [sys.executable, "-c", TAKE, *map(str, command)]
         streams = dict.fromkeys(["stdin", "stdout", "stderr"], theirs)
