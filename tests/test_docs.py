@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import convert.__main__
-from demo.terminal import draw, screen
+from demo import terminal
 from jaxgen.cli import main as cli
+from jaxgen.cli.wrapping import Wrapper
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -21,7 +22,6 @@ CHAPTERS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [README, *CHAPTERS]
 OTHER_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "benchmarks/README.md", "tests/goldens/README.md")]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-STORY = 'jaxgen "Tell me a story about a brave fox who lost a key"'
 
 
 def named(page: Path) -> str:
@@ -82,8 +82,11 @@ def run_page(page: Path, monkeypatch, capsys) -> dict[str, str]:
 
 def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, monkeypatch, capsys):
     printed = run_page(README, monkeypatch, capsys)
-    picture = (ROOT / "jaxgen" / "demo" / "terminal.svg").read_text("utf-8")
-    assert picture == draw(screen(f"$ {STORY}\n{printed[STORY]}"))
+    story, questions = terminal.COMMANDS
+    wrapper = Wrapper()
+    shown = wrapper.put(printed[story], terminal.COLUMNS) + wrapper.end()
+    drawn = terminal.draw([(story, shown), (questions, run_command(questions, monkeypatch, capsys))])
+    assert drawn == (ROOT / "jaxgen" / "demo" / "terminal.svg").read_text("utf-8")
 
 
 @pytest.mark.slow
