@@ -1,5 +1,6 @@
 #!/bin/sh
-# The main table: sh benchmarks/main_table.sh MODEL ENVIRONMENTS. About half an hour for the 0.5B shape on two quiet cores.
+# The main table: sh benchmarks/main_table.sh MODEL ENVIRONMENTS. For the 0.5B shape, about an hour by
+# estimate on two quiet cores, half of it for the prompts of 4,096 tokens.
 set -e
 measure() {
     python -m benchmarks "$@" --model "$model" --environments "$environments" --rounds 3
@@ -13,4 +14,4 @@ measure sampling --rows 1 8 --new-tokens 32 --programs jaxgen
 measure capacity --new-tokens 32 --programs jaxgen
 measure train --programs jaxgen transformers
 measure startup --programs jaxgen transformers
-measure context --prompt 4096 --new-tokens 24 --programs jaxgen transformers
+measure context --programs jaxgen jaxgen:int8 transformers llama.cpp llama.cpp:q8_0

@@ -1,4 +1,4 @@
-"""Plots of results: one per JSON file, and a roofline where the batch grows.
+"""Plots of results: speed against rows or tokens, bars where there is one case, and a roofline where the batch grows.
 
 python -m benchmarks plots benchmarks/results/*/*.json
 """
@@ -10,12 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-AXES = {"rows": "rows in the batch", "prompt": "tokens in the context"}
+from benchmarks.program import KINDS, spec
+
+AXES = {"rows": "rows in the batch", "prompt": "tokens in the prompt"}
+# A program has the same colour in all plots; its variants are lighter, and have other marks.
+COLORS = {"jaxgen": "#0072b2", "transformers": "#d55e00", "llama.cpp": "#009e73", "keras-hub": "#aa4499"}
+MARKS = "os^Dv<>ph"
 
 
 def main() -> None:
     for name in sys.argv[1:]:
-        print(*draw(Path(name)), sep="\n")
+        for picture in draw(Path(name)):
+            print(picture)
 
 
 def draw(file: Path) -> list[Path]:
@@ -26,96 +32,182 @@ def draw(file: Path) -> list[Path]:
         print('no plots: pip install -e ".[bench]", then python -m benchmarks plots FILE', file=sys.stderr)
         return []
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "jaxgen"  # the same file whenever it is drawn
     result = json.loads(file.read_text("utf-8"))
+    axis, cases = result.get("axis"), result.get("cases", [])
     drawn = []
-    if result["axis"]:
+    if axis and len({case[axis] for case in cases}) > 1:
         drawn.append(_against_axis(result, file.with_suffix(".svg")))
-    if result["axis"] == "rows" and "probe" in result:
+    elif len(cases) == 1 and any(_speed(own, cases[0]) for own in cases[0]["programs"].values()):
+        drawn.append(_bars(result, file.with_suffix(".svg")))
+    if axis == "rows" and "probe" in result:
         drawn.append(_roofline(result, file.with_name(file.stem.replace("batch", "roofline", 1) + ".svg")))
     return drawn
 
 
-def _figure(title: str, x: str, y: str):
+def _speed(own: dict[str, Any], case: dict[str, Any]) -> dict[str, float] | None:
+    """Return a program's tokens/s in a case: of the prefill where nothing is decoded."""
+    return own.get("figures", {}).get(f"{_stage(case)}_tokens_per_second")
+
+
+def _stage(case: dict[str, Any]) -> str:
+    return "prefill" if case["new_tokens"] == 1 else "decode"
+
+
+def style(program: str) -> dict[str, Any]:
+    """Return label, colour and mark of a program, by its name in the results."""
+    from matplotlib import colors
+
+    own = spec(program)
+    kind = KINDS[own.kind]
+    number = kind.variants.index(own.variant) + len(kind.variants) * kind.dtypes.index(own.dtype)
+    light = 0.7 * (1 - 0.6**number)
+    color = [light + (1 - light) * part for part in colors.to_rgb(COLORS.get(own.kind, "black"))]
+    return {"label": own.spoken, "color": color, "marker": MARKS[number]}
+
+
+def _figure(title: str, result: dict[str, Any], height: float = 4.5):
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    axes.set(title=title, xlabel=x, ylabel=y)
+    figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
+    machine = result["machine"]
+    axes.set_title(f"{title}: {result['model']['name']}, {machine['cpu']}, {machine['cores']} cores", fontsize="medium")
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     return figure, axes
 
 
-def _save(figure, axes, target: Path) -> Path:
+def _measure(unit: str, result: dict[str, Any]) -> str:
+    rounds = result["rounds"]
+    return f"{unit}: median, smallest and largest of {rounds} rounds" if rounds > 1 else unit
+
+
+def _save(figure, target: Path) -> Path:
     from matplotlib import pyplot
 
-    axes.legend(fontsize="small")
     figure.savefig(target, metadata={"Date": None})
     pyplot.close(figure)
     return target
 
 
+def _plain(axis, ticks: list[int] | None = None) -> None:
+    """Write plain numbers on an axis: the given ones, or on a logarithmic scale 1, 2, 5, 10."""
+    from matplotlib import ticker
+
+    if axis.get_scale() == "log":
+        axis.set_major_locator(ticker.FixedLocator(ticks) if ticks else ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(ticker.NullLocator())
+    axis.set_major_formatter(lambda value, _: f"{value:,.9g}")
+
+
 def _against_axis(result: dict[str, Any], target: Path) -> Path:
     """Draw tokens/s against rows or prompt, with bars from the smallest to the largest."""
-    axis, prefill = result["axis"], result["cases"][0]["new_tokens"] == 1
-    name = "prefill_tokens_per_second" if prefill else "decode_tokens_per_second"
+    axis, cases = result["axis"], result["cases"]
+    figure, axes = _figure(result["title"], result)
+    axes.set(xlabel=AXES[axis], ylabel=_measure(f"{_stage(cases[0])}, tokens/s", result))
+    ticks = sorted({case[axis] for case in cases})
     other = "prompt" if axis == "rows" else "rows"
-    figure, axes = _figure(_title(result), AXES[axis], "prefill, tokens/s" if prefill else "decode, tokens/s")
-    fixed = sorted({case[other] for case in result["cases"]})
-    for program in result["programs"]:
+    fixed = sorted({case[other] for case in cases})
+    for number, program in enumerate(result["programs"]):
+        shift = (ticks[-1] / ticks[0]) ** (0.005 * (2 * number + 1 - len(result["programs"])))  # bars side by side
         for value in fixed:
             points = [
-                (case[axis], case["programs"][program]["figures"][name])
-                for case in result["cases"]
-                if case[other] == value and "figures" in case["programs"][program]
+                (case[axis] * shift, speed)
+                for case in cases
+                if case[other] == value and (speed := _speed(case["programs"][program], case))
             ]
-            label = program if len(fixed) == 1 else f"{program}, {value} {other}"
-            _line(axes, points, label)
+            look = style(program) | {"linestyle": "-" if value == fixed[0] else ":"}
+            if len(fixed) > 1:
+                look["label"] += f", {_size(other, value)}"
+            _line(axes, points, look)
     if axis == "rows" and "probe" in result:
-        rows = [case["rows"] for case in result["cases"]]
-        limit = result["probe"]["bytes_per_second"]["median"] / next(iter(result["programs"].values()))["step_bytes"]
-        axes.plot(rows, [limit * count for count in rows], "k--", lw=1, label="the first program at the bandwidth")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = sorted({case[axis] for case in result["cases"]})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    return _save(figure, axes, target)
+        first, facts = next(iter(result["programs"].items()))
+        limit = result["probe"]["bytes_per_second"]["median"] / facts["step_bytes"]
+        label = f"{style(first)['label']} at full bandwidth"
+        axes.plot(ticks, [limit * count for count in ticks], "k--", lw=1, label=label)
+    axes.set_xscale("log")
+    _plain(axes.xaxis, ticks)
+    if axis == "rows":
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    _plain(axes.yaxis)
+    figure.legend(loc="outside right upper", fontsize="small")
+    return _save(figure, target)
 
 
-def _line(axes, points: list[tuple[int, dict[str, float]]], label: str) -> None:
+def _line(axes, points: list[tuple[float, dict[str, float]]], look: dict[str, Any]) -> None:
     if points:
         x, figures = zip(*points, strict=True)
-        middle = [figure["median"] for figure in figures]
-        down = [figure["median"] - figure["min"] for figure in figures]
-        up = [figure["max"] - figure["median"] for figure in figures]
-        axes.errorbar(x, middle, yerr=[down, up], marker="o", ms=4, lw=1.3, capsize=3, label=label)
+        axes.errorbar(
+            x, [figure["median"] for figure in figures], yerr=_spread(figures), ms=5, lw=1.5, capsize=3, **look
+        )
+
+
+def _spread(figures) -> list[list[float]]:
+    """Return the distances from the medians down to the smallest and up to the largest."""
+    down = [figure["median"] - figure["min"] for figure in figures]
+    return [down, [figure["max"] - figure["median"] for figure in figures]]
+
+
+def _bars(result: dict[str, Any], target: Path) -> Path:
+    """Draw a bar for the tokens/s of each program."""
+    (case,) = result["cases"]
+    speeds = {program: speed for program, own in case["programs"].items() if (speed := _speed(own, case))}
+    title = f"{_stage(case).capitalize()}, {_size('rows', case['rows'])}, prompt of {_size('prompt', case['prompt'])}"
+    figure, axes = _figure(title, result, height=1.2 + 0.4 * len(speeds))
+    axes.set_xlabel(_measure("tokens/s", result))
+    looks = [style(program) for program in speeds]
+    figures = list(speeds.values())
+    bars = axes.barh(
+        [look["label"] for look in looks],
+        [figure["median"] for figure in figures],
+        xerr=_spread(figures),
+        color=[look["color"] for look in looks],
+        capsize=3,
+    )
+    axes.bar_label(bars, [_number(figure["median"]) for figure in figures], padding=4)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.1)
+    _plain(axes.xaxis)
+    axes.invert_yaxis()
+    return _save(figure, target)
+
+
+def _size(axis: str, value: int) -> str:
+    if axis == "rows":
+        return "1 row" if value == 1 else f"{value} rows"
+    return f"{value:,} tokens"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _roofline(result: dict[str, Any], target: Path) -> Path:
     """Draw FLOP/s of decoding against FLOP per byte of weights, below the measured bandwidth and product."""
     bandwidth, peak = (result["probe"][name]["median"] for name in ("bytes_per_second", "flops"))
-    figure, axes = _figure(f"Roofline, {_title(result)}", "FLOP per byte of weights", "GFLOP/s")
+    figure, axes = _figure("Roofline", result)
+    axes.set(xlabel="FLOP per byte of weights", ylabel=_measure("decode, GFLOP/s", result))
     operations = 2 * result["model"]["weights"]  # of a row's token
     intensities = []
     for program, facts in result["programs"].items():
         points = []
         for case in result["cases"]:
-            if "figures" in (own := case["programs"][program]):
+            if speed := _speed(case["programs"][program], case):
                 intensity = operations * case["rows"] / facts["step_bytes"]
-                speeds = own["figures"]["decode_tokens_per_second"]
-                points.append((intensity, {key: operations * value / 1e9 for key, value in speeds.items()}))
+                points.append((intensity, {key: operations * value / 1e9 for key, value in speed.items()}))
                 intensities.append(intensity)
-        _line(axes, points, program)
+        _line(axes, points, style(program))
     low, high = min(intensities) / 2, max(max(intensities), peak / bandwidth) * 2
     x = [low, peak / bandwidth, high]
     roof = [min(value * bandwidth, peak) / 1e9 for value in x]
-    label = f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:,.0f} GFLOP/s"
-    axes.plot(x, roof, "k-", lw=1, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    return _save(figure, axes, target)
-
-
-def _title(result: dict[str, Any]) -> str:
-    return f"{result['model']['name']}, {result['machine']['cpu']}, {result['machine']['cores']} cores"
+    axes.plot(x, roof, "k-", lw=1, label=f"{bandwidth / 1e9:.1f} GB/s, {peak / 1e9:,.0f} GFLOP/s")
+    axes.loglog()
+    _plain(axes.xaxis)
+    _plain(axes.yaxis)
+    figure.legend(loc="outside right upper", fontsize="small")
+    return _save(figure, target)
 
 
 if __name__ == "__main__":

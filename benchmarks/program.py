@@ -33,6 +33,7 @@ KINDS = {
     "llama.cpp": Kind("llama_cpp_program.py", "llama_cpp", dtypes=("bfloat16", "q8_0", "q4_0")),
     "keras-hub": Kind("keras_hub_program.py", "keras_hub"),
 }
+SPOKEN = {"int8": "8-bit", "static": "static cache", "compile": "torch.compile"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,13 @@ class Spec:
     @property
     def name(self) -> str:
         return ":".join(filter(None, (self.kind, self.variant, self.dtype)))
+
+    @property
+    def spoken(self) -> str:
+        """The name for readers, without what is the default: "jaxgen, 8-bit", "llama.cpp q8_0"."""
+        dtype = "" if self.dtype == KINDS[self.kind].dtypes[0] else f" {self.dtype}"
+        variant = "" if self.variant == KINDS[self.kind].variants[0] else f", {SPOKEN.get(self.variant, self.variant)}"
+        return f"{self.kind}{dtype}{variant}"
 
 
 def spec(text: str) -> Spec:

@@ -59,7 +59,12 @@ SUITES = {
     "decode": Suite("Prefill and decode of one row", f"first first_ratio {_DECODE}"),
     "batch": Suite("Decode against the size of the batch", _DECODE, rows=(1, 2, 4, 8, 16), axis="rows"),
     "context": Suite(
-        "Long context", f"first first_ratio {_DECODE}", prompts=(128, 1024, 4096), new_tokens=72, short=8, axis="prompt"
+        "Decode against the length of the prompt",
+        f"first first_ratio {_DECODE}",
+        prompts=(128, 1024, 4096),
+        new_tokens=128,
+        short=8,
+        axis="prompt",
     ),
     "capacity": Suite(
         "Caches that are larger than the text",

@@ -1,14 +1,17 @@
 """The benchmarks run on small inputs, and count right; what they measure is not tested."""
 
+import itertools
 import json
 import os
+import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 import pytest
 
-from benchmarks import measure, processors, program, suites
+from benchmarks import measure, plots, processors, program, suites
 from benchmarks.__main__ import main
 from jaxgen.config.options import OPTIONS
 from tests.support import checkpoints
@@ -97,6 +100,55 @@ def test_faulty_requests_are_refused(words, message, model, tmp_path, capsys):
     with pytest.raises((SystemExit, ValueError)) as error:
         run("decode", model, tmp_path, *words)
     assert message in f"{error.value}{capsys.readouterr().err}"
+
+
+def test_programs_have_names_that_people_say():
+    names = ["jaxgen", "jaxgen:int8", "jaxgen:float32", "transformers", "transformers:compile", "llama.cpp:q8_0"]
+    spoken = ["jaxgen", "jaxgen, 8-bit", "jaxgen float32", "transformers", "transformers, torch.compile"]
+    assert [program.spec(name).spoken for name in names] == [*spoken, "llama.cpp q8_0"]
+
+
+def texts(picture: Path) -> set[str]:
+    """What is written in a plot: matplotlib draws letters, and repeats the texts in comments."""
+    return set(re.findall("<!-- (.*?) -->", picture.read_text("utf-8")))
+
+
+def test_a_program_looks_the_same_in_all_plots():
+    pytest.importorskip("matplotlib")
+    names = [
+        ":".join((kind, variant, dtype))
+        for kind, own in program.KINDS.items()
+        for variant, dtype in itertools.product(own.variants, own.dtypes)
+        if kind in plots.COLORS
+    ]
+    looks = [plots.style(name.replace("::", ":")) for name in names]
+    assert len({(str(look["color"]), look["marker"]) for look in looks}) == len(names)
+
+
+def test_plots_have_plain_numbers(model, tmp_path):
+    pytest.importorskip("matplotlib")
+    programs = ["--rounds", "1", "--programs", "timed", "timed:slow"]
+    for subcommand in ("context", "batch", "decode"):
+        run(subcommand, model, tmp_path, *programs)
+    drawn = {picture.stem.removesuffix("-tiny"): texts(picture) for picture in tmp_path.glob("*/*.svg")}
+    assert set(drawn) == {"context", "batch", "decode"}  # a roofline needs jaxgen's probe
+    assert {"128", "1,024", "4,096", "timed", "timed, slow", "0", "10"} <= drawn["context"]
+    assert {"1", "2", "4", "8", "16", "5", "10", "20", "50", "100"} <= drawn["batch"]
+    assert {"10.0", "5.0", "timed, slow", "tokens/s"} <= drawn["decode"]
+    assert not any("mathdefault" in text or ":fast" in text for text in set().union(*drawn.values()))
+
+
+def test_results_of_another_form_are_not_drawn(tmp_path):
+    (tmp_path / "old.json").write_text('{"settings": {}}', encoding="utf-8")
+    assert plots.draw(tmp_path / "old.json") == []
+
+
+def test_the_main_table_measures_three_contexts(model):
+    lines = (Path(plots.__file__).parent / "main_table.sh").read_text("utf-8").replace("\\\n", "").splitlines()
+    calls = [shlex.split(line)[1:] for line in lines if line.startswith("measure ")]
+    read = {name: suites._arguments(name, suites.SUITES[name], [*rest, "--model", str(model)]) for name, *rest in calls}
+    assert read["context"].prompt == (128, 1024, 4096)
+    assert {one.kind for one in read["context"].programs} == {"jaxgen", "transformers", "llama.cpp"}
 
 
 @pytest.mark.slow
