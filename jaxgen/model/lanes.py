@@ -35,8 +35,10 @@ def _product(rows: jax.Array, weight: jax.Array) -> jax.Array:
     terms = _terms(columns)
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
-    for axis in (3, 3, 2):  # the terms, the lanes, the groups
-        sums = lax.optimization_barrier(_sum(sums, axis))  # else XLA joins the sums into one of too many terms
+    # The terms, the lanes, the groups. XLA joins sums with equal initial values into one of too many terms. A barrier
+    # prevents that too, but since jax 0.11.1 also keeps the sums from being fused, and each of them is stored.
+    for axis, initial in ((3, 0.0), (3, -0.0), (2, 0.0)):
+        sums = _sum(sums, axis, initial)
     return sums
 
 
@@ -47,11 +49,11 @@ def _terms(columns: int) -> int:
     return max((count for count in counts if groups % count == 0), default=0)
 
 
-def _sum(x: jax.Array, axis: int) -> jax.Array:
-    """Sum over one axis.
+def _sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
+    """Sum over one axis, from either zero.
 
     XLA's CPU compiler gives a plain sum, together with the products that it adds, to a library that is slow for these
     shapes. A sum that also rounds stays with the compiler; rounding a float32 to its own precision changes nothing.
     Devices cannot add up the parts of such a sum, so no axis may be divided over a mesh.
     """
-    return lax.reduce(x, np.float32(0), lambda a, b: lax.reduce_precision(a + b, 8, 23), (axis,))
+    return lax.reduce(x, np.float32(initial), lambda a, b: lax.reduce_precision(a + b, 8, 23), (axis,))

@@ -70,11 +70,19 @@ def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
     assert not given_to_the_library(compiled.as_text(), f"[512,{columns}]")
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="older compilers keep all sums")
 def test_a_plain_sum_is_given_to_the_library():
     """If this fails, jax has changed, and `_sum` in lanes.py may no longer need its rounding."""
     x, weight = jnp.ones((1, 896), jnp.bfloat16), jnp.ones((512, 896), jnp.bfloat16)
     multiply = jax.jit(lambda x, weight: jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=1))
     assert given_to_the_library(multiply.lower(x, weight).compile().as_text(), "[512,896]")
+
+
+@pytest.mark.parametrize(("initial", "sums"), [(0.0, 1), (-0.0, 2)])
+def test_sums_are_joined_unless_their_initial_values_differ(initial, sums):
+    """If this fails, jax has changed, and `_product` in lanes.py may need another form."""
+    double = jax.jit(lambda x: lanes._sum(lanes._sum(x, 2, 0.0), 1, initial))
+    assert double.lower(jnp.ones((4, 5, 6))).compile().as_text().count(" reduce(") == sums
 
 
 def given_to_the_library(program: str, shape: str) -> list[str]:
