@@ -14,6 +14,8 @@ from tests.support.models import left_pad, model_config, random_params, slow
 
 CFG = model_config()
 PARAMS = random_params(CFG)
+# A pass in float32 is within 2e-5 of one in float64, and two passes of different shapes add in different orders.
+ROUNDING = 3e-5
 WINDOWED = model_config(use_sliding_window=True, sliding_window=4, max_window_layers=1)
 
 
@@ -45,7 +47,7 @@ def test_chunks_through_the_cache_equal_one_pass(cfg, split):
         out = run(ids[:, start : start + length], cfg, cache=cache)
         cache, start = out.cache, start + length
         logits.append(out.logits)
-    np.testing.assert_allclose(jnp.concatenate(logits, 1), whole.logits, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate(logits, 1), whole.logits, atol=ROUNDING)
     assert cache.length.tolist() == [12, 12]
 
 
@@ -65,8 +67,8 @@ def test_padding_is_invisible(cfg, side):
     cached = run(ids, cfg, attention_mask=jnp.asarray(mask), cache=KVCache.create(cfg, 2, 9))
     for b, (row, place) in enumerate(zip(rows, places, strict=True)):
         alone = run(row[None], cfg).logits[0]
-        np.testing.assert_allclose(plain.logits[b][jnp.asarray(place)], alone, atol=1e-5)
-        np.testing.assert_allclose(cached.logits[b][jnp.asarray(place)], alone, atol=1e-5)
+        np.testing.assert_allclose(plain.logits[b][jnp.asarray(place)], alone, atol=ROUNDING)
+        np.testing.assert_allclose(cached.logits[b][jnp.asarray(place)], alone, atol=ROUNDING)
     assert cached.cache.length.tolist() == [9, 4]
     assert bool(jnp.all(jnp.isfinite(plain.logits)))
 
@@ -79,8 +81,8 @@ def test_rows_continue_each_at_its_own_position():
     explicit = run(more, cache=cache, cache_position=jnp.asarray([7, 3]))
     for b, length in enumerate((7, 3)):
         alone = run(np.concatenate([ids[b, 7 - length :], more[b]])[None]).logits[0, -2:]
-        np.testing.assert_allclose(out.logits[b], alone, atol=1e-5)
-        np.testing.assert_allclose(explicit.logits[b], alone, atol=1e-5)
+        np.testing.assert_allclose(out.logits[b], alone, atol=ROUNDING)
+        np.testing.assert_allclose(explicit.logits[b], alone, atol=ROUNDING)
 
 
 def test_writing_at_an_earlier_position_forgets_what_came_after():
@@ -88,7 +90,7 @@ def test_writing_at_an_earlier_position_forgets_what_came_after():
     cache = run(ids, cache=KVCache.create(CFG, 2, 16)).cache
     out = run(other, cache=cache, cache_position=4)
     fresh = run(np.concatenate([ids[:, :4], other], 1)).logits[:, 4:]
-    np.testing.assert_allclose(out.logits, fresh, atol=1e-5)
+    np.testing.assert_allclose(out.logits, fresh, atol=ROUNDING)
     assert out.cache.length.tolist() == [7, 7]
 
 
@@ -105,8 +107,8 @@ def test_rows_share_a_prefix(cfg):
     for row in range(6):
         prefix = ids[row // 3][mask[row // 3] == 1]
         alone = run(np.concatenate([prefix, more[row]])[None], cfg).logits[0, -4:]
-        np.testing.assert_allclose(first.logits[row], alone[:3], atol=1e-5)
-        np.testing.assert_allclose(last.logits[row], alone[3:], atol=1e-5)
+        np.testing.assert_allclose(first.logits[row], alone[:3], atol=ROUNDING)
+        np.testing.assert_allclose(last.logits[row], alone[3:], atol=ROUNDING)
     assert last.cache.total_length.tolist() == [10, 10, 10, 6, 6, 6]
 
 
@@ -120,9 +122,8 @@ def test_a_write_past_the_end_is_an_error_or_nan_and_changes_nothing():
     ids = jnp.asarray(tokens(2, 3), jnp.int32)
     out = run(ids, cache=cache, cache_position=start)
     assert bool(jnp.all(jnp.isnan(out.logits[0])))
-    np.testing.assert_allclose(
-        out.logits[1], run(ids[1:], cache=jax.tree.map(lambda x: x[1:], cache), cache_position=5).logits[0], atol=1e-5
-    )
+    alone = run(ids[1:], cache=jax.tree.map(lambda x: x[1:], cache), cache_position=5).logits[0]
+    np.testing.assert_allclose(out.logits[1], alone, atol=ROUNDING)
     np.testing.assert_array_equal(out.cache.keys[0][0, :, :6], cache.keys[0][0, :, :6])
 
 
