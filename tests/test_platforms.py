@@ -25,6 +25,7 @@ OTHER_MODES = {
     "constrained_beam_search": {"num_beams": 2, "force_words_ids": [[7, 8]]},
     "contrastive_search": {"penalty_alpha": 0.6, "top_k": 3},
     "assisted_generation": {"assistant_early_exit": 1},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 2},
     "dola_generation": {"dola_layers": [1], "repetition_penalty": 1.2},
 }
 

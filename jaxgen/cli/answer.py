@@ -29,9 +29,8 @@ from jaxgen.cli.options import generation_fields
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
-from jaxgen.config.availability import check_options, refuse_unavailable, without_unread
+from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.config.options import ASSISTED, OPTIONS
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
@@ -190,10 +189,7 @@ def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationCo
             "--num-return-sequences 1"
         )
     refuse_unavailable(cfg)
-    if options.chat:  # whose options can be changed
-        return cfg
-    drafting = [option.name for option in OPTIONS.values() if ASSISTED in (option.modes or ())]
-    return without_unread(cfg, [*given, *(drafting if options.assistant else [])])
+    return cfg
 
 
 def _chosen_seed(target: Path | None) -> int:

@@ -20,7 +20,7 @@ from jaxgen.cli.batch import is_conversation
 from jaxgen.cli.options import in_flags, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
-from jaxgen.config.availability import refuse_unavailable, without_unread
+from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import CONTRASTIVE, OPTIONS
 from jaxgen.decoding.continuation import Continuation
@@ -178,7 +178,7 @@ class Chat:
 def converse(chat: Chat, session: Session, given: set[str]) -> None:
     """Read messages from stdin until its end, and answer each; the n-th answer is drawn with `fold_in(key, n)`.
 
-    `given`: the options of the command line, which cause a warning if the decode mode does not read them.
+    `given`: the options of the command line, which /set lists.
     """
     if sys.stdin is None:
         raise InputError("--chat reads stdin, which is closed")
@@ -241,9 +241,9 @@ class _Conversation:
 
     def ask(self, message: str) -> None:
         """Answer a message."""
-        cfg = without_unread(self.session.cfg, self.given)
-        key = jax.random.fold_in(self.session.key, self.answers) if cfg.do_sample else self.session.key
-        dropped = self.chat.ask(message, dataclasses.replace(self.session, cfg=cfg, key=key))
+        session = self.session
+        key = jax.random.fold_in(session.key, self.answers) if session.cfg.do_sample else session.key
+        dropped = self.chat.ask(message, dataclasses.replace(session, key=key))
         self.answers += 1
         if dropped:
             _note(f"The oldest {dropped} messages were forgotten: the model's context is {self.chat.context} tokens.")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxgen.config.constraints import ConstraintTable
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig, model_of, refuse_values
 from jaxgen.config.kinds import is_tracer
 from jaxgen.config.options import CONSTRAINED, GROUP_BEAM, MODES, OPTIONS, TRACED
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError
-
-_REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 
 
 def refuse_unavailable(cfg: GenerationConfig) -> None:
@@ -20,10 +18,7 @@ def refuse_unavailable(cfg: GenerationConfig) -> None:
 
     Options that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
     """
-    for option in _REFUSED:
-        value = getattr(cfg, option.name)
-        if option.is_given(value) and value not in option.offered:
-            raise ConfigError(f"{option.name}={value!r} {option.refused}")
+    refuse_values(cfg)
     mode = cfg.mode
     if mode == CONSTRAINED and cfg.num_beams == 1:
         name = "constraints" if cfg.on("constraints") else "force_words_ids"
@@ -83,12 +78,6 @@ def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int
                 f"{name} has {list(phrase)}, in which the eos token {min(ends)} is not the last: a text ends "
                 "there. Encode phrases without special tokens"
             )
-
-
-def without_unread(cfg: GenerationConfig, given: Collection[str]) -> GenerationConfig:
-    """Reset options that the decode mode does not read, except those `given`: a checkpoint's own cause no warning."""
-    unread = {option.name: option.default for option in cfg.unread() if option.name not in given}
-    return cfg.replace(**unread)
 
 
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:

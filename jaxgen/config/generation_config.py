@@ -13,7 +13,7 @@ import difflib
 import functools
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -48,6 +48,20 @@ DOLA_PENALTY = 1.2
 _NAMES = (*OPTIONS, "model")
 _STATIC = tuple(name for name in _NAMES if name not in TRACED)
 _OF_SOME_MODES = tuple(option for option in OPTIONS.values() if option.modes is not None)
+_REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Inherited:
+    """Names of options that have the checkpoint's values. All are equal: they must not make another program."""
+
+    names: frozenset[str] = frozenset()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Inherited)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 @jax.tree_util.register_pytree_node_class
@@ -57,7 +71,8 @@ class GenerationConfig(GenerationOptions):
 
     docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases default to None,
     which is off. Most options accept one value for all prompts or one for each. An option that jaxgen recognises but
-    does not offer is accepted here, so that every checkpoint's config can be read, and refused by `generate`.
+    does not offer is refused. `from_hf` accepts it, so that every checkpoint's config can be read; `generate` then
+    refuses it.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -72,9 +87,13 @@ class GenerationConfig(GenerationOptions):
 
     model: ModelConfig | None = None
 
+    _inherited = _Inherited()
+
     def __post_init__(self):
         given = {option.name: getattr(self, option.name) for option in OPTIONS.values()}
-        self._set({name: value for name, value in given.items() if value is not OPTIONS[name].default})
+        given = {name: value for name, value in given.items() if value is not OPTIONS[name].default}
+        self._set(given)
+        refuse_values(self, given)
         _refuse_endless(self)
 
     def _set(self, fields: Mapping[str, Any]) -> None:
@@ -94,9 +113,10 @@ class GenerationConfig(GenerationOptions):
         """
         _refuse_unknown(fields)
         config = object.__new__(type(self))
-        vars(config).update(vars(self))
+        vars(config).update(vars(self), _inherited=_Inherited(self._inherited.names.difference(fields)))
         vars(config).pop("_flat", None)
         config._set(fields)
+        refuse_values(config, fields)
         if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
             _refuse_endless(config)
         return config
@@ -106,15 +126,17 @@ class GenerationConfig(GenerationOptions):
         """Read the dict of a generation_config.json. Bookkeeping fields of transformers are left out.
 
         Ids of `eos_token_id` that are not in the model's vocabulary are kept, because some checkpoints have them;
-        elsewhere they are refused.
+        elsewhere they are refused. Values that the decode mode does not read cause no warning, unless `replace` sets
+        them.
 
         Raises:
             ConfigError: an unknown field, or a value that is not allowed.
         """
         fields = {name: value for name, value in config.items() if name not in _BOOKKEEPING}
         _refuse_unknown(fields)
-        result = cls(**fields)
-        result._set({"model": model})
+        result = cls()
+        vars(result)["_inherited"] = _Inherited(frozenset(fields))
+        result._set({**fields, "model": model})
         return result
 
     def to_hf(self) -> dict[str, Any]:
@@ -146,7 +168,7 @@ class GenerationConfig(GenerationOptions):
 
     @property
     def mode(self) -> str:
-        """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does.
+        """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does, or "prompt_lookup".
 
         Raises:
             ConfigError: an option that chooses a mode, with another mode that it does not work with.
@@ -164,7 +186,7 @@ class GenerationConfig(GenerationOptions):
             mode = GROUP_BEAM
         else:
             mode = BEAM_SAMPLE if self.do_sample else BEAM
-        others = {"prompt_lookup_num_tokens": ASSISTED, "assistant_early_exit": ASSISTED, "dola_layers": DOLA}
+        others = {"prompt_lookup_num_tokens": PROMPT_LOOKUP, "assistant_early_exit": ASSISTED, "dola_layers": DOLA}
         chosen = [name for name in others if getattr(self, name) is not None]
         if len(chosen) > 1:
             raise ConfigError(f"{' and '.join(chosen)} exclude each other: choose one")
@@ -174,8 +196,7 @@ class GenerationConfig(GenerationOptions):
 
     def unread(self) -> list[Option]:
         """Return the options that the decode mode does not read."""
-        mode = self.mode if self.prompt_lookup_num_tokens is None else PROMPT_LOOKUP
-        modes = {mode, SAMPLE} if self.do_sample else {mode}
+        modes = {self.mode, SAMPLE} if self.do_sample else {self.mode}
         return [option for option in _OF_SOME_MODES if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):
@@ -193,14 +214,14 @@ class GenerationConfig(GenerationOptions):
             static["top_k"] = self.top_k
         given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
         leaves = [None if value is kind.neutral else kind.leaf(value) for kind, value in given]
-        return tuple(leaves), (tuple([values[name] for name in _STATIC]), tuple(static.items()))
+        return tuple(leaves), (tuple([values[name] for name in _STATIC]), tuple(static.items()), self._inherited)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
         """Build from what `tree_flatten` returned; values may be placeholders of jax and are not checked."""
         config = object.__new__(cls)
-        values, sized = static
-        vars(config).update(zip(_STATIC, values, strict=True))
+        values, sized, inherited = static
+        vars(config).update(zip(_STATIC, values, strict=True), _inherited=inherited)
         for (name, option), leaf in zip(TRACED.items(), leaves, strict=True):
             vars(config)[name] = option.kind.neutral if leaf is None else leaf
         vars(config).update(sized)
@@ -256,6 +277,19 @@ def _on_host(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, jax.Array) else value
 
 
+def refuse_values(cfg: GenerationConfig, names: Collection[str] = OPTIONS) -> None:
+    """Raise an error for a value that is not offered of the options `names`."""
+    for option in _REFUSED:
+        if option.name not in names:
+            continue
+        value = getattr(cfg, option.name)
+        if option.is_given(value) and value not in option.offered:
+            text = f"{option.name}={value!r} {option.refused}"
+            if option.name in cfg._inherited.names:
+                text += f". The checkpoint sets it: remove it there, or use cfg.replace({option.name}={option.default})"
+            raise ConfigError(text)
+
+
 def _refuse_unknown(fields: Mapping[str, Any]) -> None:
     for name in fields:
         if name not in _NAMES:
@@ -298,16 +332,17 @@ def _check_beams(cfg: GenerationConfig) -> None:
 def warn_unused(cfg: GenerationConfig) -> None:
     """Warn of options that were set but that the decode mode does not read, as `GenerationConfig.validate` does.
 
-    There is no warning for a traced value, because it may be the default.
+    There is no warning for a traced value, because it may be the default, nor for one that the checkpoint sets.
     """
-    values = [(option, getattr(cfg, option.name)) for option in cfg.unread()]
+    inherited = cfg._inherited.names
+    values = [(option, getattr(cfg, option.name)) for option in cfg.unread() if option.name not in inherited]
     given = [f"{option.name}={value}" for option, value in values if not is_tracer(value) and option.is_given(value)]
     if given:
         warn(f"{cfg.mode} does not read {', '.join(given)}")
     penalty = cfg.repetition_penalty
     if cfg.dola_layers is not None and not is_tracer(penalty) and np.min(penalty) < DOLA_PENALTY:
         warn(f"dola_layers with repetition_penalty={penalty} may repeat itself: at least {DOLA_PENALTY} is recommended")
-    if cfg.on("min_new_tokens") and cfg.on("min_length"):
+    if cfg.on("min_new_tokens") and cfg.on("min_length") and "min_length" not in inherited:
         warn("min_new_tokens and min_length are both set: min_length is ignored")
 
 

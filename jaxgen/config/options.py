@@ -31,6 +31,7 @@ from jaxgen.config.kinds import (
     TokenId,
     Watermark,
     is_array,
+    is_tracer,
 )
 from jaxgen.config.tables import PlacedTokens, SequenceBias, TokenIds, TokenSequences
 
@@ -117,7 +118,9 @@ class Option:
         if value is self.default:
             return False
         if is_array(value):
-            return True
+            if is_tracer(value) or value.ndim:
+                return True
+            value = value.item()
         if isinstance(value, bool) or isinstance(self.default, bool):
             return bool(value) != bool(self.default)
         return value != self.default and self.is_on(value) and value not in ((), {})

@@ -15,8 +15,9 @@ The fields of `GenerationConfig`, by transformers' names.
 - A *host* option is used on the host, before or between runs of the program.
 
 The column *per prompt* has an example for a batch of two prompts; it is empty if one value serves all. In arrays of
-ids, -1 fills unused places. An option that the decode mode does not read causes a warning, or an error where
-transformers raises one. This page is written by `python -m jaxgen.config.reference > docs/options.md`.
+ids, -1 fills unused places. An option that you set and that the decode mode does not read causes a warning, or an error
+where transformers raises one. The names under *read by* are the values of `cfg.mode`. This page is written by
+`python -m jaxgen.config.reference > docs/options.md`.
 """
 
 

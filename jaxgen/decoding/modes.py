@@ -16,6 +16,7 @@ MODES: dict[str, Mode] = {
     "greedy_search": Sample(),
     "sample": Sample(),
     "assisted_generation": Assisted(),
+    "prompt_lookup": Assisted(),
     "beam_search": BeamSearch(),
     "beam_sample": BeamSearch(),
     "group_beam_search": GroupBeamSearch(),

@@ -8,7 +8,7 @@ from typing import Any
 import flax.struct
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.config.options import ASSISTED, GREEDY, OPTIONS, SAMPLE
+from jaxgen.config.options import ASSISTED, GREEDY, OPTIONS, PROMPT_LOOKUP, SAMPLE
 from jaxgen.decoding.run import Run
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.request.checks import check_call
@@ -39,7 +39,7 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
     if assistant is None:
         return None, cfg
     if not isinstance(assistant, tuple | list) or len(assistant) != 2:
-        raise TypeError(f"assistant must be (params, cfg), as convert.load_hf returns, got {type(assistant).__name__}")
+        raise TypeError(f"assistant must be (params, cfg), as load_hf returns, got {type(assistant).__name__}")
     params, own = assistant
     try:
         check_call(params, own)
@@ -53,7 +53,7 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
 
 def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
     """Raise an error unless a model with the config `own` can draft for a call with the config `cfg`."""
-    if cfg.mode == ASSISTED:
+    if cfg.mode in (ASSISTED, PROMPT_LOOKUP):
         raise ConfigError("assistant, prompt_lookup_num_tokens and assistant_early_exit exclude each other: choose one")
     if cfg.mode not in (GREEDY, SAMPLE):
         raise ConfigError(f"assistant works with greedy search and sampling, not with {cfg.mode}: leave it out")
@@ -67,7 +67,7 @@ def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
 
 def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool) -> None:
     """Raise an error for a call that no tokens can be drafted for; `has_ids` says that all tokens' ids are known."""
-    if assistant is None and cfg.mode != ASSISTED:
+    if assistant is None and cfg.mode not in (ASSISTED, PROMPT_LOOKUP):
         return
     threshold = OPTIONS["assistant_confidence_threshold"]
     values = None if assistant is None else threshold.kind.prompt_count(assistant.cfg.assistant_confidence_threshold)

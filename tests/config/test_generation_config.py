@@ -1,4 +1,7 @@
+import copy
 import json
+import pickle
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, DisjunctiveConstraint, GenerationConfig, PhrasalConstraint
-from jaxgen.config.availability import normal_form
+from jaxgen.config.availability import normal_form, refuse_unavailable
+from jaxgen.config.generation_config import warn_unused
 from jaxgen.config.options import OPTIONS, Option
 from tests.support.models import model_config
 
@@ -224,7 +228,8 @@ def test_what_is_not_allowed_is_refused(fields, error, message):
         ({"num_beams": 2, "do_sample": True}, "beam_sample"),
         ({"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group_beam_search"),
         ({"force_words_ids": [[1]]}, "constrained_beam_search"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup"),
+        ({"assistant_early_exit": 3}, "assisted_generation"),
         ({"dola_layers": "low"}, "dola_generation"),
     ],
 )
@@ -248,6 +253,64 @@ def test_the_normal_form_resets_what_the_mode_does_not_read():
     assert drawn == normal_form(plain.replace(do_sample=True, **sampling | {"top_k": 1}))
     assert drawn.temperature == 0.5
     assert normal_form(plain.replace(pad_token_id=None, eos_token_id=[7, 8])).pad_token_id == 7
+
+
+SAMPLING = {"do_sample": True, "temperature": 0.5, "top_p": 0.8, "min_length": 2, "num_assistant_tokens": 4}
+COPIES = {
+    "replace": lambda cfg: cfg.replace(max_new_tokens=5),
+    "jax.tree.map": lambda cfg: jax.tree.map(np.asarray, cfg),
+    "jit": lambda cfg: jax.jit(lambda cfg: cfg)(cfg),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cfg: pickle.loads(pickle.dumps(cfg)),
+}
+
+
+def warnings_of(cfg):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warn_unused(cfg)
+    return [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_unread_values_of_the_checkpoint_draw_no_warning(copied):
+    checkpoint = copied(GenerationConfig.from_hf(SAMPLING))
+    for fields in ({}, {"num_beams": 4}, {"penalty_alpha": 0.6, "top_k": 4}, {"min_new_tokens": 3}):
+        assert warnings_of(checkpoint.replace(do_sample=False, **fields)) == []
+    mine = checkpoint.replace(do_sample=False, temperature=0.5)  # the same value, but of the user
+    assert warnings_of(copied(mine)) == ["greedy_search does not read temperature=0.5"]
+    assert warnings_of(mine.replace(top_p=0.5, temperature=None)) == ["greedy_search does not read top_p=0.5"]
+    assert warnings_of(GenerationConfig(temperature=0.5)) == ["greedy_search does not read temperature=0.5"]
+
+
+def test_who_set_a_value_is_not_part_of_the_config():
+    checkpoint, mine = GenerationConfig.from_hf(SAMPLING), GenerationConfig(**SAMPLING)
+    assert checkpoint == mine
+    assert repr(checkpoint) == repr(mine)
+    assert checkpoint.to_hf() == mine.to_hf() == SAMPLING
+    assert jax.tree.structure(checkpoint) == jax.tree.structure(mine)
+    assert hash(jax.tree.structure(checkpoint)) == hash(jax.tree.structure(mine))
+    traced = jax.jit(lambda cfg: cfg.temperature)
+    for cfg in (checkpoint, mine, checkpoint.replace(top_p=0.8)):
+        traced(cfg)
+    assert traced._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_cache", False), ("cache_implementation", "offloaded"), ("low_memory", True)]
+)
+def test_what_is_not_offered_is_refused_at_once_and_read_from_a_checkpoint(name, value):
+    for make in (GenerationConfig, GenerationConfig().replace):
+        with pytest.raises(ConfigError, match=f"{name}={value!r} is not offered: [^.]*$"):
+            make(**{name: value})
+    checkpoint = GenerationConfig.from_hf({name: value}).replace(max_new_tokens=3)
+    assert checkpoint.to_hf() == {name: value, "max_new_tokens": 3}
+    default = getattr(GenerationConfig(), name)
+    message = rf"{name}={value!r} is not offered: .*\. The checkpoint sets it: .* use cfg.replace\({name}={default}\)"
+    with pytest.raises(ConfigError, match=message):
+        refuse_unavailable(checkpoint)
+    refuse_unavailable(checkpoint.replace(**{name: default}))
 
 
 def test_from_and_to_hf():

@@ -316,7 +316,7 @@ def test_tokens_without_ids_are_refused():
 
 @pytest.mark.slow
 def test_settings_that_prompt_lookup_does_not_read_draw_a_warning():
-    with pytest.warns(UserWarning, match="does not read num_assistant_tokens=7"):
+    with pytest.warns(UserWarning, match="^prompt_lookup does not read num_assistant_tokens=7"):
         generate(CFG.replace(**LOOKUP, num_assistant_tokens=7))
     with pytest.warns(UserWarning, match="does not read max_matching_ngram_size=3"):
         generate(CFG.replace(max_matching_ngram_size=3, assistant_early_exit=1))
