@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
-from jaxgen.config.availability import refuse_options, refuse_unavailable
+from jaxgen.config.availability import refuse_unavailable, with_hints
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
 from jaxgen.decoding.continuation import Continuation
-from jaxgen.decoding.extensions import Extensions, HostCalls, as_pytree, functions
+from jaxgen.decoding.extensions import Extensions, HostCalls, as_pytree, check_arguments, functions
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
@@ -33,13 +33,22 @@ from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
 from jaxgen.request.driver import RowStreamer, Streamer, prefill_only, run_watched, run_whole
+from jaxgen.request.gradients import without_gradient
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 from jaxgen.text.streaming import TextStreamer
 
+# The methods of a `StepHook` and their arguments.
+_HOOK = {
+    "init": ("history",),
+    "before": ("state", "history", "inputs"),
+    "after": ("state", "history", "output"),
+}
 
+
+@with_hints
 def generate(
     params,
     ids,
@@ -58,14 +67,13 @@ def generate(
     tokenizer=None,
     assistant=None,
     hook=None,
-    **options,
 ) -> GenerateOutput:
     """Continue the prompts: transformers' `generate()` as a pure function.
 
     >>> out = generate(params, batch.ids, jax.random.key(0), cfg, attention_mask=batch.attention_mask)  # doctest: +SKIP
 
     Args:
-        params: the parameters, a tree with Hugging Face's names, as `convert.load_hf` returns.
+        params: the parameters, a tree with Hugging Face's names, as `load_hf` returns.
         ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation begins
             with `bos_token_id`.
         key: None for greedy decoding; for sampling one `jax.random.key`, or `key[B]`, one per prompt. With one
@@ -95,18 +103,18 @@ def generate(
         hook: a `StepHook`.
         assistant: `(params, cfg)` of a smaller model with the same vocabulary, which drafts tokens: see
             docs/modes.md. The result is the same, with fewer passes of the model.
-        **options: anything else is refused, with a hint.
 
     Raises:
         InputError: ids, mask or key that do not fit the model, each other or the config.
         ConfigError: an option that cannot be honoured.
         GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN; its `output`
             has the other rows. Under the caller's own jit nothing raises: see `stop_reasons` of the output.
-        TypeError: an argument of the wrong type.
+        TypeError: an argument of the wrong type, or one that this function does not have, with what it has in its
+            place.
 
-    Gradients do not flow through it: tokens are integers. Use `CausalLM` for a differentiable forward pass.
+    It cannot be differentiated, because tokens are integers; `score` and `CausalLM` can. Inside a function that jax
+    differentiates, call it with `jax.lax.stop_gradient(params)`.
     """
-    refuse_options(options)
     check_call(params, cfg)
     refuse_unavailable(cfg)
     draft, cfg = open_assistant(assistant, cfg)
@@ -116,6 +124,8 @@ def generate(
     extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
     if streamer is not None:
         _check_streamer(streamer, cfg)
+    params, cfg, inputs = without_gradient(params), without_gradient(cfg), without_gradient(inputs)
+    extensions, draft = without_gradient(extensions), without_gradient(draft)
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
     on_host = {"streamer": streamer, "max_time": cfg.max_time, "token_healing": cfg.token_healing or None}
     for name, value in on_host.items():
@@ -132,6 +142,7 @@ def generate(
         return _run(prepared, mode, streamer, cfg.max_time, calls)
 
 
+@with_hints
 def prefill(
     params, ids, cfg: GenerationConfig, *, attention_mask=None, cache: Continuation | KVCache | None = None
 ) -> Continuation:
@@ -191,6 +202,8 @@ def _hook(given):
         return None
     if not isinstance(given, StepHook):
         raise TypeError(f"hook must be an object of a class derived from jaxgen.StepHook, got {given!r}")
+    for name, arguments in _HOOK.items():
+        check_arguments(f"hook's {name}", getattr(given, name), *arguments)
     return as_pytree(given)
 
 
@@ -216,6 +229,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         return
     if not callable(given):
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
+    check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
     # As in transformers, all beams of a prompt have its number.
     calls = HostCalls(function, model_of(cfg).vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxgen.buckets import prompt_bucket
-from jaxgen.config.availability import check_options, normal_form, refuse_unavailable
+from jaxgen.config.availability import check_options, normal_form, refuse_unavailable, with_hints
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import ASSISTED, CONTRASTIVE, GREEDY, PROMPT_LOOKUP, SAMPLE
 from jaxgen.config.tables import TokenIds
@@ -32,6 +32,7 @@ from jaxgen.text.tokenizer import Tokenizer
 _LOGITS_AT_ONCE = 2**25
 
 
+@with_hints
 def score(
     params,
     ids,

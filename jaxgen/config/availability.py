@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, ParamSpec, TypeVar
 
 from jaxgen.config.constraints import ConstraintTable
 from jaxgen.config.generation_config import GenerationConfig, model_of, refuse_values
 from jaxgen.config.kinds import is_tracer
 from jaxgen.config.options import CONSTRAINED, GROUP_BEAM, MODES, OPTIONS, TRACED
 from jaxgen.config.tables import eos_list
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# Arguments of transformers' generate(), and what to do here.
+_ELSEWHERE = {
+    "input_ids": "pass the prompts as ids, the second argument",
+    "inputs": "pass the prompts as ids, the second argument",
+    "generation_config": "pass a jaxgen.GenerationConfig as cfg, the fourth argument",
+    "assistant_model": "pass assistant=(params, cfg)",
+    "past_key_values": "pass cache=, with only the new tokens as ids",
+    "position_ids": "leave it out",
+    "synced_gpus": "leave it out",
+}
 
 
 def refuse_unavailable(cfg: GenerationConfig) -> None:
@@ -34,18 +50,34 @@ def refuse_unavailable(cfg: GenerationConfig) -> None:
                 raise ConfigError(f"{name} needs the prompt in one piece: leave out prefill_chunk_size")
 
 
-def refuse_options(options: dict[str, Any]) -> None:
-    """Raise an error for keyword arguments that `generate` does not have."""
-    for name in options:
-        if name in GenerationConfig.__dataclass_fields__:
-            raise TypeError(f"generate() reads {name} from the config: use cfg.replace({name}=...)")
-        if name in ("synced_gpus", "position_ids"):
-            raise TypeError(f"generate() does not offer {name}: leave it out")
-        if name == "assistant_model":
-            raise TypeError("generate() has no assistant_model: pass assistant=(params, cfg)")
-        if name == "past_key_values":
-            raise TypeError("generate() has no past_key_values: pass cache=, with only the new tokens as ids")
-        GenerationConfig().replace(**{name: None})  # an unknown name: raises and offers the nearest
+def with_hints(function: Callable[P, T]) -> Callable[P, T]:
+    """Let the errors of a call with missing or unknown arguments say what the function has in their place."""
+    signature = inspect.signature(function)
+    required = ", ".join(name for name, entry in signature.parameters.items() if entry.default is entry.empty)
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> T:
+        for name in named:
+            if name not in signature.parameters:
+                _refuse_argument(function.__name__, name, signature.parameters)
+        try:
+            signature.bind(*arguments, **named)
+        except TypeError as error:
+            key = "; key is None where nothing is drawn" if "key" in signature.parameters else ""
+            raise TypeError(f"{error}: call {function.__name__}({required}, ...){key}") from None
+        return function(*arguments, **named)
+
+    return call
+
+
+def _refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn:
+    if name in OPTIONS:
+        raise TypeError(f"{function}() has no {name}, which is an option of the config: use cfg.replace({name}=...)")
+    if name in _ELSEWHERE:
+        raise TypeError(f"{function}() has no {name}: {_ELSEWHERE[name]}")
+    near = difflib.get_close_matches(name, [*known, *OPTIONS], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+    raise ConfigError(f"{function}() has no argument {shown(name)}: {hint}")
 
 
 def check_options(cfg: GenerationConfig, prompts: int) -> None:

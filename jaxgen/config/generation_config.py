@@ -14,7 +14,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -64,6 +64,19 @@ class _Inherited:
         return 0
 
 
+class _Instead:
+    """A method of transformers' `GenerationConfig` in whose place there is another: reading it raises an error."""
+
+    def __init__(self, remedy: str):
+        self.remedy = remedy
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__} has no {self.name}: {self.remedy}")
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerationConfig(GenerationOptions):
@@ -86,6 +99,13 @@ class GenerationConfig(GenerationOptions):
     """
 
     model: ModelConfig | None = None
+
+    from_pretrained = _Instead("load_hf(path) returns a config with the parameters, from_hf(fields) reads a dict")
+    from_dict = _Instead("from_hf(fields) reads a dict")
+    from_model_config = _Instead("from_hf(fields, model) reads a dict")
+    save_pretrained = _Instead("save_hf(params, cfg, path) writes it with the parameters, to_hf() returns a dict")
+    to_dict = _Instead("to_hf() returns a dict of the options that differ from their defaults")
+    update = _Instead("replace(...) returns a changed copy")
 
     _inherited = _Inherited()
 
@@ -233,7 +253,11 @@ class GenerationConfig(GenerationOptions):
         (mine, structure), (theirs, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
         return structure == other_structure and all(map(np.array_equal, mine, theirs))
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        raise TypeError(
+            "a GenerationConfig cannot be hashed. It is a pytree: pass it to a compiled function as an ordinary "
+            "argument, without static_argnums or static_argnames"
+        )
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in _NAMES}
@@ -250,9 +274,12 @@ def model_of(cfg: GenerationConfig) -> ModelConfig:
         TypeError: `cfg` is not a GenerationConfig.
     """
     if not isinstance(cfg, GenerationConfig):
-        raise TypeError(f"cfg must be a GenerationConfig, got {type(cfg).__name__}")
+        raise TypeError(
+            f"cfg must be a GenerationConfig, got {type(cfg).__name__}: load_hf(path) returns one with the parameters, "
+            "GenerationConfig.from_hf(fields, model) reads a dict"
+        )
     if cfg.model is None:
-        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (convert.load_hf does)")
+        raise ConfigError("cfg.model is None: set it to the checkpoint's ModelConfig (load_hf does)")
     return cfg.model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,7 +81,21 @@ def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:
                 f"{name} has a {type(function).__name__} of transformers, which computes with torch: set the option of "
                 "GenerationConfig that does the same, or write a function of (history, scores) with jax.numpy"
             )
+        check_arguments(name, function, "history", "scores")
     return tuple(as_pytree(function) for function in given)
+
+
+def check_arguments(name: str, function: Any, *arguments: str) -> None:
+    """Raise an error if a function of the caller, given as `name`, cannot be called with `arguments`."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some built-in functions it is not known
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        own = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(f"{name} {own}{signature} must accept ({', '.join(arguments)})") from error
 
 
 @flax.struct.dataclass

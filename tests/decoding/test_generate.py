@@ -1,8 +1,10 @@
 """The loop, on a model that counts: lengths, ends, padding and rows are known exactly."""
 
 import functools
+import inspect
 
 import flax.core
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,8 @@ from jaxgen import (
     JaxgenWarning,
     StepHook,
     generate,
+    prefill,
+    score,
 )
 from jaxgen.request.inputs import mask_of
 from tests.support.models import (
@@ -32,6 +36,7 @@ from tests.support.streamers import Collector, RowCollector
 
 CFG = counting_config(max_new_tokens=6, pad_token_id=0)
 PARAMS = counting_params(CFG)
+IDS = np.asarray([[1]], np.int32)
 
 
 def count(rows, cfg=CFG, key=None, **kwargs):
@@ -260,6 +265,21 @@ def test_streaming_the_sequences_of_a_prompt():
     assert sorted(streamer.over) == [*range(6)]
 
 
+def one_argument(scores):
+    return scores
+
+
+@flax.struct.dataclass
+class OneArgument(StepHook):
+    value: int
+
+    def __call__(self, scores):
+        return scores
+
+    def before(self, inputs):
+        return inputs
+
+
 @pytest.mark.parametrize(
     ("keyword", "value", "error", "message"),
     [
@@ -276,6 +296,21 @@ def test_streaming_the_sequences_of_a_prompt():
         ("hook", 3, TypeError, "hook must be an object of a class derived from"),
         ("hook", StepHook, TypeError, "hook must be an object"),
         ("streamer", 3, TypeError, "streamer must have the methods put and end, or put_row and end, got int"),
+        (
+            "logits_processor",
+            [one_argument],
+            TypeError,
+            r"logits_processor one_argument\(scores\) must accept \(history, ",
+        ),
+        (
+            "stopping_criteria",
+            [jax.jit(one_argument)],
+            TypeError,
+            r"stopping_criteria one_argument\(scores\) must accept",
+        ),
+        ("stopping_criteria", [OneArgument(3)], TypeError, r"stopping_criteria OneArgument\(scores\) must accept"),
+        ("prefix_allowed_tokens_fn", one_argument, TypeError, r"one_argument\(scores\) must accept \(row, ids\)"),
+        ("hook", OneArgument(3), TypeError, r"hook's before before\(inputs\) must accept \(state, history, inputs\)"),
         ("logits_processor", [lambda h, s: s[:, :10]], InputError, r"must return the scores, float32\[1, 50\]"),
         ("logits_processor", [lambda h, s: None], InputError, "must return the scores, .* got None"),
     ],
@@ -293,11 +328,49 @@ def test_other_arguments_that_do_not_fit_are_refused_by_name(keyword, value, err
         ({"synced_gpus": True}, TypeError, "synced_gpus"),
         ({"past_key_values": 1}, TypeError, "cache="),
         ({"max_new_token": 1}, ConfigError, "did you mean 'max_new_tokens'"),
+        ({"attention_masks": 1}, ConfigError, "did you mean 'attention_mask'"),
+        ({"quick": 1}, ConfigError, "has no argument 'quick': it has params, ids, key, cfg, attention_mask,"),
     ],
 )
 def test_other_keywords_are_refused(kwargs, error, message):
     with pytest.raises(error, match=message):
         generate(PARAMS, [[1]], None, CFG, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: generate(PARAMS, input_ids=[[1]]), r"generate\(\) has no input_ids: pass the prompts as ids"),
+        (lambda: generate(PARAMS, inputs=[[1]]), r"generate\(\) has no inputs: pass the prompts as ids"),
+        (lambda: generate(PARAMS, [[1]], None, generation_config=CFG), "has no generation_config: .* as cfg"),
+        (
+            lambda: generate(PARAMS, [[1]], CFG),
+            r"'cfg': call generate\(params, ids, key, cfg, ...\); key is None where",
+        ),
+        (
+            lambda: generate(PARAMS, [[1]], None, CFG, None),
+            r"too many positional arguments: call generate\(params, ids, ",
+        ),
+        (lambda: generate(PARAMS, [[1]], None, CFG, ids=[[1]]), r"multiple values for argument 'ids': call generate\("),
+        (lambda: prefill(PARAMS, input_ids=[[1]]), r"prefill\(\) has no input_ids"),
+        (lambda: prefill(PARAMS, [[1]]), r"'cfg': call prefill\(params, ids, cfg, ...\)$"),
+        (lambda: score(PARAMS, [[1]], CFG, temperature=0.5), r"score\(\) has no temperature.*cfg.replace\(temp"),
+    ],
+)
+def test_calls_as_in_transformers_say_what_to_write(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_the_signature_is_that_of_the_function():
+    names = list(inspect.signature(generate).parameters)
+    assert names[:5] == ["params", "ids", "key", "cfg", "attention_mask"]
+    jitted = jax.jit(generate, static_argnames="tokenizer")
+    assert jitted.eval_shape(PARAMS, ids=IDS, key=None, cfg=CFG).sequences.shape == (1, 7)
+    with pytest.raises(ValueError, match="It is a pytree: pass it to a compiled function as an ordinary argument"):
+        jax.jit(generate, static_argnums=3)(PARAMS, IDS, None, CFG)
+    with pytest.raises(TypeError, match="a GenerationConfig cannot be hashed"):
+        hash(CFG)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +387,12 @@ def test_other_keywords_are_refused(kwargs, error, message):
         ({"attention_mask": [[1, 1]]}, InputError, "shape of ids"),
         ({"attention_mask": [[0]]}, InputError, "prompt 0 is empty"),
         ({"attention_mask": [[2]]}, InputError, "0 for padding"),
-        ({"cfg": {}}, TypeError, "GenerationConfig"),
+        (
+            {"cfg": {}},
+            TypeError,
+            r"GenerationConfig, got dict: load_hf\(path\) .* GenerationConfig.from_hf\(fields, model\)",
+        ),
+        ({"cfg": None}, TypeError, r"GenerationConfig, got NoneType: load_hf\(path\) returns one with the parameters"),
         ({"params": [1]}, TypeError, "params must be"),
         ({"params": {"model": {}}}, InputError, "lm_head.weight is missing"),
         ({"cfg": CFG.replace(do_sample=True)}, InputError, "key is None"),

@@ -1,0 +1,45 @@
+"""The loop of generate() has no gradient, because tokens are integers."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jaxgen.errors import InputError
+
+T = TypeVar("T")
+
+
+def without_gradient(tree: T) -> T:
+    """Return the tree, of whose arrays no derivative can be taken: that raises an error, before anything is compiled.
+
+    It also does so where the caller's jit is inside the differentiated function, and its arrays are traced without it.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if _may_have_gradient(leaf)]
+    if not places:
+        return tree
+    for place, leaf in zip(places, _constant([leaves[place] for place in places]), strict=True):
+        leaves[place] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _may_have_gradient(x: Any) -> bool:
+    return isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@jax.custom_jvp
+def _constant(arrays: list[Any]) -> list[Any]:
+    return arrays
+
+
+@_constant.defjvp
+def _refuse(primals: Any, tangents: Any) -> NoReturn:
+    raise InputError(
+        "generate() cannot be differentiated, because tokens are integers. score(params, out.sequences, cfg) can: it "
+        "returns their log-probabilities. To generate inside the differentiated function, call "
+        "generate(jax.lax.stop_gradient(params), ...)"
+    )
