@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -18,6 +18,8 @@ from jaxgen.decoding.stopping import FAILURES, StopReason
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import Prepared
+
+T = TypeVar("T")
 
 
 @flax.struct.dataclass
@@ -73,6 +75,29 @@ class GenerateOutput:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         parts = [f"{name}={_short(name, value)}" for name, value in values.items() if value is not None]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+    def generated(self, aligned: T) -> T:
+        """Return the generated columns of arrays that are aligned with `sequences`: `[B*R, N, ...]`.
+
+        >>> scores = score(params, out.sequences, cfg, attention_mask=out.attention_mask)        # doctest: +SKIP
+        >>> out.generated(scores).logprobs    # float32[B*R, N], as out.logprobs                 # doctest: +SKIP
+
+        Args:
+            aligned: an array `[B*R, P + N, ...]`, or a tree of such arrays.
+
+        Raises:
+            InputError: an array of another shape.
+        """
+
+        def cut(x: jax.Array) -> jax.Array:
+            if x.shape[:2] != self.sequences.shape:
+                raise InputError(
+                    f"generated() cuts arrays that begin with the axes of sequences, {list(self.sequences.shape)}, got "
+                    f"shape {list(x.shape)}"
+                )
+            return x[:, self.prompt_width :]
+
+        return jax.tree.map(cut, aligned)
 
     def to_hf(self) -> HFOutput:
         """Return transformers' tuples, as numpy arrays: one entry per step, as many as the longest row has.

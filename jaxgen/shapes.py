@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+
+def short_repr(self: Any) -> str:
+    """Return a dataclass in one line, its arrays as dtype and shape and without what is None: for `__repr__`."""
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return f"{type(self).__name__}({', '.join(f'{name}={_short(x)}' for name, x in fields.items() if x is not None)})"
+
+
+def _short(value: Any) -> str:
+    if hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple) and len(parts := set(map(_short, value))) == 1:
+        return f"{len(value)} x {parts.pop()}"
+    return repr(value)
 
 
 def repeat_rows(x: jax.Array, rows: int) -> jax.Array:

@@ -8,6 +8,7 @@ import flax.struct
 import jax
 
 from jaxgen.logits.history import History
+from jaxgen.shapes import short_repr
 
 
 @flax.struct.dataclass
@@ -28,6 +29,8 @@ class StepInputs:
     attention_mask: jax.Array
     real: jax.Array
 
+    __repr__ = short_repr
+
 
 @flax.struct.dataclass
 class StepOutput:
@@ -40,6 +43,8 @@ class StepOutput:
 
     logits: jax.Array
     hidden_states: tuple[jax.Array, ...]
+
+    __repr__ = short_repr
 
 
 class StepHook:

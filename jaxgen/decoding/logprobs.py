@@ -13,11 +13,12 @@ from jaxgen.decoding.replay import Replay
 from jaxgen.model.causal_lm import head, hidden
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import program
+from jaxgen.shapes import short_repr
 
 
 @flax.struct.dataclass
 class LogProbs:
-    """Result of `score`, aligned with the ids.
+    """Result of `score`, aligned with the ids. `GenerateOutput.generated` cuts it to the generated columns.
 
     Attributes:
         logprobs: float32[B, L], the log-probability of each token given those before it; 0 for a row's first token,
@@ -30,6 +31,8 @@ class LogProbs:
     logprobs: jax.Array | None
     top_logprobs: jax.Array | None = None
     top_tokens: jax.Array | None = None
+
+    __repr__ = short_repr
 
 
 @program(static_argnames=["model", "start", "top", "chunk"])

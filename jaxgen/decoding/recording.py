@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.model.causal_lm import ModelOutput
-from jaxgen.shapes import put, repeat_rows
+from jaxgen.shapes import put, repeat_rows, short_repr
 
 
 @flax.struct.dataclass
@@ -29,6 +29,8 @@ class LayerRecording:
 
     prefill: tuple[jax.Array, ...]
     decode: tuple[jax.Array, ...]
+
+    __repr__ = short_repr
 
     def fork(self, copies: int) -> LayerRecording:
         """Repeat each row; the sequences of a prompt share its prefill."""

@@ -22,6 +22,7 @@ from jaxgen.grammar.byte_automaton import compile_expression, distances, distinc
 from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.regex import read_regex
+from jaxgen.shapes import short_repr
 from jaxgen.text.lines import encoded
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
@@ -59,6 +60,8 @@ class TokenAutomaton:
     accepting: jax.Array  # bool[states]
     shortest: jax.Array  # int32[states]
     start: jax.Array  # int32[] or int32[B]
+
+    __repr__ = short_repr
 
     @classmethod
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> TokenAutomaton:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.processors import token_set
-from jaxgen.shapes import put
+from jaxgen.shapes import put, short_repr
 
 
 @flax.struct.dataclass
@@ -43,6 +43,8 @@ class History:
     prompt_seen: jax.Array | None = None
     grammar: jax.Array | None = None
     chosen: jax.Array | None = None
+
+    __repr__ = short_repr
 
     @classmethod
     def begin(

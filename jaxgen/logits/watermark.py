@@ -133,8 +133,8 @@ class WatermarkDetector:
     def __call__(self, ids, attention_mask=None, z_threshold: float = 3.0) -> WatermarkDetectorOutput:
         """Test text, preferably without its prompt, which was not marked.
 
-        >>> start = out.prompt_width                                                          # doctest: +SKIP
-        >>> detect(out.sequences[:, start:], out.attention_mask[:, start:]).prediction        # doctest: +SKIP
+        >>> ids, mask = out.generated((out.sequences, out.attention_mask))                    # doctest: +SKIP
+        >>> detect(ids, mask).prediction                                                      # doctest: +SKIP
 
         Args:
             ids: int[B, L].

@@ -27,7 +27,7 @@ from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.slots import Int8Slots, Slots, as_numbers, empty_slots, write
 from jaxgen.programs import program
-from jaxgen.shapes import put, repeat_rows, resize_axis, take
+from jaxgen.shapes import put, repeat_rows, resize_axis, short_repr, take
 
 # The order of an empty slot. Sorts after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
@@ -59,6 +59,8 @@ class KVCache:
     owners: jax.Array | None = None
     writers: int = flax.struct.field(pytree_node=False, default=1)
     dtype: str = flax.struct.field(pytree_node=False, default="float32")
+
+    __repr__ = short_repr
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:

@@ -38,7 +38,7 @@ from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hid
 from jaxgen.model.rope import rope_angles, rotate
 from jaxgen.model.slots import Int8Slots, as_stored, write
 from jaxgen.model.weights import Weight, parameter
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import repeat_rows, short_repr
 
 
 @flax.struct.dataclass
@@ -58,6 +58,8 @@ class ModelOutput:
     cache: KVCache | None = None
     hidden_states: tuple[jax.Array, ...] | None = None
     attentions: tuple[jax.Array, ...] | None = None
+
+    __repr__ = short_repr
 
 
 @flax.struct.dataclass

@@ -55,6 +55,15 @@ def automaton_of(grammar, tokenizer, **options) -> TokenAutomaton:
     return build(grammar, tokenizer, **options)
 
 
+def test_an_automaton_is_printed_with_its_shapes(tok):
+    automaton = automaton_of("yes|no", tok)
+    states, classes = automaton.transitions.shape
+    assert repr(automaton) == (
+        f"TokenAutomaton(classes=int32[{automaton.classes.size}], transitions=int32[{states}, {classes}], "
+        f"accepting=bool[{states}], shortest=int32[{states}], start=int32[])"
+    )
+
+
 def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:
     """Choose allowed tokens at random until eos, from the middle on those that lead to the end the shortest way."""
     rng, eos = np.random.default_rng(seed), marks(size, eos_id)

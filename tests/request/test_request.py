@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import ConfigError, GenerationConfig, InputError, StepHook, generate, prefill
+from jaxgen import ConfigError, GenerationConfig, InputError, StepHook, generate, prefill, score
 from tests.support.models import (
     all_generated,
     counting_config,
@@ -357,6 +357,24 @@ def test_processors_of_transformers():
         run(logits_processor=[kind()])
 
 
+def test_the_generated_columns_of_arrays_that_are_aligned_with_the_sequences():
+    cfg = counting_config(max_new_tokens=3, pad_token_id=0, output_logprobs="logits")
+    params = counting_params(cfg)
+    out = generate(params, [[10, 11], [20, 21]], None, cfg)
+    assert out.generated(out.sequences).tolist() == [[12, 13, 14], [22, 23, 24]]
+
+    def again(out):
+        scores = score(params, out.sequences, cfg, attention_mask=out.attention_mask, top_logprobs=2)
+        return out.generated((scores, out.attention_mask))
+
+    scores, mask = jax.jit(again)(out)
+    np.testing.assert_allclose(scores.logprobs, out.logprobs, atol=1e-5)
+    assert scores.top_tokens.shape == (2, 3, 2)
+    assert mask.tolist() == [[True] * 3] * 2
+    with pytest.raises(InputError, match=r"the axes of sequences, \[2, 5\], got shape \[2, 3\]"):
+        out.generated(out.logprobs)
+
+
 def test_an_output_is_printed_with_its_shapes():
     cfg = counting_config(max_new_tokens=3, pad_token_id=0, eos_token_id=12, output_logprobs="logits")
     out = generate(counting_params(cfg), [[10], [20]], None, cfg)
@@ -364,4 +382,7 @@ def test_an_output_is_printed_with_its_shapes():
         "GenerateOutput(sequences=int32[2, 4], attention_mask=bool[2, 4], lengths=[2, 3], stop_reasons=[EOS, LENGTH], "
         f"logprobs=float32[2, 3], cache=Continuation(2 rows, {out.cache.slots} slots), prompt_width=1)"
     )
+    layers = f"1 x float32[2, 1, {out.cache.kv.slots}, 32]"
+    expected = f"KVCache(keys={layers}, values={layers}, length=int32[2], writers=1, dtype='float32')"
+    assert repr(out.cache.kv) == expected
     assert "lengths=int32[2]" in str(jax.eval_shape(lambda: generate(counting_params(cfg), [[10], [20]], None, cfg)))
