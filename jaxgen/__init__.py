@@ -30,10 +30,12 @@ _NAMES = {
     "warming": "warmup",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
+_HOMES |= {"load_hf": "convert", "save_hf": "convert"}
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from convert import load_hf as load_hf, save_hf as save_hf
     from jaxgen.config.constraints import (
         DisjunctiveConstraint as DisjunctiveConstraint,
         PhrasalConstraint as PhrasalConstraint,
@@ -86,6 +88,10 @@ else:  # a type checker would accept any name
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
 
+        if _HOMES[name] == "convert":
+            from jaxgen.shadowing import check_convert
+
+            check_convert()
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"errors", "buckets", "shapes", "programs"},
+    {"errors", "buckets", "shapes", "programs", "shadowing"},
     {"model", "text"},
     {"config", "grammar"},
     {"logits", "convert"},

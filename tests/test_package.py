@@ -85,6 +85,24 @@ def test_public_names(package):
         assert (getattr(package, name).__doc__ or "").strip(), name
 
 
+INSTALLED = """
+import importlib.util
+
+spec = importlib.util.find_spec("jaxgen")
+print(spec and spec.origin)
+print(*(name for name in ("jaxgen", "convert", "demo", "tests", "benchmarks") if importlib.util.find_spec(name)))
+"""
+
+
+def test_an_editable_install_has_the_packages_of_the_wheel(tmp_path):
+    command = [sys.executable, "-I", "-c", INSTALLED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    origin, names = done.stdout.splitlines()
+    if origin != str(ROOT / "jaxgen" / "__init__.py"):
+        pytest.skip("jaxgen is not installed from this folder")
+    assert names == "jaxgen convert"
+
+
 def test_typed():
     assert (Path(jaxgen.__file__).parent / "py.typed").is_file()
 

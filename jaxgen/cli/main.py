@@ -15,6 +15,7 @@ from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.options import in_flags, parse
 from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
+from jaxgen.shadowing import check_convert
 
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a truncated file would name all of its lost tensors
@@ -49,7 +50,7 @@ def _run(argv: Sequence[str]) -> int:
                     return status
             print(end="", flush=True)
             return 0
-        except (JaxgenError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
+        except (JaxgenError, ImportError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
             status = _explained(error)
             if "--debug" in argv:
                 traceback.print_exc()
@@ -64,6 +65,9 @@ def _explained(error: BaseException) -> int:
         case JaxgenError():
             terminal.say("error", _shortened(error))
             return FAILED if isinstance(error, GenerationError) else BAD_INPUT
+        case ImportError():
+            terminal.say("error", _one_line(str(error), LINE_WIDTH))
+            return BAD_INPUT
         case BrokenPipeError():
             _discard_stdout()
             return BROKEN_PIPE
@@ -87,6 +91,7 @@ def _answer(argv: Sequence[str]) -> int:
             return distributed.supervise(argv)
         distributed.join(options)
     terminal.show("starting")
+    check_convert()
     from jaxgen.cli.answer import answer  # jax takes a second to import, and --help does not need it
     from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.cli.device import use_device
@@ -107,6 +112,7 @@ def _answer(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str]) -> None:
     options = parse_train(argv)
+    check_convert()
     from jaxgen.cli.device import use_device
     from jaxgen.cli.train import train_and_save
 

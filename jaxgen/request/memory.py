@@ -12,13 +12,12 @@ import math
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding import dola
@@ -29,6 +28,9 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
 from jaxgen.request.prepare import Prepared
+
+if TYPE_CHECKING:
+    from convert.hf import Checkpoint
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -78,6 +80,8 @@ def check_memory(
         CheckpointError: a faulty checkpoint; only the weights' values are not checked.
         ConfigError: a dtype or quantize that `load_hf` does not accept.
     """
+    from convert.hf import float_dtype, open_checkpoint  # here, because generate() works without checkpoints
+
     device = default_device()
     checkpoint = open_checkpoint(path)
     request = _Quantities(
