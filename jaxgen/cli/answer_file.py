@@ -2,7 +2,7 @@
 
 While the file `answers` is written, its directory contains:
   answers.partial       the answers so far, in the order of the prompts; locked while its writer runs
-  answers.partial.run   the run that it belongs to: digests of prompts and model, and the options
+  answers.partial.run   the run that it belongs to: digests of prompts and model, the options, dtype and batch size
 
 Does not import jax.
 """
@@ -18,7 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxgen.cli import terminal
 from jaxgen.errors import InputError
+
+# Values of a run that change its answers by rounding alone: another value is accepted, with a warning in 16 bits.
+_ROUNDING = ("dtype", "--batch-size", "--device", "--mesh")
 
 
 class AnswerFile:
@@ -60,7 +64,7 @@ def answer_file(
 
     Args:
         target: the file to write.
-        run: what the answers depend on; values are JSON.
+        run: what the answers depend on; values are JSON. Those of `_ROUNDING` may change.
         prompts: the number of prompts.
         copies: the number of answers to each.
         batch_size: answers are kept in multiples of this many prompts, so that the batches of the whole run are the
@@ -80,7 +84,10 @@ def answer_file(
         _refuse_existing(target)  # again: its writer may have just finished
         done, end = _complete(stream, prompts, copies, batch_size)
         if os.fstat(stream.fileno()).st_size:
-            _check_run(partial, record, run)
+            changed = _check_run(partial, record, run)
+            if changed and 0 < done < prompts and run.get("dtype") in ("bfloat16", "float16"):
+                rounded = f"in {run['dtype']} this changes the rounding, so some answers may differ from"
+                terminal.say("warning", f"{partial} was begun with {changed}: {rounded} those of an uninterrupted run")
         stream.truncate(end)
         stream.seek(end)
         try:
@@ -147,8 +154,8 @@ def _complete(stream: io.FileIO, prompts: int, copies: int, batch_size: int) -> 
     return done, size
 
 
-def _check_run(partial: Path, record: Path, run: Mapping[str, Any]) -> None:
-    """Raise an error if the partial file belongs to another run."""
+def _check_run(partial: Path, record: Path, run: Mapping[str, Any]) -> str:
+    """Raise an error if the partial file belongs to another run; return the values of `_ROUNDING` that differ now."""
     advice = "repeat that command to continue it, or remove the file to start over"
     try:
         before = json.loads(record.read_bytes())
@@ -156,5 +163,6 @@ def _check_run(partial: Path, record: Path, run: Mapping[str, Any]) -> None:
         raise InputError(f"{partial} exists without {record.name}, which says what it is: remove it") from error
     now = json.loads(json.dumps(run))
     other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if other:
-        raise InputError(f"{partial} is from a run with other values of {', '.join(other)}: {advice}")
+    if refused := [name for name in other if name not in _ROUNDING]:
+        raise InputError(f"{partial} is from a run with other values of {', '.join(refused)}: {advice}")
+    return ", ".join(f"{name} {before[name]}" for name in other if name in before)

@@ -77,6 +77,33 @@ def test_the_file_of_another_run_is_refused(target, partial, record, name):
     assert partial.read_bytes() == lines
 
 
+ROUNDING = {"dtype": "bfloat16", "--batch-size": BATCH, "--device": "cpu", "--mesh": "1x1"}
+
+
+@pytest.mark.parametrize(("name", "before"), [("--batch-size", 8), ("--device", "NVIDIA H100"), ("--mesh", "1x8")])
+def test_another_rounding_is_accepted_with_a_warning_in_16_bits(target, partial, record, capsys, name, before):
+    def resume(before, now, kept=1):
+        target.unlink(missing_ok=True)
+        partial.write_bytes(WHOLE[: len(WHOLE) * kept // 2])
+        record.write_text(json.dumps(before))
+        write(target, run=now)
+        assert target.read_bytes() == WHOLE
+        return capsys.readouterr().err
+
+    begun = RUN | ROUNDING | {name: before}
+    line = resume(begun, RUN | ROUNDING)
+    assert line.startswith(
+        f"jaxgen: warning: {partial} was begun with {name} {before}: in bfloat16 this changes the rounding"
+    )
+    assert line.count("\n") == 1
+    assert "in float16" in resume(begun | {"dtype": "float16"}, RUN | ROUNDING | {"dtype": "float16"})
+    assert resume(RUN | ROUNDING, RUN | ROUNDING) == ""
+    assert resume(RUN, RUN | ROUNDING) == ""  # not recorded
+    assert resume(begun | {"dtype": "float32"}, RUN | ROUNDING | {"dtype": "float32"}) == ""
+    assert resume(begun, RUN | ROUNDING, kept=0) == ""  # nothing to continue
+    assert resume(begun, RUN | ROUNDING, kept=2) == ""  # nothing to add
+
+
 def test_a_writer_that_fails_leaves_nothing_if_nothing_was_written(target):
     with (
         pytest.raises(RuntimeError, match="not today"),

@@ -335,6 +335,18 @@ class TestInput:
         assert run(*options)[0] == 0
         assert target.read_bytes() == whole
 
+    def test_a_run_that_continues_with_another_batch_size(self, run, copy, tmp_path, monkeypatch):
+        (tmp_path / "prompts").write_text("A\nB\nC\nD\n", encoding="utf-8")
+        options = ("--model", copy, "--dtype", "bfloat16", "--input", tmp_path / "prompts", "--max-new-tokens", 2)
+        options += ("--output", tmp_path / "answers")
+        interrupt_third_batch(monkeypatch)
+        assert run(*options, "--batch-size", 1)[0] == 130
+        record = json.loads((tmp_path / "answers.partial.run").read_text())
+        assert (record["dtype"], record["--batch-size"], record["--mesh"]) == ("bfloat16", 1, "1x1")
+        status, _, err = run(*options, "--batch-size", 2)
+        assert status == 0
+        assert "answers.partial was begun with --batch-size 1: in bfloat16 this changes the rounding" in err
+
     @pytest.mark.slow
     def test_killed_processes(self, run, checkpoint, tmp_path, programs):
         (tmp_path / "prompts").write_text("\n".join(map(chr, range(65, 91))), encoding="utf-8")
