@@ -10,7 +10,7 @@ import re
 import stat
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +22,14 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises errors, accepts no abbreviations and suggests the nearest option for a typo."""
+    """An argument parser that raises errors, accepts no abbreviations and suggests the nearest option for a typo.
 
-    def __init__(self, **options):
+    `reason` returns why there is no such option, for one that a user may expect; else the empty string.
+    """
+
+    def __init__(self, reason: Callable[[str], str] = lambda flag: "", **options):
         super().__init__(allow_abbrev=False, **options)
+        self.reason = reason
 
     def error(self, message: str) -> NoReturn:
         """Raise an error instead of ending the process."""
@@ -34,22 +38,29 @@ class Parser(argparse.ArgumentParser):
     def read(self, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         """Return the options and the remaining words; raise an error for an unknown option."""
         words = sys.argv[1:] if arguments is None else arguments
-        known = [name for action in self._actions for name in action.option_strings]
+        known = self.flags()
         for word in words[: words.index("--")] if "--" in words else words:
             if f"-{word.partition('=')[0]}" in known and word.startswith("-"):
                 raise InputError(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
             if word.startswith("-") and word not in ("-", *known):  # known ones follow "--", as words
-                hint = suggestion(word.partition("=")[0], known, f"; see {self.prog} --help")
+                flag = word.partition("=")[0]
+                reason = self.reason(flag)
+                hint = f": {reason}" if reason else suggestion(flag, known, f"; see {self.prog} --help")
                 raise InputError(f"unknown option {word}{hint}")
         return options, rest
 
+    def flags(self) -> list[str]:
+        """Return the names of all options: "-h", "--help", ..."""
+        return [name for action in self._actions for name in action.option_strings]
+
 
 def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
-    """Return a question for the first known word that begins with `word`, or else the one most like it."""
+    """Return a question for the first known word that begins with `word`, or else one that is much like it."""
     longer = [name for name in known if name.startswith(word) and len(word) > 2]
-    near = longer or difflib.get_close_matches(word, known, n=1)
+    bare = {name.lstrip("-/"): name for name in known}  # hyphens make short words alike
+    near = longer or [bare[name] for name in difflib.get_close_matches(word.lstrip("-/"), bare, n=1, cutoff=0.7)]
     return f": did you mean {near[0]}?" if near else otherwise
 
 

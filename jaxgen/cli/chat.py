@@ -197,7 +197,7 @@ class _Conversation:
     def __init__(self, chat: Chat, session: Session, given: set[str]):
         self.chat, self.session, self.given = chat, session, given
         self.answers = 0
-        self.own_files: set[Path] = set()  # which /save may replace
+        self.own_files: set[Path] = set()  # with earlier turns of this conversation: /save may replace them
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
             "/retry": self.retry,
@@ -251,11 +251,13 @@ class _Conversation:
     def reset(self, _: str) -> None:
         """Forget the conversation."""
         self.chat.reset(self.chat.system)
+        self.own_files.clear()
         _note("The conversation starts over.")
 
     def system(self, text: str) -> None:
         """Start over with another system message."""
         self.chat.reset(text or None)
+        self.own_files.clear()
         _note("The conversation starts over, " + ("with this system message." if text else "without a system message."))
 
     def retry(self, _: str) -> None:
@@ -269,19 +271,21 @@ class _Conversation:
             raise
 
     def save(self, name: str) -> None:
-        """Write the conversation to a file; replace only one that was written or read before."""
+        """Write the conversation to a file; replace only one that has earlier turns of the same conversation."""
         path = _path(name, "/save")
-        if os.path.lexists(path) and path not in self.own_files:
-            raise InputError(f"{path} exists: choose another name")
+        exists = os.path.lexists(path)
+        if exists and path not in self.own_files:
+            raise InputError(f"{path} exists: choose another name, or remove it")
         self.chat.save(path)
         self.own_files.add(path)
-        _note(f"{len(self.chat.turns)} messages were written to {path}.")
+        place = ", in place of its earlier turns" if exists else ""
+        _note(f"{len(self.chat.turns)} messages were written to {path}{place}.")
 
     def load(self, name: str) -> None:
         """Continue a conversation from a file."""
         path = _path(name, "/load")
         self.chat.load(path)
-        self.own_files.add(path)
+        self.own_files = {path}
         _note(f"{len(self.chat.turns)} messages were read from {path}.")
 
     def set(self, text: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jaxgen
-from jaxgen.cli import arguments
+from jaxgen.cli import arguments, train_options
 from jaxgen.cli.distributed import wanted
 from jaxgen.config.kinds import Choice, Flag, Layers, Text
 from jaxgen.config.options import CHOICE, LENGTH, MODES, OPTIONS, OUTPUT, SCORES, Option
@@ -37,6 +37,7 @@ _SECTIONS |= {MODES: "beams, contrastive search, drafts, DoLa"}
 def parser() -> arguments.Parser:
     """Return the parser of the command line."""
     result = arguments.Parser(
+        reason=_reason,
         prog="jaxgen",
         usage='jaxgen [options] "PROMPT"\n       jaxgen [options] --chat\n       jaxgen [options] --input FILE\n'
         "       jaxgen train --help",
@@ -48,6 +49,15 @@ def parser() -> arguments.Parser:
     _add_machine(result.add_argument_group("model and machine").add_argument)
     _add_generation(result)
     return result
+
+
+def _reason(flag: str) -> str:
+    """Return why the command lacks an option that transformers, Python or `jaxgen train` has."""
+    words = flag.removeprefix("--").replace("-", "_")
+    option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
+    if option is not None and not option.command:
+        return f"{option.name} {option.refused or 'is set in Python, with cfg.replace'}"
+    return "it is an option of jaxgen train" if flag in train_options.parser().flags() else ""
 
 
 def _add_sources(command: arguments.Parser) -> None:

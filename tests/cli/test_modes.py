@@ -132,20 +132,30 @@ class TestChat:
         assert self.notes(err) == [
             "there is no message yet",
             f"2 messages were written to {file}.",
-            f"2 messages were written to {file}.",
+            f"2 messages were written to {file}, in place of its earlier turns.",
             "The conversation starts over.",
             f"2 messages were read from {file}.",
             "The conversation starts over, with this system message.",
             "The conversation starts over, without a system message.",
             "/save needs the name of a file",
-            f"{tmp_path} exists: choose another name",
+            f"{tmp_path} exists: choose another name, or remove it",
             f"{Path.cwd() / 'nowhere.json'} cannot be read: No such file or directory",
             "/rest is not a command: did you mean /reset?",
         ]
         talk = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": '!"#$'}]}
         assert json.loads(file.read_text()) == talk
         (tmp_path / "other").write_text("")
-        assert "exists: choose another name" in say(f"A\n/save {tmp_path / 'other'}")[2]
+        assert "exists: choose another name, or remove it" in say(f"A\n/save {tmp_path / 'other'}")[2]
+
+    @pytest.mark.parametrize("command", ["/reset", "/system S", "/load {other}"])
+    def test_another_conversation_does_not_replace_a_file(self, say, tmp_path, command):
+        file, other = tmp_path / "talk.json", tmp_path / "other.json"
+        assert "2 messages were written" in say(f"A\n/save {other}")[2]
+        notes = say("\n".join(["A", f"/save {file}", command.format(other=other), "B", f"/save {file}"]))[2]
+        assert self.notes(notes)[-1] == f"{file} exists: choose another name, or remove it"
+        assert json.loads(file.read_text())["messages"][0]["content"] == "A"
+        notes = say("\n".join([f"/load {file}", "B", f"/save {file}"]))[2]
+        assert self.notes(notes)[-1] == f"4 messages were written to {file}, in place of its earlier turns."
 
     @pytest.mark.parametrize(
         ("content", "words"),
