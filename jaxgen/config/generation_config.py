@@ -53,7 +53,7 @@ _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Inherited:
-    """Names of options that have the checkpoint's values. All are equal: they must not make another program."""
+    """Names of the options that the checkpoint sets. All instances are equal, so that they make no other program."""
 
     names: frozenset[str] = frozenset()
 
@@ -65,7 +65,7 @@ class _Inherited:
 
 
 class _Instead:
-    """A method of transformers' `GenerationConfig` in whose place there is another: reading it raises an error."""
+    """A method of transformers' `GenerationConfig` that has another name here: reading it raises an error."""
 
     def __init__(self, remedy: str):
         self.remedy = remedy

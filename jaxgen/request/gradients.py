@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 def without_gradient(tree: T) -> T:
-    """Return the tree, of whose arrays no derivative can be taken: that raises an error, before anything is compiled.
+    """Return the same tree; a derivative with respect to its arrays raises an error before anything is compiled.
 
-    It also does so where the caller's jit is inside the differentiated function, and its arrays are traced without it.
+    Under a jit inside the differentiated function, arrays do not show that they are differentiated. Therefore this is
+    a rule for derivatives and not a check of the arrays.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if _may_have_gradient(leaf)]
