@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
-from benchmarks.targets import mesh_for
+from benchmarks.targets import device_for, mesh_for
+from jaxgen.programs import Program
 from tests.support.communication import MODEL, check_communication
 from tests.support.models import CONFIG
 
@@ -33,3 +36,13 @@ def test_what_a_step_does_on_a_tpu_is_reported(tmp_path):
     assert 10 * CONFIG["num_hidden_layers"] < operations < 1000
     (report,) = (tmp_path / "v5e-2x2").glob("compile-tiny-greedy-1-plain.md")
     assert report.read_text() == done.stdout
+
+
+def test_a_program_for_a_tpu_has_no_options_of_cpus(monkeypatch):
+    jit, options = Program.jit, []
+    monkeypatch.setattr(Program, "jit", lambda self, on_cpu: options.append(on_cpu) or jit(self, on_cpu))
+    square = Program(lambda x: x @ x)
+    for device in (device_for("v5e:2x2"), jax.devices("cpu")[0]):
+        x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+        assert square.trace(x).lower(lowering_platforms=(device.platform,)).compile().cost_analysis()
+    assert options == [False, True]
