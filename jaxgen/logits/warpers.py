@@ -24,8 +24,8 @@ from jaxgen.shapes import put
 
 
 def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `scores / value`: `TemperatureLogitsWarper`."""
-    return scores / value
+    """Return `scores / value`: `TemperatureLogitsWarper`. Below 1e-30, where scores would overflow, 1e-30 is used."""
+    return scores / jnp.maximum(value, 1e-30)
 
 
 def top_k(
@@ -80,44 +80,48 @@ def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_kee
     rows, vocab = scores.shape
     at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1, 1)), (rows, 1))
     size = best.shape[-1]
-    total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    reached = jnp.cumsum(jnp.exp(best - total), axis=-1) >= p
+    total = jnp.sum(jnp.exp(scores - best[:, :1]), axis=-1, keepdims=True)
+    reached = jnp.cumsum(jnp.exp(best - best[:, :1]), axis=-1) >= p * total
     known = (jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size)) | (p >= 1) | (size == vocab)
 
-    def by_candidates() -> tuple[jax.Array, jax.Array]:
-        last = jnp.minimum(jnp.sum(~reached, axis=-1, dtype=jnp.int32, keepdims=True), size - 1)
-        last = jnp.clip(last, at_least - 1, size - 1)
-        threshold = jnp.take_along_axis(best, last, axis=-1)
-        return threshold, last + 1 - jnp.sum(best > threshold, axis=-1, dtype=jnp.int32, keepdims=True)
+    # The lowest score that is kept, and how many tokens with just this score are.
+    last = jnp.minimum(jnp.sum(~reached, axis=-1, dtype=jnp.int32, keepdims=True), size - 1)
+    last = jnp.clip(last, at_least - 1, size - 1)
+    threshold = jnp.take_along_axis(best, last, axis=-1)
+    count = last + 1 - jnp.sum(best > threshold, axis=-1, dtype=jnp.int32, keepdims=True)
 
     def by_bisection() -> tuple[jax.Array, jax.Array]:
-        return _boundary(scores, jnp.exp(scores - total), p, at_least)
+        lowest, number = _boundary(scores, jnp.exp(scores - best[:, :1]), (1 - p) * total, at_least)
+        return jnp.where(known, threshold, lowest), jnp.where(known, count, number)
 
-    # The lowest score that is kept, and how many tokens with just this score are.
-    threshold, count = lax.cond(jnp.all(known), by_candidates, by_bisection)
+    threshold, count = lax.cond(jnp.all(known), lambda: (threshold, count), by_bisection)
     above, equal = scores > threshold, scores == threshold
     some = jnp.any(count < jnp.sum(equal, axis=-1, dtype=jnp.int32, keepdims=True))
     equal = lax.cond(some, lambda: last_of(equal, count[:, 0]), lambda: equal)
     return jnp.where(above | equal | (p >= 1.0), scores, BANNED)
 
 
-def _boundary(scores: jax.Array, probs: jax.Array, p: jax.Array, at_least: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest score that top_p keeps, float32[rows, 1], and how many tokens with it, int32[rows, 1]."""
+def _boundary(
+    scores: jax.Array, weights: jax.Array, rest: jax.Array, at_least: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the lowest score that top_p keeps, float32[rows, 1], and how many tokens with it, int32[rows, 1].
+
+    Of the least likely tokens, as many are removed as together weigh at most `rest float32[rows, 1]`. Near p = 1 the
+    weight of the others is rounded too much to decide, and may never reach p.
+    """
     bits = ordered_bits(scores)
 
     def mass(chosen: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(chosen, probs, 0.0), axis=-1, keepdims=True)
+        return jnp.sum(jnp.where(chosen, weights, 0.0), axis=-1, keepdims=True)
 
-    threshold = largest(lambda value: (mass(bits >= value[:, None]) >= p)[:, 0], scores.shape[0])
+    threshold = largest(lambda value: (mass(bits < value[:, None]) <= rest)[:, 0], scores.shape[0])
     threshold = jnp.minimum(threshold, kth_largest(bits, at_least[:, 0]))[:, None]
     above, equal = bits > threshold, bits == threshold
-    # Enough to reach p, and enough for min_tokens_to_keep.
-    each = jnp.max(jnp.where(equal, probs, 0.0), axis=-1, keepdims=True)
-    wanted = jnp.ceil((p - mass(above)) / jnp.where(each > 0, each, 1.0))
-    lacking = at_least - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
-    ties = jnp.sum(equal, axis=-1, dtype=jnp.int32, keepdims=True)
-    count = jnp.clip(jnp.maximum(wanted, lacking.astype(jnp.float32)), 1, ties.astype(jnp.float32))
-    return from_ordered_bits(threshold), count.astype(jnp.int32)
+    ties, greater = (jnp.sum(x, axis=-1, dtype=jnp.int32, keepdims=True) for x in (equal, above))
+    each = jnp.max(jnp.where(equal, weights, 0.0), axis=-1, keepdims=True)
+    removed = jnp.floor((rest - mass(bits < threshold)) / each)
+    removed = jnp.clip(removed, 0, ties.astype(jnp.float32)).astype(jnp.int32)
+    return from_ordered_bits(threshold), jnp.maximum(ties - removed, jnp.maximum(at_least - greater, 1))
 
 
 def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
@@ -188,14 +192,12 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 
 
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
-    """Add the `count` tokens that are highest in `order float32[rows, V]`; the highest is assumed kept.
+    """Add the `count` tokens that are highest in `order float32[rows, V]`.
 
-    With a count for each row, int32[rows, 1], all that tie with the last of them are added.
+    With a count of 1, or one for each row, int32[rows, 1], all that tie with the last of them are added.
     """
-    if not isinstance(count, int):
+    if not isinstance(count, int) or count == 1:
         return kept | _reaches_kth(order, count)
-    if count == 1:
-        return kept
     best = lax.top_k(order, min(count, order.shape[-1]))[1]
     return put(kept, best, jnp.ones(best.shape, bool))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from assisted_441 import assisted_goldens
+from bounds_441 import write_bounds
 from modes_441 import beam_goldens, constrained_goldens, contrastive_goldens
 from options_441 import LONGEST, option_goldens, prepared_lists
 from oracle import Checkpoint, Oracle, forward_goldens, greedy_run, shape, start, write_lines
@@ -284,6 +285,8 @@ def main() -> None:
     write_lines(out / "prompt_lookup.json", assisted_goldens(oracles, True, np.random.default_rng([seed, 11])))
     write_lines(out / "contrastive.json", contrastive_goldens(oracles, np.random.default_rng([seed, 10])))
     write_lines(out / "constrained.json", constrained_goldens(oracles, np.random.default_rng([seed, 10])))
+
+    write_bounds(out, [seed, 12])
 
 
 if __name__ == "__main__":

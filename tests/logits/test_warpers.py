@@ -232,6 +232,26 @@ def test_top_p_splits_a_tie_in_favour_of_the_highest_index():
     assert kept(top_p(scores, jnp.float32(0.0)))[0].tolist() == [False] * 4 + [True, False]
 
 
+@pytest.mark.parametrize("p", [0.9999999, np.nextafter(np.float32(1), np.float32(0))])
+def test_top_p_keeps_all_where_the_sum_does_not_reach_p(p):
+    scores = np.random.default_rng(0).normal(size=(64, 1024)).astype(np.float32)
+    np.testing.assert_array_equal(top_p(scores, np.float32(p)), scores)
+
+
+def test_top_p_of_a_row_does_not_depend_on_the_others():
+    """A flat row is bisected; the others' boundary is among the candidates, and close to rounding."""
+    scores = np.round(np.random.default_rng(0).normal(size=(500, 1024)) * 8, 1).astype(np.float32)
+    p = np.float32(0.9999)
+    beside = top_p(np.concatenate([scores, np.zeros((1, 1024), np.float32)]), p)[:-1]
+    np.testing.assert_array_equal(beside, top_p(scores, p))
+
+
+def test_the_most_likely_token_survives_the_lowest_temperature():
+    scores = np.asarray([[3.0, 40.0, 20.0], [-np.inf, -7.0, -9.0]], np.float32)
+    probs = jax.nn.softmax(temperature(scores, np.finfo(np.float32).tiny), axis=-1)
+    assert probs.tolist() == [[0, 1, 0], [0, 1, 0]]
+
+
 def test_a_large_vocabulary_with_ties_is_exact():
     rng = np.random.default_rng(1)
     scores = np.round(rng.normal(size=(3, 151_936)), 1).astype(np.float32) * 3  # many equal values

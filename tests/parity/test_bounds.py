@@ -1,0 +1,115 @@
+"""Warpers at values from the smallest positive number to the last one below their bound, against transformers 4.41.1.
+
+Both are compared with the definition in float64. They sum in float32, each in its own order, so a token may be kept or
+removed where the exact value is within rounding of the bound: `MASS` for a sum of probabilities, a share of `RATIO` for
+a single one. torch's sums over 151,936 tokens are off by up to `OF_TORCH`. XLA's float32 on a CPU has no numbers
+between 0 and `TINY`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxgen.logits import warpers
+from tests.support.goldens import GOLDENS
+
+MASS, OF_TORCH, RATIO, TINY = 2e-6, 1e-4, 1e-5, 1e-37
+WARPERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+ON_MESH = ("top_k", "top_p")  # those that are told the mesh
+VOCABULARIES = (7, 1024, pytest.param(151_936, marks=pytest.mark.slow))
+
+
+@functools.cache
+def goldens():
+    with np.load(GOLDENS / "441" / "bounds.npz") as arrays:
+        return dict(arrays)
+
+
+def kept_by(name, scores, values, mesh=None):
+    """What is kept of each row with each value, bool[values, rows, V]; meanwhile the ids are in random order."""
+    ids = np.random.default_rng(0).permutation(scores.shape[1])
+    given, value = np.tile(scores[:, ids], (len(values), 1)), np.repeat(values, len(scores))[:, None]
+    placed = given
+    if mesh is not None:
+        placed = jax.device_put(given, NamedSharding(mesh, PartitionSpec("data", ("model", "copies"))))
+    known = {"mesh": mesh} if name in ON_MESH else {}
+    out = np.asarray(jax.jit(functools.partial(getattr(warpers, name), **known))(placed, jnp.asarray(value)))
+    np.testing.assert_array_equal(out, np.where(np.isfinite(out), given, -np.inf))
+    kept = np.empty(given.shape, bool)
+    kept[:, ids] = np.isfinite(out)
+    return kept.reshape(len(values), *scores.shape)
+
+
+def definition(name, scores, counts, value, error):
+    """How many tokens of each different score must be kept and may be; there are `counts` of them."""
+    value = float(value)
+    weights = np.exp(scores - scores.max())
+    probs = np.maximum(weights / np.sum(weights * counts), 1e-300)
+    entropy = -np.sum(probs * counts * np.log(probs))
+    if name == "top_k":
+        kept = np.cumsum(counts[::-1])[::-1] - counts < value
+        return kept * counts, kept * counts
+    if name == "top_p":
+        rest = 1 - value - (np.cumsum(probs * counts) - probs * counts)
+        least, most = (counts - np.clip((rest + e) // probs, 0, counts) for e in (error, -error))
+        least[-1], most[-1] = max(least[-1], 1), max(most[-1], 1)
+        return least, most
+    if name == "typical_p":
+        distance = np.abs(-np.log(probs) - entropy)
+        others = counts * probs * ~np.eye(len(scores), dtype=bool)
+        masses = (np.sum(others * (distance < distance[:, None] + e), axis=-1) for e in (RATIO, -RATIO))
+        least, most = (mass + e < value for mass, e in zip(masses, (error, -error), strict=True))
+        return least * counts, most * counts
+    if name == "min_p":
+        probs, bound = weights, value
+    else:
+        bound = value if name == "epsilon_cutoff" else min(value, np.sqrt(value) * np.exp(-entropy))
+    least, most = probs >= max(bound * (1 + RATIO), TINY), (probs >= bound * (1 - RATIO)) | (bound < TINY)
+    least[-1] = most[-1] = True
+    return least * counts, most * counts
+
+
+def check(name, scores, values, kept, error=MASS):
+    """Compare what is kept of each row, bool[values, rows, V], with the definition."""
+    for row, of_row in zip(scores, kept.swapaxes(0, 1), strict=True):
+        finite = np.isfinite(row)
+        different, first, counts = np.unique(row[finite].astype(np.float64), return_index=True, return_counts=True)
+        for value, of_value in zip(values, of_row, strict=True):
+            found = np.add.reduceat(of_value[finite].astype(int), first)
+            least, most = definition(name, different, counts, value, error)
+            assert found.any()
+            assert np.all((least <= found) & (found <= most)), f"{name} = {value}"
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("name", WARPERS)
+def test_what_is_kept(name, vocab):
+    scores = goldens()[f"{vocab}_scores"]
+    values = goldens()[f"{vocab}_counts" if name == "top_k" else "values"]
+    theirs = np.unpackbits(goldens()[f"{vocab}_{name}"], axis=-1, count=vocab).astype(bool)
+    check(name, scores, values, theirs, OF_TORCH if vocab > 1024 else MASS)
+    check(name, scores, values, kept_by(name, scores, values))
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_what_is_kept_on_a_mesh(name):
+    scores = goldens()["1024_scores"]
+    values = goldens()["1024_counts" if name == "top_k" else "values"]
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "model", "copies"))
+    check(name, scores, values, kept_by(name, scores, values, mesh))
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_top_h_keeps_one_token_to_all_100(vocab):
+    scores = goldens()[f"{vocab}_scores"]
+    kept = kept_by("top_h", scores, np.append(goldens()["values"], np.float32(1)))
+    counts = kept.sum(axis=-1)
+    assert np.all(counts[0] == 1)
+    assert np.all(np.diff(counts, axis=0) >= 0)
+    np.testing.assert_array_equal(counts[-1], np.minimum(np.isfinite(scores).sum(axis=-1), 100))
+    lowest = np.min(np.where(kept, scores, np.inf), axis=-1, keepdims=True)
+    assert np.all(kept | (scores <= lowest)), "the most likely ones"
