@@ -68,6 +68,7 @@ def score(
         attention_mask: `[B, L]`, 0 where ids is padding, anywhere. If left out, it is inferred as in `generate`.
         of: "logits" for the model's own distribution; "scores" for the one that greedy search, contrastive search or
             sampling chooses from, after all processors and warpers of `cfg`. `output_logprobs` has the same names.
+            Warpers never remove the token that is scored; one that a processor or a grammar bans has -inf.
         prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` they are the prompts,
             and the columns after them are generated tokens, one per column until the row's end. The budget, on which
             `forced_eos_token_id` and an automaton depend, is `max_new_tokens`, else what `max_length` leaves, else the

@@ -67,7 +67,7 @@ class Replay:
         def step(history: History, column) -> tuple[History, Any]:
             logits, token, live = column
             history = dataclasses.replace(history, done=~live)
-            reduced = reduce_column(transform(history, logits), token, live)
+            reduced = reduce_column(transform(history, logits, token), token, live)
             return history.push(token, live, allowed, eos), reduced
 
         columns = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, tokens, live))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,22 @@ from jaxgen.logits.row_options import OptionValues, RowOptions
 Processor = Callable[[History, jax.Array], jax.Array]
 
 
+class Transform(Protocol):
+    """All processors and warpers as one function."""
+
+    def __call__(self, history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
+        """Return the new scores float32[rows, V]. Warpers remove no token of `given int32[rows]`."""
+        ...
+
+
 def build_transform(
     cfg: GenerationConfig,
     values: OptionValues,
     custom: Sequence[Processor] = (),
     allowed: Any = None,
     mesh: Mesh | None = None,
-) -> Processor:
-    """Return `(history, scores) -> scores`: transformers' processors and warpers as one function.
+) -> Transform:
+    """Return transformers' processors and warpers as one function.
 
     Args:
         cfg: the options; those that are on are applied.
@@ -49,23 +57,32 @@ def build_transform(
         steps.append(functools.partial(_grammar, options, allowed))
     steps += _processors(AFTER_GRAMMAR, options)
     steps += [functools.partial(_checked, processor) for processor in custom]
-    steps += _processors(RENORMALIZE, options)
-    warping = [*_warpers(options), *_processors(RENORMALIZE, options)] if cfg.do_sample else []
+    renormalizing = _processors(RENORMALIZE, options)
+    steps += renormalizing
+    warping = _warpers(options) if cfg.do_sample else []
+    first_cut = int(cfg.on("temperature"))  # the first warper, which removes nothing
 
-    def transform(history: History, scores: jax.Array) -> jax.Array:
-        for step in steps:
-            scores = step(history, scores)
-        if not warping:
+    def transform(history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
+        scores = _apply(steps, history, scores)
+        if not cfg.do_sample or not (warping or renormalizing):
             return scores
         # A warper could remove a NaN like any other token, and a traced temperature may be 0.
         invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
         if cfg.on("temperature"):
             invalid |= ~(options.number("temperature") > 0)
-        for step in warping:
-            scores = step(history, scores)
-        return jnp.where(invalid, jnp.nan, scores)
+        tempered = _apply(warping[:first_cut], history, scores)
+        scores = _apply(warping[first_cut:], history, tempered)
+        if given is not None:
+            scores = jnp.where(jnp.arange(scores.shape[1])[None, :] == given[:, None], tempered, scores)
+        return jnp.where(invalid, jnp.nan, _apply(renormalizing, history, scores))
 
     return transform
+
+
+def _apply(steps: Sequence[Processor], history: History, scores: jax.Array) -> jax.Array:
+    for step in steps:
+        scores = step(history, scores)
+    return scores
 
 
 def _on(stage: str, cfg: GenerationConfig) -> list[str]:

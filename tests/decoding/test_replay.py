@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, TokenAutomaton, generate, score
+from convert import load_hf
+from jaxgen import CausalLM, ConfigError, GenerationConfig, InputError, TokenAutomaton, demo, generate, score
 from jaxgen.errors import JaxgenWarning
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
@@ -115,6 +116,46 @@ def test_processors_of_the_users_own_and_an_automaton(eos):
     if eos is None:
         assert [generated(out, row)[0] % 3 for row in range(6)] == [0, 0, 1, 1, 2, 2]
     close(scored(PARAMS, out, cfg, **extensions).logprobs[:, out.prompt_width :], out.logprobs)
+
+
+# --- Rounding -----------------------------------------------------------------------------------------------------
+
+CUTS = {
+    "top_k": {"top_k": 3, "temperature": 1.5},
+    "top_p": {"top_p": 0.9},
+    "top_k and top_p": {"top_k": 20, "top_p": 0.8, "renormalize_logits": True},
+    "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.5},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.05},
+    "eta_cutoff": {"eta_cutoff": 0.2},
+    "top_h": {"top_h": 0.4},
+}
+
+
+def drawn_in_16_bits(options, rows, new_tokens, keys):
+    """Yield what is drawn in bfloat16 and its config. Scores of one pass are rounded otherwise than those of steps."""
+    params, cfg = load_hf(demo.PATH, dtype="bfloat16")
+    cfg = cfg.replace(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens).replace(**options)
+    cfg = cfg.replace(output_logprobs="scores", eos_token_id=None)
+    ids = np.random.default_rng(0).integers(10, cfg.model.vocab_size, (rows, 6))
+    for key in range(keys):
+        out = generate(params, ids, jax.random.key(key), cfg)
+        again = np.asarray(scored(params, out, cfg).logprobs)[:, out.prompt_width :]
+        assert np.mean(again != np.asarray(out.logprobs)) > 0.1, "they do not differ"
+        assert np.all(np.isfinite(again))
+        yield params, out, cfg
+
+
+def test_a_drawn_token_has_a_finite_score_in_16_bits():
+    assert len(list(drawn_in_16_bits(CUTS["top_k"], rows=64, new_tokens=16, keys=1))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CUTS))
+def test_100_000_drawn_tokens_have_finite_scores_in_16_bits(name):
+    *_, (params, out, cfg) = drawn_in_16_bits(CUTS[name], rows=400, new_tokens=64, keys=4)
+    gradient = jax.jit(jax.grad(lambda params: jnp.mean(scored(params, out, cfg).logprobs)))(params)
+    assert all(np.all(np.isfinite(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(gradient))
 
 
 # --- Gradients ----------------------------------------------------------------------------------------------------
@@ -243,8 +284,11 @@ def test_the_budget_of_the_default_length():
     close(scored(PARAMS, out, cfg).logprobs[:, out.prompt_width :], out.logprobs)
 
 
-def test_a_token_that_cannot_be_chosen():
-    out = score(PARAMS, [[3, 4, 5]], CFG.replace(suppress_tokens=[4], top_k=0), of="scores", prompt_width=1)
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_a_token_that_cannot_be_chosen(top_k):
+    """A ban stays one; a warper never removes the given token."""
+    cfg = CFG.replace(suppress_tokens=[4], top_k=top_k)
+    out = score(PARAMS, [[3, 4, 5]], cfg, of="scores", prompt_width=1)
     assert out.logprobs[0, 1] == -np.inf
     assert np.isfinite(out.logprobs[0, 2])
 

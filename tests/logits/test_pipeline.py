@@ -6,6 +6,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxgen.config.options import AFTER_GRAMMAR, BEFORE_GRAMMAR, GUIDANCE, OPTIONS, RENORMALIZE, WARP, of_stage
 from jaxgen.logits import processors, warpers
@@ -102,3 +103,40 @@ def test_stages_run_in_their_order():
     free = build_transform(cfg.replace(forced_bos_token_id=None), values, [custom])
     free(history, scores)
     assert given[1].tolist() == [[0.0, 5.0, 0.0, 0.0]]
+
+
+WARPING = {
+    "top_k": {"top_k": 2, "temperature": 2.0},
+    "top_k and top_p": {"top_k": 6, "top_p": 0.5},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.5},
+    "typical_p": {"typical_p": 0.3},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.3},
+    "eta_cutoff": {"eta_cutoff": 0.5},
+    "top_h": {"top_h": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", WARPING)
+def test_warpers_leave_the_given_token(name):
+    """Its score is the one after the temperature. The others are removed as ever, and a ban stays one."""
+    scores = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    scores[[0, 1], [0, 1]] = 4.0  # these are kept in any case
+    history = history_of(np.zeros((8, 1), np.int32), np.ones(8, np.int32), vocab=8)
+    given = np.arange(8)
+    banned = given == 7
+
+    def transformed(*given, **options):
+        cfg = config_of(8, do_sample=True, suppress_tokens=[7], **WARPING[name], **options)
+        cfg = jax.tree.map(jnp.asarray, cfg)
+        return np.asarray(jax.jit(build_transform(cfg, option_values(cfg, 8)))(history, scores, *given))
+
+    expected = transformed().copy()
+    removed = np.isneginf(np.diag(expected))
+    assert not removed[:2].any()
+    assert removed[2:7].any()
+    tempered = np.diag(scores) / np.float32(WARPING[name].get("temperature", 1))
+    expected[given, given] = np.where(banned, -np.inf, tempered)
+    np.testing.assert_array_equal(transformed(given), expected)
+    renormalized = transformed(given, renormalize_logits=True)
+    np.testing.assert_allclose(renormalized, jax.nn.log_softmax(expected, axis=-1), rtol=1e-5)
