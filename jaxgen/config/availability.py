@@ -77,7 +77,8 @@ def _refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn
         raise TypeError(f"{function}() has no {name}: {_ELSEWHERE[name]}")
     near = difflib.get_close_matches(name, [*known, *OPTIONS], n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-    raise ConfigError(f"{function}() has no argument {shown(name)}: {hint}")
+    error = ConfigError if near and near[0] in OPTIONS else TypeError
+    raise error(f"{function}() has no argument {shown(name)}: {hint}")
 
 
 def check_options(cfg: GenerationConfig, prompts: int) -> None:

@@ -328,8 +328,8 @@ def test_other_arguments_that_do_not_fit_are_refused_by_name(keyword, value, err
         ({"synced_gpus": True}, TypeError, "synced_gpus"),
         ({"past_key_values": 1}, TypeError, "cache="),
         ({"max_new_token": 1}, ConfigError, "did you mean 'max_new_tokens'"),
-        ({"attention_masks": 1}, ConfigError, "did you mean 'attention_mask'"),
-        ({"quick": 1}, ConfigError, "has no argument 'quick': it has params, ids, key, cfg, attention_mask,"),
+        ({"attention_masks": 1}, TypeError, "did you mean 'attention_mask'"),
+        ({"quick": 1}, TypeError, "has no argument 'quick': it has params, ids, key, cfg, attention_mask,"),
     ],
 )
 def test_other_keywords_are_refused(kwargs, error, message):
