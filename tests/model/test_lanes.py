@@ -70,7 +70,6 @@ def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
     assert not given_to_the_library(compiled.as_text(), f"[512,{columns}]")
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="older compilers keep all sums")
 def test_a_plain_sum_is_given_to_the_library():
     """If this fails, jax has changed, and `_sum` in lanes.py may no longer need its rounding."""
     x, weight = jnp.ones((1, 896), jnp.bfloat16), jnp.ones((512, 896), jnp.bfloat16)
