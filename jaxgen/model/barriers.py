@@ -24,6 +24,15 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     return lax.cond(jnp.any(first == first), function, not_numbers, first, *rest)
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """Round float32 numbers to their own precision. That changes none, but XLA takes it for an operation.
+
+    So XLA combines what comes before it with nothing that comes after it, and may still make one kernel of both. An
+    `optimization_barrier` prevents both since jax 0.11.1; in older releases it is gone before the last combinations.
+    """
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+
+
 def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.full(like.shape, jnp.nan if jnp.issubdtype(like.dtype, jnp.floating) else 0, like.dtype)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.model.barriers import in_branch
+from jaxgen.model.barriers import in_branch, rounded
 
 _LANES = 32
 _FEW_ROWS = 2
@@ -53,7 +53,7 @@ def _sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, from either zero.
 
     XLA's CPU compiler gives a plain sum, together with the products that it adds, to a library that is slow for these
-    shapes. A sum that also rounds stays with the compiler; rounding a float32 to its own precision changes nothing.
-    Devices cannot add up the parts of such a sum, so no axis may be divided over a mesh.
+    shapes. A sum that also rounds stays with the compiler. Devices cannot add up the parts of such a sum, so no axis
+    may be divided over a mesh.
     """
-    return lax.reduce(x, np.float32(initial), lambda a, b: lax.reduce_precision(a + b, 8, 23), (axis,))
+    return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))

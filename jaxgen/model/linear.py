@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.model import lanes
+from jaxgen.model.barriers import rounded
 from jaxgen.model.weights import Weight
 
 # On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
@@ -128,10 +129,10 @@ def _two_rows(row: jax.Array, weight: jax.Array) -> jax.Array:
 def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply with the weight as the left operand.
 
-    XLA's CPU product packs its right operand at each call, so the smaller operand should be the right one. The barrier
+    XLA's CPU product packs its right operand at each call, so the smaller operand should be the right one. Rounding
     keeps XLA from swapping them.
     """
-    return lax.optimization_barrier(_plain(weight, rows)).T
+    return rounded(_plain(weight, rows)).T
 
 
 def _gather(ids: jax.Array, table: jax.Array) -> jax.Array:
