@@ -21,6 +21,7 @@ from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
 
 _MOST = 64  # programs; each takes about 20 MB of a CPU's memory
+_FEW = 8  # are kept even if the caller's own programs take the memory maps
 _PROC = Path("/proc")
 
 with jax.ensure_compile_time_eval():  # this module may be imported while the caller's code is traced
@@ -60,7 +61,7 @@ class Programs:
         with self._lock:
             found = self._programs.get(key)
             if found is None:
-                while self._programs and (len(self._programs) >= self.most or _maps_are_scarce()):
+                while len(self._programs) >= self.most or (len(self._programs) >= _FEW and _maps_are_scarce()):
                     self._programs.popitem(last=False)
                 found = self._programs[key] = make()
             else:
