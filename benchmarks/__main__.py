@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-PROGRAMS = ("checkpoint", "compile", "environments", "plots", "processors", "scale")
+PROGRAMS = ("checkpoint", "compile", "environments", "plots", "processors", "scale", "workarounds")
 
 
 def main(words: list[str]) -> None:

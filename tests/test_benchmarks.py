@@ -9,10 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from benchmarks import measure, plots, processors, program, suites
+from benchmarks import measure, plots, processors, program, suites, workarounds
 from benchmarks.__main__ import main
+from convert import load_hf
 from jaxgen.config.options import OPTIONS
 from tests.support import checkpoints
 
@@ -38,6 +40,12 @@ def _no_pauses(monkeypatch):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return checkpoints.write(tmp_path_factory.mktemp("model") / "tiny", CONFIG, checkpoints.weights(CONFIG, "bfloat16"))
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
+    config = CONFIG | {"hidden_size": 128, "num_hidden_layers": 1}
+    return checkpoints.write(tmp_path_factory.mktemp("model") / "wide", config, checkpoints.weights(config, "bfloat16"))
 
 
 def run(subcommand: str, model: Path, results: Path, *words: str) -> dict:
@@ -184,3 +192,25 @@ def test_every_processor_is_measured():
     for name, (function, *arguments) in calls.items():
         result = jax.jit(function)(*arguments)
         assert result.shape in ((2, 600), (2,)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workaround", workarounds.WORKAROUNDS, ids=lambda one: f"{one.name}, {one.case}")
+def test_every_workaround_is_really_left_out(workaround, wide_model):
+    params, cfg = load_hf(wide_model, dtype=workaround.dtype, quantize=workaround.quantize)
+    cfg = cfg.replace(do_sample=False, max_new_tokens=4, **dict(workaround.options))
+    prepared = workarounds._prepare(params, cfg, np.ones((workaround.rows, 8), np.int32))
+    programs = []
+    for changes in (workaround.also, workaround.also + workaround.without):
+        jax.clear_caches()
+        programs.append(workarounds.lower(changes, prepared, cfg).as_text())
+    assert programs[0] != programs[1]
+
+
+@pytest.mark.slow
+def test_workarounds_are_measured(wide_model, tmp_path):
+    main(["workarounds", "--model", str(wide_model), "--results", str(tmp_path), "--turns", "1", "--only", "branch"])
+    (file,) = tmp_path.glob("*/workarounds-jax-*.md")
+    lines = file.read_text("utf-8").splitlines()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
+    assert names[1:] == [one.name for one in workarounds.WORKAROUNDS if "branch" in one.name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import flax.struct
@@ -19,6 +20,8 @@ from jaxgen.model.linear import in_one_piece, product
 LARGEST = 127  # -128 is not used, so that negation is exact
 # Up to this many rows, 16-bit activations are multiplied as pairs of 8-bit numbers on a CPU.
 _FEW_ROWS = 8
+# Since jax 0.11, a product whose left operand has more 8-bit numbers than this takes four times as long on a CPU.
+_LARGEST_LEFT = 2**24 if jax.__version_info__ >= (0, 11) else math.inf
 
 
 @flax.struct.dataclass
@@ -69,7 +72,7 @@ def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Ar
     elif rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
         on_cpu = functools.partial(in_branch, converted)
     else:
-        on_cpu = functools.partial(_split, values_first=not divided)
+        on_cpu = functools.partial(_split, values_first=not divided and values.size <= _LARGEST_LEFT)
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=converted)
 
 

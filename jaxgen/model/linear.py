@@ -16,6 +16,9 @@ from jaxgen.model.weights import Weight
 # On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
 # Without AMX that is faster up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
 _SOME_ROWS = 32
+# Since jax 0.11, up to this many 16-bit rows are multiplied faster as the left operand, unless they are wider than the
+# result.
+_FEW_ROWS = 8 if jax.__version_info__ >= (0, 11) else 0
 
 
 def linear(
@@ -89,7 +92,9 @@ def _cpu_product(rows: int, weight: jax.Array, divided: bool | None) -> Callable
     narrow = weight.dtype != jnp.float32
     if narrow and in_one_piece(divided) and lanes.fits(rows, weight.shape[1]):
         return lanes.product
-    if not divided and 1 < rows <= _SOME_ROWS and rows < weight.shape[0]:
+    features, columns = weight.shape
+    few = narrow and rows <= _FEW_ROWS and columns <= features
+    if not divided and not few and 1 < rows <= _SOME_ROWS and rows < features:
         return _weight_first
     return _two_rows if narrow and rows == 1 else _plain
 

@@ -9,6 +9,7 @@ from convert import load_hf, save_hf
 from demo.corpus import conversations
 from jaxgen import Tokenizer, score
 from jaxgen.demo import PATH
+from jaxgen.model import int8 as int8_module
 from jaxgen.model.int8 import Int8
 from jaxgen.model.linear import linear, look_up
 from tests.support.outliers import with_outliers
@@ -42,6 +43,19 @@ def test_products_are_those_of_the_matrix(dtype, count, divided):
     size = np.abs(np.asarray(x, np.float64)).max(axis=1, keepdims=True) * np.abs(matrix).sum(axis=1)
     within = 1e-6 if dtype == jnp.float32 or count > 8 else 0.5 / 127 / 254
     assert np.all(np.abs(found - exact) <= (within + 1e-7) * size)
+
+
+def test_the_order_of_operands_changes_no_bit(monkeypatch):
+    weight, _ = int8(jnp.bfloat16)
+    x, results, programs = rows(4, jnp.bfloat16), [], []
+    for largest in (0, weight.values.size):
+        monkeypatch.setattr(int8_module, "_LARGEST_LEFT", largest)
+        product = jax.jit(lambda x, weight: weight.product(x, None))
+        results.append(product(x, weight))
+        programs.append(product.trace(x, weight).lower().as_text())
+    assert "optimization_barrier" not in programs[0]
+    assert "optimization_barrier" in programs[1]
+    np.testing.assert_array_equal(*results)
 
 
 def test_a_row_of_zeros_and_a_row_that_is_not_a_number():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgen.model import linear as linear_module
 from jaxgen.model.barriers import in_branch
 from jaxgen.model.linear import linear, look_up, product
 from tests.support.compilations import compilations
@@ -42,15 +43,29 @@ def test_gradients_of_few_rows(rows, dtype, divided):
     np.testing.assert_allclose(np.asarray(to_weight, np.float64), wide[2].T @ wide[0], **close)
 
 
+def weight_is_first(x, weight, platform="cpu", divided=None):
+    traced = jax.jit(lambda x, weight: linear_module.linear(x, weight, divided=divided)).trace(x, weight)
+    return "reduce_precision" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "first"), [(1, False), (3, True), (32, True), (33, False)])
-def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype):
+def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype, monkeypatch):
+    monkeypatch.setattr(linear_module, "_FEW_ROWS", 0)
     x, weight = jnp.ones((rows, 24), dtype), jnp.ones((40, 24), dtype)
     for platform in ("cpu", "cuda", "tpu"):
         for divided in DIVIDED:
-            traced = jax.jit(linear, static_argnames="divided").trace(x, weight, divided=divided)
-            program = traced.lower(lowering_platforms=(platform,)).as_text()
-            assert ("reduce_precision" in program) == (first and platform == "cpu" and not divided)
+            expected = first and platform == "cpu" and not divided
+            assert weight_is_first(x, weight, platform, divided) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "dtype", "first"),
+    [(8, 40, "bfloat16", False), (8, 40, "float32", True), (9, 40, "bfloat16", True), (8, 20, "bfloat16", True)],
+)
+def test_few_16_bit_rows_are_the_left_operand_unless_they_are_wide(rows, features, dtype, first, monkeypatch):
+    monkeypatch.setattr(linear_module, "_FEW_ROWS", 8)
+    assert weight_is_first(jnp.ones((rows, 24), dtype), jnp.ones((features, 24), dtype)) == first
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
