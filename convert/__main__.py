@@ -123,7 +123,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("destination", metavar="DST", nargs="?", help="the directory to write")
     add("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC; not of 8-bit matrices")
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
-    bits = "write matrices as 8-bit numbers, for jaxgen alone; none: turn such matrices back; default: as in SRC"
+    bits = "write matrices as 8-bit numbers, for jaxgen alone; none: convert such matrices back; default: as in SRC"
     add("--quantize", choices=CHOICES, help=bits)
     add("--overwrite", action="store_true", help="replace the checkpoint DST")
     add("--check", action="store_true", help="then read DST again and compare every tensor")

@@ -44,7 +44,7 @@ def warmup(
     6
 
     Each program serves all widths and lengths that round to the same sizes, and all values of traced options. One is
-    compiled for each pair of sizes, and runs for one token.
+    compiled for each pair of sizes, three with `streaming`, and runs for one token. At most 64 programs are kept.
 
     Args:
         params: the parameters, as later calls pass them.

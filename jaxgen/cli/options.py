@@ -88,7 +88,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
-    bits = "round the weights to 8 bits: half the memory, and faster for a few rows; none: turn 8-bit weights back"
+    bits = "round the weights to 8 bits: half the memory, and faster for a few rows; none: convert 8-bit weights back"
     add("--quantize", choices=["int8", "none"], help=bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)
