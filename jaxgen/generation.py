@@ -32,7 +32,7 @@ from jaxgen.output import GenerateOutput, output, raise_failures
 from jaxgen.programs import under_jit
 from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
-from jaxgen.request.driver import RowStreamer, Streamer, prefill_only, run_watched, run_whole
+from jaxgen.request.driver import RowStreamer, Streamer, has_methods, prefill_only, run_watched, run_whole
 from jaxgen.request.gradients import without_gradient
 from jaxgen.request.healing import heal
 from jaxgen.request.inputs import is_traced
@@ -208,7 +208,7 @@ def _hook(given):
 
 
 def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> None:
-    if not isinstance(streamer, Streamer | RowStreamer):
+    if not (has_methods(streamer, "put", "end") or has_methods(streamer, "put_row", "end")):
         raise TypeError(
             f"streamer must have the methods put and end, or put_row and end, got {type(streamer).__name__}"
         )

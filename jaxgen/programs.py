@@ -75,6 +75,8 @@ PROGRAMS = Programs(_MOST)
 class Program:
     """A function that is compiled when called eagerly, like `jax.jit` of it, with the programs in `PROGRAMS`.
 
+    The same shapes on other devices, or under another setting of jax, are a program of `jax.jit` in the same place.
+
     While the caller's code is being traced, it is the function itself.
 
     Args:

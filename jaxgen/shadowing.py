@@ -3,18 +3,25 @@
 import importlib.util
 import os
 
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "convert", "__init__.py")
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "convert")
+
+
+class ShadowedError(ImportError):
+    """The package `convert` cannot be imported; the message says why, and what to do."""
 
 
 def check_convert() -> None:
     """Raise an error if `import convert` would not import jaxgen's package.
 
     Raises:
-        ImportError: another file would be imported; it is not executed.
+        ShadowedError: another file would be imported, which is not executed; or the package is not there.
     """
-    spec = importlib.util.find_spec("convert")
+    try:
+        spec = importlib.util.find_spec("convert")
+    except ValueError:  # a module that was made by hand
+        raise ShadowedError("sys.modules has a module convert that is not jaxgen's package: remove it") from None
     if spec is None:
-        raise ImportError(f"jaxgen's package convert is not installed; it belongs to {_OWN}: install jaxgen again")
-    if spec.origin is None or os.path.realpath(spec.origin) != _OWN:
+        raise ShadowedError(f"jaxgen's package convert is not installed; it belongs to {_OWN}: install jaxgen again")
+    if spec.origin is None or os.path.dirname(os.path.realpath(spec.origin)) != _OWN:
         other = spec.origin or next(iter(spec.submodule_search_locations or ()), "a module without a file")
-        raise ImportError(f"{other} has the name of jaxgen's package convert and is imported in its place: rename it")
+        raise ShadowedError(f"{other} has the name of jaxgen's package convert and is imported in its place: rename it")

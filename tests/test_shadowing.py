@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,12 @@ def test_a_module_that_was_imported_before_is_named(tmp_path, monkeypatch):
     sys.modules.pop("convert")
 
 
+def test_a_module_that_was_made_by_hand(monkeypatch):
+    monkeypatch.setitem(sys.modules, "convert", types.ModuleType("convert"))
+    with pytest.raises(ImportError, match=r"sys\.modules has a module convert that is not jaxgen's"):
+        check_convert()
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="package convert is not installed"):
@@ -59,7 +66,7 @@ def test_a_script_beside_such_a_file_or_of_its_name(tmp_path, name):
     (tmp_path / name).write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, tmp_path / name], env=environment, capture_output=True, text=True)
-    error = f"ImportError: {tmp_path / 'convert.py'} has the name of jaxgen's package convert"
+    error = f"ShadowedError: {tmp_path / 'convert.py'} has the name of jaxgen's package convert"
     assert error in done.stderr.splitlines()[-1]
 
 

@@ -44,10 +44,10 @@ from jaxgen.text.lines import decoded
 from jaxgen.text.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
-# Options that answers to --input do not depend on, or only by rounding.
+# Options that answers to --input do not depend on, or that `_run` has in another form.
 _FREE = set(
-    "prompt prompt_file chat model input output batch_size stats device mesh distributed coordinator processes process "
-    "compile_cache debug".split()
+    "prompt prompt_file chat model input output dtype batch_size stats device mesh distributed coordinator processes "
+    "process compile_cache debug".split()
 )
 
 
@@ -207,13 +207,13 @@ def _run(options: argparse.Namespace, job: _Job) -> dict[str, Any]:
         values["json_schema"] = options.json_schema.read_text("utf-8")
     model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source)}".encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
-    rounding = {
-        "dtype": job.source.dtype(float_dtype(options.dtype)).name,
+    forms = {
+        "--dtype": job.source.dtype(float_dtype(options.dtype)).name,
         "--batch-size": _shape(job, options)[0],
         "--device": default_device().device_kind,
         "--mesh": "x".join(map(str, options.mesh or (1, 1))),
     }
-    return {"--input": digest(job.lines), "--model": model.hexdigest(), **flags, **rounding}
+    return {"--input": digest(job.lines), "--model": model.hexdigest(), **flags, **forms}
 
 
 def _first_prompt(file: AnswerFile | None) -> int:

@@ -2,7 +2,7 @@
 
 While the file `answers` is written, its directory contains:
   answers.partial       the answers so far, in the order of the prompts; locked while its writer runs
-  answers.partial.run   the run that it belongs to: digests of prompts and model, the options, dtype and batch size
+  answers.partial.run   the run that it belongs to: digests of prompts and model, options, batch sizes, devices
 
 Does not import jax.
 """
@@ -22,7 +22,8 @@ from jaxgen.cli import terminal
 from jaxgen.errors import InputError
 
 # Values of a run that change its answers by rounding alone: another value is accepted, with a warning in 16 bits.
-_ROUNDING = ("dtype", "--batch-size", "--device", "--mesh")
+_ROUNDING = ("--batch-size", "--device", "--mesh")
+_EARLIER = "earlier"  # in a record: the values of `_ROUNDING` that the run had before
 
 
 class AnswerFile:
@@ -83,21 +84,26 @@ def answer_file(
         _lock(stream, partial)
         _refuse_existing(target)  # again: its writer may have just finished
         done, end = _complete(stream, prompts, copies, batch_size)
+        earlier: list[dict[str, Any]] = []
         if os.fstat(stream.fileno()).st_size:
-            changed = _check_run(partial, record, run)
-            if changed and 0 < done < prompts and run.get("dtype") in ("bfloat16", "float16"):
-                rounded = f"in {run['dtype']} this changes the rounding, so some answers may differ from"
+            earlier = _check_run(partial, record, run)
+            changed = _changes(earlier, run)
+            if changed and 0 < done < prompts and run.get("--dtype") in ("bfloat16", "float16"):
+                rounded = f"in {run['--dtype']} this changes the rounding, so some answers may differ from"
                 terminal.say("warning", f"{partial} was begun with {changed}: {rounded} those of an uninterrupted run")
         stream.truncate(end)
         stream.seek(end)
         try:
             if not done:
-                record.write_text(json.dumps(run), encoding="utf-8")
+                _write_record(record, run)
+            elif _changes(earlier[-1:], run):
+                _write_record(record, {**run, _EARLIER: earlier})
             yield AnswerFile(stream, partial, done)
             os.fsync(stream.fileno())
             _refuse_existing(target)
             partial.rename(target)
             record.unlink()
+            _unfinished(record).unlink(missing_ok=True)
         finally:
             if not os.fstat(stream.fileno()).st_size:  # nothing to continue
                 partial.unlink(missing_ok=True)
@@ -119,6 +125,17 @@ def _partial(target: Path) -> Path:
 
 def _record(target: Path) -> Path:
     return target.with_name(f"{target.name}.partial.run")
+
+
+def _unfinished(record: Path) -> Path:
+    return record.with_name(f"{record.name}.partial")
+
+
+def _write_record(record: Path, run: Mapping[str, Any]) -> None:
+    """Replace the record at once: a writer that is killed leaves the one that was there."""
+    unfinished = _unfinished(record)
+    unfinished.write_text(json.dumps(run), encoding="utf-8")
+    unfinished.replace(record)
 
 
 def _refuse_existing(target: Path) -> None:
@@ -154,15 +171,22 @@ def _complete(stream: io.FileIO, prompts: int, copies: int, batch_size: int) -> 
     return done, size
 
 
-def _check_run(partial: Path, record: Path, run: Mapping[str, Any]) -> str:
-    """Raise an error if the partial file belongs to another run; return the values of `_ROUNDING` that differ now."""
+def _check_run(partial: Path, record: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Raise an error if the partial file belongs to another run; return the values of `_ROUNDING` that it has had."""
     advice = "repeat that command to continue it, or remove the file to start over"
     try:
         before = json.loads(record.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{partial} exists without {record.name}, which says what it is: remove it") from error
     now = json.loads(json.dumps(run))
+    earlier = [*before.pop(_EARLIER, []), {name: before[name] for name in _ROUNDING if name in before}]
     other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if refused := [name for name in other if name not in _ROUNDING]:
         raise InputError(f"{partial} is from a run with other values of {', '.join(refused)}: {advice}")
-    return ", ".join(f"{name} {before[name]}" for name in other if name in before)
+    return earlier
+
+
+def _changes(earlier: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
+    """Return in words the earlier values that differ from the present ones."""
+    found = [f"{name} {value}" for form in earlier for name, value in form.items() if value != run[name]]
+    return ", ".join(dict.fromkeys(found))

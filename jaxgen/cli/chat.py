@@ -85,7 +85,6 @@ class Chat:
             try:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:
-                printer.end()
                 if not printer.text.strip():
                     raise KeyboardInterrupt("Interrupted before the answer began: the message is forgotten.") from None
                 self.turns = [*turns, {"role": "assistant", "content": printer.text.strip()}]
@@ -246,6 +245,7 @@ class _Conversation:
         dropped = self.chat.ask(message, dataclasses.replace(session, key=key))
         self.answers += 1
         if dropped:
+            self.own_files.clear()  # the forgotten messages may be in such a file only
             _note(f"The oldest {dropped} messages were forgotten: the model's context is {self.chat.context} tokens.")
 
     def reset(self, _: str) -> None:

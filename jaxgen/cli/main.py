@@ -15,7 +15,7 @@ from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.options import in_flags, parse
 from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
-from jaxgen.shadowing import check_convert
+from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # a truncated file would name all of its lost tensors
@@ -50,7 +50,7 @@ def _run(argv: Sequence[str]) -> int:
                     return status
             print(end="", flush=True)
             return 0
-        except (JaxgenError, ImportError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
+        except (JaxgenError, ShadowedError, OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
             status = _explained(error)
             if "--debug" in argv:
                 traceback.print_exc()
@@ -65,7 +65,7 @@ def _explained(error: BaseException) -> int:
         case JaxgenError():
             terminal.say("error", _shortened(error))
             return FAILED if isinstance(error, GenerationError) else BAD_INPUT
-        case ImportError():
+        case ShadowedError():
             terminal.say("error", _one_line(str(error), LINE_WIDTH))
             return BAD_INPUT
         case BrokenPipeError():

@@ -9,7 +9,6 @@ import threading
 from jaxgen.cli import terminal
 from jaxgen.cli.session import Session
 from jaxgen.cli.wrapping import Wrapper
-from jaxgen.errors import GenerationError
 from jaxgen.generation import generate
 from jaxgen.output import GenerateOutput
 from jaxgen.text.streaming import TextStreamer
@@ -61,7 +60,7 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
         try:
             return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)
-        except GenerationError:
+        except BaseException:  # Ctrl-C too: what was generated is shown to its last word
             if printer.text:
                 printer.end()
             raise

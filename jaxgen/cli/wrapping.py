@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from unicodedata import category, east_asian_width
 
 _SPACES = " \t\u3000"
-_FENCES = ("```", "~~~")
+_FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _EMOJI_STYLE = "\ufe0f"  # some terminals make the character before it two columns wide
 # Categories of characters that cannot begin a line, such as ")", "。" and accents, and of those that cannot end one,
 # such as "(" and the joiner of emoji.
@@ -35,7 +36,7 @@ class Wrapper:
         return word
 
     def _restart(self) -> None:
-        self._code = False  # between fences
+        self._fence = ""  # that began the code of the current line
         self._begin_line()
 
     def _begin_line(self) -> None:
@@ -48,11 +49,10 @@ class Wrapper:
         line, self._line = self._line, self._line + char
         if char == "\n":
             word = self._release()
-            if line.lstrip().startswith(_FENCES):
-                self._code = not self._code
+            self._fence = _fence_after(line, self._fence)
             self._begin_line()
             return word + char
-        if self._code or not line.strip():
+        if self._fence or not line.strip():
             return self._place(char, columns)
         word = ""
         if char in _SPACES or _may_part(line[-1], char):
@@ -83,6 +83,19 @@ class Wrapper:
             return ""
         self._column, self._spaces, self._placed = 0, "", True
         return "\n" + self._release()
+
+
+def _fence_after(line: str, fence: str) -> str:
+    """Return the fence whose code goes on after a line, given that of the line itself; the empty string for none.
+
+    As in CommonMark, code ends at a line of nothing but the same character, at least as often as it began.
+    """
+    found = _FENCE.fullmatch(line)
+    if found is None:
+        return fence
+    if not fence:
+        return found[1]
+    return "" if found[1].startswith(fence) and not found[2].strip() else fence
 
 
 def _after(column: int, text: str) -> int:

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Products on a CPU come from another library since jax 0.11 (measured with 0.11.1, 0.11.2 and 0.12.0).
+NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
+
 
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a condition; `first` is an array of floats.

@@ -14,14 +14,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxgen.model import lanes
-from jaxgen.model.barriers import in_branch
+from jaxgen.model.barriers import NEW_CPU_PRODUCTS, in_branch
 from jaxgen.model.linear import in_one_piece, product
 
 LARGEST = 127  # -128 is not used, so that negation is exact
 # Up to this many rows, 16-bit activations are multiplied as pairs of 8-bit numbers on a CPU.
 _FEW_ROWS = 8
 # Since jax 0.11, a product whose left operand has more 8-bit numbers than this takes four times as long on a CPU.
-_LARGEST_LEFT = 2**24 if jax.__version_info__ >= (0, 11) else math.inf
+_LARGEST_LEFT = 2**24 if NEW_CPU_PRODUCTS else math.inf
 
 
 @flax.struct.dataclass

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.model import lanes
-from jaxgen.model.barriers import rounded
+from jaxgen.model.barriers import NEW_CPU_PRODUCTS, rounded
 from jaxgen.model.weights import Weight
 
 # On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
@@ -18,7 +18,7 @@ from jaxgen.model.weights import Weight
 _SOME_ROWS = 32
 # Since jax 0.11, up to this many 16-bit rows are multiplied faster as the left operand, unless they are wider than the
 # result.
-_FEW_ROWS = 8 if jax.__version_info__ >= (0, 11) else 0
+_ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
 
 def linear(
@@ -93,7 +93,7 @@ def _cpu_product(rows: int, weight: jax.Array, divided: bool | None) -> Callable
     if narrow and in_one_piece(divided) and lanes.fits(rows, weight.shape[1]):
         return lanes.product
     features, columns = weight.shape
-    few = narrow and rows <= _FEW_ROWS and columns <= features
+    few = narrow and rows <= _ROWS_FIRST and columns <= features
     if not divided and not few and 1 < rows <= _SOME_ROWS and rows < features:
         return _weight_first
     return _two_rows if narrow and rows == 1 else _plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jaxgen.request.prepare import Prepared
 _CHUNK = 4  # steps per call of the compiled loop while the host watches: with a streamer, or max_time
 
 
-@runtime_checkable
 class Streamer(Protocol):
     """The interface of `streamer`: `BaseStreamer` of transformers."""
 
@@ -31,7 +30,6 @@ class Streamer(Protocol):
         """Finish the stream."""
 
 
-@runtime_checkable
 class RowStreamer(Protocol):
     """The interface of a `streamer` that receives the rows one by one."""
 
@@ -40,6 +38,11 @@ class RowStreamer(Protocol):
 
     def end(self) -> None:
         """Finish the stream. A row that `max_time` has cut off has not ended."""
+
+
+def has_methods(streamer: Any, *names: str) -> bool:
+    """Return True if a streamer has these methods, or passes them on to another object."""
+    return all(callable(getattr(streamer, name, None)) for name in names)
 
 
 run_whole = Program(loop.decode, static_argnames=["mode"])
@@ -90,21 +93,21 @@ def run_watched(
         streamer: receives the tokens; one with `put_row` by row, others by step, after the prompts.
         deadline: when to stop, on `time.monotonic`'s clock, or None.
     """
-    run, before = prepared.run, None
+    run, before, by_row = prepared.run, None, has_methods(streamer, "put_row")
 
     def show(progress: loop.Progress) -> bool:
         """Pass new tokens to the streamer; return True if all rows have ended."""
         nonlocal before
         seen = jax.device_get(progress)
-        if isinstance(streamer, RowStreamer):
+        if by_row:
             _put_rows(streamer, before, seen)
         elif streamer is not None:
             _put_steps(streamer, before, seen)
         before = seen
         return bool(seen.finished)
 
-    if streamer is not None and not isinstance(streamer, RowStreamer):
-        streamer.put(prepared.ids)
+    if streamer is not None and not by_row:
+        cast(Streamer, streamer).put(prepared.ids)
     state, progress = _start(run, prepared.request, mode=mode)
     finished, late = show(progress), False
     while not (finished or late):
@@ -116,13 +119,13 @@ def run_watched(
     return _finish(run, state, np.bool_(late and not finished), mode=mode)
 
 
-def _put_steps(streamer: Streamer, before: Any, now: Any) -> None:
+def _put_steps(streamer: Any, before: Any, now: Any) -> None:
     """Pass on the steps that all rows have taken between two `Progress` on the host; None before the first."""
     for column in range(0 if before is None else int(before.steps), int(now.steps)):
         streamer.put(now.tokens[:, column])
 
 
-def _put_rows(streamer: RowStreamer, before: Any, now: Any) -> None:
+def _put_rows(streamer: Any, before: Any, now: Any) -> None:
     """Pass on the tokens that each row has got between two `Progress` on the host; None before the first."""
     begin = np.zeros_like(now.lengths) if before is None else before.lengths
     just_ended = now.ended if before is None else now.ended & ~before.ended

@@ -246,6 +246,7 @@ class Tokenizer:
         `render_chat`.
 
         `after`: the ids that `chat_prefix` returned. Each conversation must begin with them, and they are left out.
+        `max_length` counts them, and what follows them is truncated.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
@@ -255,8 +256,16 @@ class Tokenizer:
             self.render_chat(c, add_generation_prompt, tools=tools, documents=documents, **template_kwargs)
             for c in conversations
         ]
-        rows = [self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered]
-        return self.pad(_without_prefix(rows, id_list(after)))
+        prefix = id_list(after)
+        if not prefix:
+            return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
+        rows = _without_prefix([self.encode(t, add_special_tokens=False) for t in rendered], prefix)
+        if max_length is not None:
+            left = max_length - len(prefix)
+            if left < 1:
+                raise InputError(f"max_length must be greater than the {len(prefix)} tokens of after, got {max_length}")
+            rows = [row[:left] if self.truncation_side == "right" else row[-left:] for row in rows]
+        return self.pad(rows)
 
     def chat_prefix(
         self,
@@ -347,6 +356,11 @@ class Tokenizer:
         ends = np.asarray([None] * len(rows) if lengths is None else lengths)
         if ends.shape != (len(rows),):
             raise InputError(f"lengths has shape {ends.shape}: pass one number for each of the {len(rows)} rows")
+        if lengths is not None and ends.dtype.kind not in "iu":
+            raise InputError(f"lengths must be whole numbers, got {ends.dtype}")
+        for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            if end is not None and not 0 <= end <= len(row) - operator.index(prompt_width or 0):
+                raise InputError(f"row {i} has {len(row)} ids, got prompt_width={prompt_width} and the length {end}")
         return [
             self.decode(row[prompt_width:][:end], skip_special_tokens, clean_up_tokenization_spaces)
             for row, end in zip(rows, ends, strict=True)

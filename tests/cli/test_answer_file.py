@@ -77,7 +77,8 @@ def test_the_file_of_another_run_is_refused(target, partial, record, name):
     assert partial.read_bytes() == lines
 
 
-ROUNDING = {"dtype": "bfloat16", "--batch-size": BATCH, "--device": "cpu", "--mesh": "1x1"}
+SIZES = {"prompts": PROMPTS, "copies": COPIES, "batch_size": BATCH}
+ROUNDING = {"--dtype": "bfloat16", "--batch-size": BATCH, "--device": "cpu", "--mesh": "1x1"}
 
 
 @pytest.mark.parametrize(("name", "before"), [("--batch-size", 8), ("--device", "NVIDIA H100"), ("--mesh", "1x8")])
@@ -96,18 +97,32 @@ def test_another_rounding_is_accepted_with_a_warning_in_16_bits(target, partial,
         f"jaxgen: warning: {partial} was begun with {name} {before}: in bfloat16 this changes the rounding"
     )
     assert line.count("\n") == 1
-    assert "in float16" in resume(begun | {"dtype": "float16"}, RUN | ROUNDING | {"dtype": "float16"})
+    assert "in float16" in resume(begun | {"--dtype": "float16"}, RUN | ROUNDING | {"--dtype": "float16"})
     assert resume(RUN | ROUNDING, RUN | ROUNDING) == ""
-    assert resume(RUN, RUN | ROUNDING) == ""  # not recorded
-    assert resume(begun | {"dtype": "float32"}, RUN | ROUNDING | {"dtype": "float32"}) == ""
+    assert resume(begun | {"--dtype": "float32"}, RUN | ROUNDING | {"--dtype": "float32"}) == ""
     assert resume(begun, RUN | ROUNDING, kept=0) == ""  # nothing to continue
     assert resume(begun, RUN | ROUNDING, kept=2) == ""  # nothing to add
+
+
+def test_a_run_that_had_several_forms_remembers_them(target, partial, record, capsys):
+    small, large = RUN | ROUNDING, RUN | ROUNDING | {"--batch-size": 8}
+
+    def interrupted(run):
+        with pytest.raises(RuntimeError), answer_file(target, run, **SIZES):
+            raise RuntimeError
+        return capsys.readouterr().err
+
+    partial.write_bytes(WHOLE[: len(WHOLE) // 2])
+    record.write_text(json.dumps(small))
+    assert "was begun with" not in interrupted(small)
+    assert f"--batch-size {BATCH}:" in interrupted(large)
+    assert "--batch-size 8:" in interrupted(small)  # although it began with this one
 
 
 def test_a_writer_that_fails_leaves_nothing_if_nothing_was_written(target):
     with (
         pytest.raises(RuntimeError, match="not today"),
-        answer_file(target, RUN, prompts=PROMPTS, copies=COPIES, batch_size=BATCH),
+        answer_file(target, RUN, **SIZES),
     ):
         raise RuntimeError("not today")
     assert files(target) == []

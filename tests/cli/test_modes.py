@@ -237,6 +237,13 @@ class TestChat:
         assert "The oldest 2 messages were forgotten: the model's context is 512 tokens" in err
         assert "this message is too long" in err
 
+    def test_a_file_with_forgotten_messages_is_not_replaced(self, say, tmp_path):
+        file = tmp_path / "talk.json"
+        notes = say("\n".join(["A" * 300, f"/save {file}", "C" * 300, f"/save {file}"]))[2]
+        assert "messages were forgotten" in notes
+        assert f"{file} exists: choose another name" in notes
+        assert json.loads(file.read_text())["messages"][0]["content"] == "A" * 300
+
     def test_what_excludes_it(self, refused, checkpoint, talking):
         assert "exclude each other" in refused("--model", talking, "--chat", "A")
         assert "disables the chat template" in refused("--model", talking, "--chat", "--raw")
@@ -352,7 +359,7 @@ class TestInput:
         interrupt_third_batch(monkeypatch)
         assert run(*options, "--batch-size", 1)[0] == 130
         record = json.loads((tmp_path / "answers.partial.run").read_text())
-        assert (record["dtype"], record["--batch-size"], record["--mesh"]) == ("bfloat16", 1, "1x1")
+        assert (record["--dtype"], record["--batch-size"], record["--mesh"]) == ("bfloat16", 1, "1x1")
         status, _, err = run(*options, "--batch-size", 2)
         assert status == 0
         assert "answers.partial was begun with --batch-size 1: in bfloat16 this changes the rounding" in err
@@ -387,7 +394,7 @@ class TestInput:
             (["--seed", "1"], "--seed"),
             (["--stop-strings", "x"], "--stop-strings"),
             (["--dtype", "bfloat16"], "--dtype"),
-            (["--model", demo.PATH], "--input, --model"),
+            (["--model", demo.PATH], "--input, --model, --dtype"),
             (["--input", "other"], "--input"),
         ],
     )

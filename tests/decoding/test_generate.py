@@ -256,6 +256,20 @@ def test_streaming_row_by_row(new_tokens):
     assert streamer.ended == 1
 
 
+@pytest.mark.parametrize("collector", [Collector, RowCollector])
+def test_a_streamer_that_passes_its_methods_on(collector):
+    class Proxy:
+        def __init__(self, streamer):
+            self.streamer = streamer
+
+        def __getattr__(self, name):
+            return getattr(self.streamer, name)
+
+    streamer = collector()
+    count([[3], [7]], CFG.replace(max_new_tokens=3), streamer=Proxy(streamer))
+    assert streamer.ended == 1
+
+
 @pytest.mark.slow
 def test_streaming_the_sequences_of_a_prompt():
     streamer = RowCollector()

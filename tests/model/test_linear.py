@@ -51,7 +51,7 @@ def weight_is_first(x, weight, platform="cpu", divided=None):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "first"), [(1, False), (3, True), (32, True), (33, False)])
 def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype, monkeypatch):
-    monkeypatch.setattr(linear_module, "_FEW_ROWS", 0)
+    monkeypatch.setattr(linear_module, "_ROWS_FIRST", 0)
     x, weight = jnp.ones((rows, 24), dtype), jnp.ones((40, 24), dtype)
     for platform in ("cpu", "cuda", "tpu"):
         for divided in DIVIDED:
@@ -64,7 +64,7 @@ def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype, monke
     [(8, 40, "bfloat16", False), (8, 40, "float32", True), (9, 40, "bfloat16", True), (8, 20, "bfloat16", True)],
 )
 def test_few_16_bit_rows_are_the_left_operand_unless_they_are_wide(rows, features, dtype, first, monkeypatch):
-    monkeypatch.setattr(linear_module, "_FEW_ROWS", 8)
+    monkeypatch.setattr(linear_module, "_ROWS_FIRST", 8)
     assert weight_is_first(jnp.ones((rows, 24), dtype), jnp.ones((features, 24), dtype)) == first
 
 

@@ -356,8 +356,21 @@ class TestBatch:
         tok = byte_level()
         rows = [tok.encode("hell"), tok.encode("he <|im_end|>"), []]
         assert tok.decode_batch(rows) == ["hell", "he ", ""]
-        assert tok.decode_batch(rows, False, lengths=[1, 2, 3], prompt_width=0) == ["hell", "he ", ""]
+        assert tok.decode_batch(rows, False, lengths=[1, 2, 0], prompt_width=0) == ["hell", "he ", ""]
         assert tok.decode_batch([]) == tok.decode_batch(np.zeros((0, 3), np.int32)) == []
+
+    @pytest.mark.parametrize(
+        ("lengths", "width", "message"),
+        [
+            ([-1], 1, "row 0 has 4 ids, got prompt_width=1 and the length -1"),
+            ([4], 1, "prompt_width=1 and the length 4"),
+            ([0], 5, "prompt_width=5"),
+            ([1.0], 1, "lengths must be whole numbers, got float64"),
+        ],
+    )
+    def test_lengths_that_a_row_cannot_have(self, lengths, width, message):
+        with pytest.raises(InputError, match=message):
+            byte_level().decode_batch(np.ones((1, 4), np.int32), lengths=lengths, prompt_width=width)
 
     @pytest.mark.parametrize("rows", [[1, 2], np.array([1, 2]), np.array(1), 3, "hell", ["he"], {1: [2]}, None])
     def test_decode_batch_of_what_has_no_rows(self, rows):
@@ -618,6 +631,17 @@ class TestChatPrefix:
         )
         tok = byte_level(chat_template=last)
         assert tok.chat_prefix(BEGINNINGS[0]) == tok.encode("<|im_start|>")
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_max_length_truncates_what_follows(self, side):
+        tok = byte_level(truncation_side=side)
+        prefix = tok.chat_prefix(BEGINNINGS[0])
+        chat = conversations(BEGINNINGS[0], "a")
+        whole = tok.chat(chat, after=prefix).ids[0].tolist()
+        cut = tok.chat(chat, after=prefix, max_length=len(prefix) + 2).ids[0].tolist()
+        assert cut == (whole[-2:] if side == "left" else whole[:2])
+        with pytest.raises(InputError, match=f"max_length must be greater than the {len(prefix)} tokens of after, got"):
+            tok.chat(chat, after=prefix, max_length=len(prefix))
 
     def test_conversations_that_do_not_fit(self):
         tok = byte_level()
