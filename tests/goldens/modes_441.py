@@ -218,6 +218,6 @@ def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
             if tokens is not None:
                 exact = run_contrastive(oracle, prompt, options, double=True)
                 cases.append({"ids": prompt, "near_tie": exact != tokens, "tokens": tokens})
-        if cases:  # transformers may fail on each of few prompts
+        if cases:  # of few prompts, each may get a banned token
             sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets
