@@ -1,5 +1,6 @@
 """Warpers against what transformers' formulas say, by sorting; and against its own numbers where they are at hand."""
 
+import functools
 import json
 import re
 from unittest import mock
@@ -41,6 +42,14 @@ top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, temperature, top_h =
 )
 
 
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def top_k_top_p_in_both_ways(scores, k, p, keep, candidates):
+    """The two warpers together, and one after the other."""
+    k, p = jnp.full((ROWS, 1), k), jnp.full((ROWS, 1), p)
+    with mock.patch.object(order_statistics, "CANDIDATES", candidates):
+        return warpers.top_k_top_p(scores, k, p, keep), warpers.top_p(warpers.top_k(scores, k, keep), p, keep)
+
+
 ALL_OF = {name: [with_one_value(name, candidates) for candidates in (256, 3, 1)] for name in ("top_k", "top_p")}
 
 
@@ -54,10 +63,7 @@ def kept(scores):
 def test_top_k_and_top_p_together_are_one_after_the_other(candidates, data):
     scores, k, p = data.draw(SCORES), data.draw(st.integers(0, VOCAB + 3)), data.draw(st.floats(2**-7, 1, width=32))
     keep = data.draw(KEEP)
-    with mock.patch.object(order_statistics, "CANDIDATES", candidates):
-        values = jnp.full((ROWS, 1), k, jnp.int32), jnp.full((ROWS, 1), p, jnp.float32)
-        together = warpers.top_k_top_p(scores, *values, keep)
-        apart = warpers.top_p(warpers.top_k(scores, values[0], keep), values[1], keep)
+    together, apart = top_k_top_p_in_both_ways(scores, np.int32(k), np.float32(p), keep, candidates)
     np.testing.assert_array_equal(together, apart)
 
 
