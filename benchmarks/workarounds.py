@@ -107,9 +107,9 @@ WORKAROUNDS = (
     Workaround("rounding of weights first", (_ORDER,), rows=8, dtype="float32"),
     Workaround("embeddings read in a branch", ((linear, "_gather_in_branch", linear._gather),)),
     Workaround("16-bit caches as whole numbers", ((slots, "_stored", np.dtype),)),
-    Workaround("8-bit products behind a barrier", ((int8, "lax", _NO_BARRIER),), rows=4, quantize="int8"),
+    Workaround("barrier around 8-bit products", ((int8, "lax", _NO_BARRIER),), rows=4, quantize="int8"),
     Workaround("8-bit weights converted in a branch", ((int8, "in_branch", _in_the_open),), rows=16, quantize="int8"),
-    Workaround("top-k behind a barrier", ((sharding, "lax", _NO_BARRIER),), options=(("num_beams", 4),)),
+    Workaround("barrier around top-k", ((sharding, "lax", _NO_BARRIER),), options=(("num_beams", 4),)),
 )
 
 
