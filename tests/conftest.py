@@ -1,4 +1,5 @@
 import os
+import signal
 import zlib
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,10 @@ os.environ.setdefault(
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+# A shell's background jobs ignore interrupts, and so would the processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Strict, so that a shape or a dtype that changes by accident is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
