@@ -6,7 +6,7 @@ measure() {
     python -m benchmarks "$@" --model "$model" --environments "$environments" --rounds 3
 }
 model=$1 environments=$2
-measure decode --programs jaxgen jaxgen:int8 jaxgen:joined transformers transformers:compile \
+measure decode --programs jaxgen jaxgen:int8 jaxgen:fused transformers transformers:compile \
     llama.cpp llama.cpp:q8_0 llama.cpp:q4_0 keras-hub
 measure batch --rows 1 8 --new-tokens 32 --programs jaxgen jaxgen:int8 transformers llama.cpp llama.cpp:q8_0
 measure prefill --rows 1 --programs jaxgen jaxgen:int8 transformers llama.cpp

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ class Kind:
     """A program: its file, its environment, and what it can be told. The first variant and dtype are the defaults."""
 
     file: str
-    environment: str | None  # None: this interpreter
+    environment: str | None  # its directory, and the package that it is for; None: this interpreter
     variants: tuple[str, ...] = ("",)
     dtypes: tuple[str, ...] = FLOATS
 
 
 KINDS = {
-    "jaxgen": Kind("jaxgen_program.py", None, ("", "joined", "int8")),
+    "jaxgen": Kind("jaxgen_program.py", None, ("", "fused", "int8")),
     "transformers": Kind("transformers_program.py", "transformers", ("eager", "static", "compile")),
     "llama.cpp": Kind("llama_cpp_program.py", "llama_cpp", dtypes=("bfloat16", "q8_0", "q4_0")),
     "keras-hub": Kind("keras_hub_program.py", "keras_hub"),
@@ -78,7 +79,8 @@ class Program:
         kind = KINDS[spec.kind]
         self.command = [_interpreter(kind, environments), str(Path(__file__).parent / "programs" / kind.file)]
         self.mesh = mesh if spec.kind == "jaxgen" else None
-        self.environment = {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if self.mesh:
             self.environment["JAX_NUM_CPU_DEVICES"] = str(mesh[0] * mesh[1])
         if device == "cpu":
@@ -156,10 +158,10 @@ class Program:
 
 
 def _interpreter(kind: Kind, environments: Path | None) -> str:
-    if kind.environment is None:
+    if kind.environment is None or (environments is None and find_spec(kind.environment)):
         return sys.executable
     if environments is None:
-        raise SystemExit(f"{kind.environment} is measured in its own environment: give --environments DIR")
+        raise SystemExit(f"{kind.environment} is not installed here: give --environments DIR")
     python = environments / kind.environment / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"{python} does not exist: run python -m benchmarks environments {environments}")

@@ -22,8 +22,8 @@ from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
-from jaxgen.model import joined
 from jaxgen.model.causal_lm import param_shapes
+from jaxgen.model.fused import fuse_projections
 from jaxgen.model.int8 import Int8
 from jaxgen.model.sharding import divide, shardings
 from jaxgen.request.driver import run_whole
@@ -107,7 +107,7 @@ def shapes(model: ModelConfig, where: Mesh | jax.Device) -> Any:
     return flax.traverse_util.unflatten_dict(flat, sep=".")
 
 
-FORMS = {"plain": lambda params: params, "joined": joined.prepare, "int8": lambda params: jax.tree.map(_int8, params)}
+FORMS = {"plain": lambda params: params, "fused": fuse_projections, "int8": lambda params: jax.tree.map(_int8, params)}
 
 
 def _int8(weight: jax.Array) -> Any:

@@ -24,8 +24,8 @@ from jaxgen.config.kinds import is_tracer
 from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.fused import separate
 from jaxgen.model.int8 import Int8
-from jaxgen.model.joined import separate
 from jaxgen.model.lowrank import LowRank
 from jaxgen.model.sharding import shardings
 from jaxgen.text.json_file import fetch_again

@@ -17,7 +17,7 @@ from convert.tensors import DTYPES, Tensor
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.joined import separate
+from jaxgen.model.fused import separate
 
 _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bias)")
 

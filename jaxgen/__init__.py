@@ -21,7 +21,7 @@ _NAMES = {
     "model.cache": "KVCache",
     "model.causal_lm": "CausalLM ModelOutput",
     "model.config": "ModelConfig RopeConfig",
-    "model.joined": "prepare",
+    "model.fused": "fuse_projections",
     "model.sharding": "shard_params",
     "output": "GenerateOutput",
     "scoring": "ChoiceScores LogProbs compute_transition_scores score score_choices",
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from jaxgen.model.cache import KVCache as KVCache
     from jaxgen.model.causal_lm import CausalLM as CausalLM, ModelOutput as ModelOutput
     from jaxgen.model.config import ModelConfig as ModelConfig, RopeConfig as RopeConfig
-    from jaxgen.model.joined import prepare as prepare
+    from jaxgen.model.fused import fuse_projections as fuse_projections
     from jaxgen.model.sharding import shard_params as shard_params
     from jaxgen.output import GenerateOutput as GenerateOutput
     from jaxgen.scoring import (

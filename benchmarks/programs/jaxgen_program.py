@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flax
@@ -14,10 +12,11 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from on_jax import JaxProgram
-from worker import cores, serve
+from worker import serve
 
+from benchmarks.probe import probe
 from convert import load_hf
-from jaxgen import GenerationConfig, JaxgenError, generate, prepare
+from jaxgen import GenerationConfig, JaxgenError, fuse_projections, generate
 from jaxgen.training import lora
 from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train_step
 
@@ -30,8 +29,8 @@ class Jaxgen(JaxProgram):
         start = time.perf_counter()
         quantize = "int8" if variant == "int8" else None
         self.params, cfg = load_hf(path, dtype=dtype, quantize=quantize, mesh=devices)
-        if variant == "joined":
-            self.params = prepare(self.params, donate=True)
+        if variant == "fused":
+            self.params = fuse_projections(self.params, donate=True)
         jax.block_until_ready(self.params)
         seconds = time.perf_counter() - start
         self.cfg = GenerationConfig(model=cfg.model, eos_token_id=None, pad_token_id=0)
@@ -74,16 +73,8 @@ class Jaxgen(JaxProgram):
         return answer | {"slots": self.output.cache.slots, "note": accepted}
 
     def probe(self, nbytes: int) -> dict[str, Any]:
-        """Return the bytes/s of reading `nbytes` of memory once, and the FLOP/s of a large product in bfloat16."""
-        cpu = jax.default_backend() == "cpu"
-        reader = _read_with_threads(nbytes) if cpu else _read_on_device(nbytes)
-        size = 2048 if cpu else 8192
-        square = jnp.ones((size, size), jnp.bfloat16)
-        product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32))
-        return {
-            "bytes_per_second": nbytes / _median_seconds(reader),
-            "flops": 2 * size**3 / _median_seconds(lambda: product(square).block_until_ready()),
-        }
+        """Return what `probe` finds."""
+        return probe(nbytes)
 
 
 def _bytes(tree: Any) -> int:
@@ -97,27 +88,6 @@ def _stop_after(new_tokens, history, scores):
 def _repeat(period, history, scores):
     """Allow only the token whose number is the row's length modulo the period."""
     return jnp.where(jnp.arange(scores.shape[1])[None, :] == (history.length % period)[:, None], 0.0, -jnp.inf)
-
-
-def _median_seconds(work) -> float:
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
-
-
-def _read_with_threads(nbytes: int):
-    parts = np.array_split(np.ones(nbytes // 8, np.uint64), cores())
-    pool = ThreadPoolExecutor(len(parts))
-    return lambda: list(pool.map(np.sum, parts))  # numpy releases the lock
-
-
-def _read_on_device(nbytes: int):
-    array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.uint32)
-    total = jax.jit(lambda x: jnp.max(x, axis=1))
-    return lambda: total(array).block_until_ready()
 
 
 if __name__ == "__main__":

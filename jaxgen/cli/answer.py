@@ -35,7 +35,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.model.joined import prepare
+from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
 from jaxgen.request.assistant import check_assistant
 from jaxgen.request.memory import check_memory
@@ -147,7 +147,7 @@ def _load(job: _Job, options: argparse.Namespace, stats: Stats) -> Session:
     mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
     params, loaded = load_hf(job.source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
     if mesh is None and default_device().platform == "gpu":
-        params = prepare(params, donate=True)
+        params = fuse_projections(params, donate=True)
     more = dict(job.more)
     if job.assistant is not None:
         more["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)

@@ -32,6 +32,8 @@ _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 512, 256  # within one row and kv head
 # Queries that share the keys up to the last one of them.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
+# Keys of at most so many bytes are read from a GPU's cache when they are read again.
+_CACHED_BYTES = 8 << 20
 
 _LOWEST = jnp.finfo(jnp.float32).min
 
@@ -274,7 +276,21 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
     """Multiply `q [B, A, T, H]` with the keys `[n, K, S, H]` of a part; float32[B, K, G, T, S]."""
     if isinstance(keys, Int8Slots):
         return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
-    return _product(q, keys, "bkqh,bksh->bkqs")
+    products = functools.partial(_product, equation="bkqh,bksh->bkqs")
+    if q.shape[2] == 1 and q.shape[0] == keys.shape[0] and keys.size * keys.dtype.itemsize <= _CACHED_BYTES:
+        return lax.platform_dependent(q, keys, cuda=_one_query, default=products)
+    return products(q, keys)
+
+
+def _one_query(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """Multiply one query per row and head, `q [B, A, 1, H]`, with `keys [B, K, S, H]`, as sums of products.
+
+    XLA's GPU compiler fuses these with the queries' rotation. The heads of a group read their keys one by one.
+    """
+    batch, heads, _, size = q.shape
+    kv_heads = keys.shape[1]
+    q = q.astype(keys.dtype).reshape(batch, kv_heads, heads // kv_heads, 1, 1, size)
+    return jnp.sum(q.astype(jnp.float32) * keys[:, :, None, None].astype(jnp.float32), axis=-1)
 
 
 def _weighted(weights: jax.Array, values: Slots) -> jax.Array:

@@ -148,18 +148,18 @@ class Linear(nn.Module):
         return linear(x, weight, bias, divided=cfg.divided)
 
 
-# Projections of the same input, which `jaxgen.model.joined.prepare` makes one matrix.
-JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# Projections of the same input, which `jaxgen.model.fused.fuse_projections` makes one matrix.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def _project(
-    module: nn.Module, x: jax.Array, joined: str, widths: tuple[int, ...], use_bias: bool, cfg: ModelConfig
+    module: nn.Module, x: jax.Array, fused: str, widths: tuple[int, ...], use_bias: bool, cfg: ModelConfig
 ) -> list[jax.Array]:
-    """Map `x [..., in]` by the projections of a layer that are, or may be, joined under one name."""
-    if module.has_variable("params", joined):
-        out = Linear(sum(widths), use_bias, cfg, name=joined)(x)
+    """Map `x [..., in]` by the projections of a layer that are, or may be, fused under one name."""
+    if module.has_variable("params", fused):
+        out = Linear(sum(widths), use_bias, cfg, name=fused)(x)
         return jnp.split(out, np.cumsum(widths)[:-1], axis=-1)
-    return [Linear(width, use_bias, cfg, name=name)(x) for name, width in zip(JOINED[joined], widths, strict=True)]
+    return [Linear(width, use_bias, cfg, name=name)(x) for name, width in zip(FUSED[fused], widths, strict=True)]
 
 
 class Embedding(nn.Module):

@@ -20,6 +20,9 @@ _SOME_ROWS = 32
 # result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
+# On a GPU, XLA splits sums of more numbers than that.
+_LONGEST_SUM = 8192
+
 
 def linear(
     x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, *, divided: bool | None = None
@@ -67,9 +70,10 @@ def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Ar
     jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
     on_cpu = _cpu_product(rows.shape[0], weight, divided)
-    if on_cpu is _plain:
+    on_gpu = _row_sums if rows.shape[0] == 1 else _plain
+    if on_cpu is _plain and on_gpu is _plain:
         return _plain(rows, weight)
-    return lax.platform_dependent(rows, weight, cpu=on_cpu, default=_plain)
+    return lax.platform_dependent(rows, weight, cpu=on_cpu, cuda=on_gpu, default=_plain)
 
 
 def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool | None):
@@ -129,6 +133,19 @@ def _two_rows(row: jax.Array, weight: jax.Array) -> jax.Array:
     weights. With two rows or more it reads them without converting.
     """
     return _plain(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
+
+
+def _row_sums(row: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler fuses with what comes before and after.
+
+    Of a product with a large weight it makes a kernel of partial sums and one that adds them up. It does the same with
+    sums of more than `_LONGEST_SUM` products; parts of equal length are one kernel.
+    """
+    columns = weight.shape[1]
+    parts = next(count for count in range(-(-columns // _LONGEST_SUM), columns + 1) if columns % count == 0)
+    weights = weight.astype(jnp.float32) * row.astype(jnp.float32)
+    sums = [jnp.sum(part, axis=1) for part in jnp.split(weights, parts, axis=1)]
+    return functools.reduce(jnp.add, sums)[None]
 
 
 def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgen.errors import InputError
-from jaxgen.model.causal_lm import JOINED, param_shapes
+from jaxgen.model.causal_lm import FUSED, param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.weights import Weight
 
@@ -84,8 +84,10 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
     mesh = divide(model, mesh)
 
     def put(path, leaf):
-        if any(key.key in JOINED for key in path):
-            raise InputError("params have joined projections, which are for one device: divide what prepare was given")
+        if any(key.key in FUSED for key in path):
+            raise InputError(
+                "params have fused projections, which are for one device: divide what fuse_projections was given"
+            )
         spec = spec_of(".".join(key.key for key in path))
         specs = leaf.specs(spec) if isinstance(leaf, Weight) else spec
         return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), leaf, specs)

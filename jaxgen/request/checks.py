@@ -17,7 +17,7 @@ from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.model.joined import expected_shapes
+from jaxgen.model.fused import expected_shapes
 from jaxgen.model.weights import mismatch
 
 # Options that depend on the tokens of the prompt.

@@ -111,28 +111,41 @@ def check_call_memory(prepared: Prepared) -> None:
     Raises:
         InputError: too little is free; the message names what would help.
     """
-    run, cfg = prepared.run, prepared.run.cfg
-    device = next(iter(jax.tree.leaves(run.params)[0].devices()))
-    on_cpu = device.platform == "cpu"
-    request = _Quantities(
-        sources=(run.model,) if run.draft is None else (run.model, run.draft.model),
-        dtype=None,
-        quantize=None,
-        on_cpu=on_cpu,
-        prompts=run.sizes.prompts,
-        width=prepared.request.ids.shape[1],
-        candidates=max(run.sizes.candidates, 1),
-        new_tokens=prepared.new_tokens,
-        **_of_config(cfg),
-    )
+    run, device = prepared.run, _device_of(prepared)
+    request = _quantities(prepared)
     # Devices of a mesh have about equal parts; those of a CPU have one memory.
-    devices = 1 if on_cpu or run.mesh is None else run.mesh.size
+    devices = 1 if device.platform == "cpu" or run.mesh is None else run.mesh.size
     if (needed := request.needed() // devices) <= _SMALL:
         return
     free = free_bytes(device)
     if free is not None and needed > free:
         remedy = request.remedy(free * devices)
         raise InputError(f"this call needs {_size(needed)} {_and_only(free, device)}: try {remedy}")
+
+
+def call_bytes(prepared: Prepared) -> int:
+    """Estimate the bytes that a call of `generate` takes besides the weights, on all devices together."""
+    return _quantities(prepared).needed()
+
+
+def _device_of(prepared: Prepared):
+    """Return the first `jax.Device` of the parameters."""
+    return next(iter(jax.tree.leaves(prepared.run.params)[0].devices()))
+
+
+def _quantities(prepared: Prepared) -> _Quantities:
+    run = prepared.run
+    return _Quantities(
+        sources=(run.model,) if run.draft is None else (run.model, run.draft.model),
+        dtype=None,
+        quantize=None,
+        on_cpu=_device_of(prepared).platform == "cpu",
+        prompts=run.sizes.prompts,
+        width=prepared.request.ids.shape[1],
+        candidates=max(run.sizes.candidates, 1),
+        new_tokens=prepared.new_tokens,
+        **_of_config(run.cfg),
+    )
 
 
 def _of_config(cfg: GenerationConfig) -> dict[str, Any]:

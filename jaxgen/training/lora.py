@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.errors import ConfigError, InputError
-from jaxgen.model.causal_lm import JOINED
+from jaxgen.model.causal_lm import FUSED
 from jaxgen.model.lowrank import LowRank
 
 # The projections of every layer; embeddings and head are unchanged.
@@ -22,7 +22,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
 
     Raises:
         ConfigError: a rank below 1, or a target that is not in `TARGETS`.
-        InputError: projections that `jaxgen.prepare` has joined.
+        InputError: projections that `jaxgen.fuse_projections` has fused.
     """
     if rank < 1:
         raise ConfigError(f"the rank must be at least 1, got {rank}")
@@ -32,8 +32,8 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
     def updates(node, key):
         chosen = {}
         for index, (name, child) in enumerate(node.items()):
-            if name in JOINED:
-                raise InputError(f"params have the joined projection {name}: pass those that prepare was given")
+            if name in FUSED:
+                raise InputError(f"params have the fused projection {name}: pass those that fuse_projections was given")
             if not isinstance(child, Mapping):
                 continue
             own = jax.random.fold_in(key, index)

@@ -106,7 +106,7 @@ class TestText:
 
     @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
     def test_quantized(self, run, checkpoint, monkeypatch, platform):
-        """On a GPU, projections are joined too."""
+        """On a GPU, projections are fused too."""
         monkeypatch.setattr(cli, "default_device", lambda: types.SimpleNamespace(platform=platform))
         names = set()
 

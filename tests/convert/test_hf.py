@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from convert import CheckpointError, load_hf, save_hf
-from jaxgen import prepare
+from jaxgen import fuse_projections
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from jaxgen.training import lora
 from tests.support.checkpoints import GENERATION, LLAMA, MISTRAL, QWEN2, QWEN3, shapes, weights, write
@@ -389,13 +389,13 @@ def test_what_save_cannot_take(tmp_path, qwen2):
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2"]
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_attached_updates_must_be_merged(tmp_path, qwen2, joined):
+@pytest.mark.parametrize("fused", [False, True])
+def test_attached_updates_must_be_merged(tmp_path, qwen2, fused):
     params, cfg = load_hf(qwen2)
     updates = lora.init(params, 2, jax.random.key(0), ("q_proj", "up_proj"))
     attached = lora.attach(params, updates, 0.5)
     with pytest.raises(CheckpointError) as caught:
-        save_hf(prepare(attached) if joined else attached, cfg, tmp_path / "b")
+        save_hf(fuse_projections(attached) if fused else attached, cfg, tmp_path / "b")
     (problem,) = caught.value.problems
     assert re.fullmatch(
         r"params: model\.layers\.0\.\S+ and others: low-rank updates are attached, .*: call lora\.merge first, .*",

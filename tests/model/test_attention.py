@@ -141,6 +141,16 @@ def test_gradients_of_blocks_are_those_of_all_scores_at_once(small_blocks, case)
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_one_query_are_its_products(dtype):
+    """As on a GPU."""
+    rng = np.random.default_rng(0)
+    shapes = (ROWS, HEADS, 1, SIZE), (ROWS, KV_HEADS, 9, SIZE)
+    q, keys = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    products = module._product(q, keys, "bkqh,bksh->bkqs")
+    np.testing.assert_allclose(module._one_query(q, keys), products, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_weights_are_returned_only_where_they_are_wanted(small_blocks):
     q, parts, seen = CASES["prefix"].make()

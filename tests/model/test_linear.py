@@ -29,6 +29,19 @@ def test_product(shape, divided, dtype):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2 * rounding, atol=4 * rounding)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [8, 24, 25])
+def test_sums_of_one_row_are_its_product(columns, dtype, monkeypatch):
+    """As on a GPU: in one piece, in three, and in five, 25 being no multiple of four."""
+    monkeypatch.setattr(linear_module, "_LONGEST_SUM", 8)
+    rng = np.random.default_rng(2)
+    row, weight = (jnp.asarray(rng.normal(size=s), dtype) for s in ((1, columns), (40, columns)))
+    pieces = str(jax.make_jaxpr(linear_module._row_sums)(row, weight)).count("reduce_sum")
+    assert pieces == {8: 1, 24: 3, 25: 5}[columns]
+    expected = np.asarray(row, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(linear_module._row_sums(row, weight), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("divided", DIVIDED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 3])

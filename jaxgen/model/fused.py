@@ -1,4 +1,4 @@
-"""Joined projections: one matrix for q, k and v, and one for gate and up, so that a layer has fewer products."""
+"""Fused projections: one matrix for q, k and v, and one for gate and up, so that a layer has fewer products."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.model.causal_lm import JOINED, param_shapes
+from jaxgen.model.causal_lm import FUSED, param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.int8 import Int8
 from jaxgen.model.sharding import mesh_of
 
 
-def prepare(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
+def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
     """Return parameters whose layers have fewer and larger products, for `generate` and all else on one device.
 
-    >>> params = prepare(params, donate=True)           # doctest: +SKIP
+    >>> params = fuse_projections(params, donate=True)           # doctest: +SKIP
     >>> generate(params, ids, key, cfg)                 # doctest: +SKIP
 
     `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`; weights with
@@ -28,21 +28,23 @@ def prepare(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any
 
     Args:
         params: nested as `load_hf` returns them, quantised or not.
-        donate: delete the arrays that are joined. Memory for one more layer is then enough.
+        donate: delete the arrays that are fused. Memory for one more layer is then enough.
 
     Raises:
         InputError: parameters that are divided over a mesh.
     """
     if mesh_of(params) is not None:
-        raise InputError("params are divided over a mesh, and joined projections are for one device: leave prepare out")
-    return _joined(params, donate)
+        raise InputError(
+            "params are divided over a mesh, and fused projections are for one device: leave fuse_projections out"
+        )
+    return _fused(params, donate)
 
 
-def _joined(node: Any, donate: bool) -> Any:
+def _fused(node: Any, donate: bool) -> Any:
     if not isinstance(node, Mapping):
         return node
     result = dict(node)
-    for name, parts in JOINED.items():
+    for name, parts in FUSED.items():
         if not all(part in node for part in parts):
             continue
         layers = [node[part] for part in parts]
@@ -56,40 +58,40 @@ def _joined(node: Any, donate: bool) -> Any:
             for array in jax.tree.leaves(layers):
                 if isinstance(array, jax.Array):
                     array.delete()
-    return {name: _joined(child, donate) for name, child in result.items()}
+    return {name: _fused(child, donate) for name, child in result.items()}
 
 
 def separate(params: Any, model: ModelConfig) -> Any:
-    """Return parameters with the projections that `prepare` has joined as matrices of their own."""
-    if not _has_joined(params):
+    """Return parameters with the projections that `fuse_projections` has fused as matrices of their own."""
+    if not _has_fused(params):
         return params
     shapes = param_shapes(model)
     result = {}
     for key, child in params.items():
-        if key not in JOINED or not isinstance(child, Mapping):
+        if key not in FUSED or not isinstance(child, Mapping):
             result[key] = separate(child, model)
             continue
         widths = [
-            next(shape[0] for name, shape in shapes.items() if name.endswith(f".{part}.weight")) for part in JOINED[key]
+            next(shape[0] for name, shape in shapes.items() if name.endswith(f".{part}.weight")) for part in FUSED[key]
         ]
         ends = np.cumsum(widths)
-        for part, end, width in zip(JOINED[key], ends, widths, strict=True):
+        for part, end, width in zip(FUSED[key], ends, widths, strict=True):
             result[part] = jax.tree.map(lambda array, end=end, width=width: array[end - width : end], child)
     return result
 
 
-def _has_joined(node: Any) -> bool:
-    return isinstance(node, Mapping) and any(key in JOINED or _has_joined(child) for key, child in node.items())
+def _has_fused(node: Any) -> bool:
+    return isinstance(node, Mapping) and any(key in FUSED or _has_fused(child) for key, child in node.items())
 
 
 def expected_shapes(model: ModelConfig, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, with joined projections where `names`, dotted, have them."""
+    """Return the shape of every parameter of a model, with fused projections where `names`, dotted, have them."""
     shapes = dict(param_shapes(model))
     for name in names:
         path = name.split(".")
-        if len(path) < 2 or path[-2] not in JOINED:
+        if len(path) < 2 or path[-2] not in FUSED:
             continue
-        parts = [".".join((*path[:-2], part, path[-1])) for part in JOINED[path[-2]]]
+        parts = [".".join((*path[:-2], part, path[-1])) for part in FUSED[path[-2]]]
         if all(part in shapes for part in parts):
             removed = [shapes.pop(part) for part in parts]
             shapes[name] = (sum(shape[0] for shape in removed), *removed[0][1:])

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from convert import load_hf, pool_kv_heads, save_hf
-from jaxgen import GenerationConfig, InputError, generate, prepare, score, shard_params
+from jaxgen import GenerationConfig, InputError, fuse_projections, generate, score, shard_params
 from jaxgen.training import lora
 from tests.support.checkpoints import LLAMA, QWEN2, QWEN3, weights, write
 from tests.support.models import model_config, random_params, slow
@@ -21,16 +21,16 @@ def equal(left, right) -> bool:
 @pytest.mark.slow
 def test_the_results_are_the_same():
     params = random_params(MODEL)
-    joined = prepare(params)
-    assert set(joined["model"]["layers"]["1"]["self_attn"]) == {"qkv_proj", "o_proj"}
-    assert set(joined["model"]["layers"]["1"]["mlp"]) == {"gate_up_proj", "down_proj"}
+    fused = fuse_projections(params)
+    assert set(fused["model"]["layers"]["1"]["self_attn"]) == {"qkv_proj", "o_proj"}
+    assert set(fused["model"]["layers"]["1"]["mlp"]) == {"gate_up_proj", "down_proj"}
     assert set(params["model"]["layers"]["1"]["mlp"]) == {"gate_proj", "up_proj", "down_proj"}
     cfg = GenerationConfig(model=MODEL, max_new_tokens=8, output_logits=True)
-    one, other = (generate(tree, IDS, None, cfg) for tree in (params, joined))
+    one, other = (generate(tree, IDS, None, cfg) for tree in (params, fused))
     np.testing.assert_array_equal(one.sequences, other.sequences)
     rounding = 1e-5 * np.abs(one.logits).max()  # products of another width sum in another order
     np.testing.assert_allclose(one.logits, other.logits, atol=rounding)
-    np.testing.assert_allclose(score(params, IDS, cfg).logprobs, score(joined, IDS, cfg).logprobs, atol=rounding)
+    np.testing.assert_allclose(score(params, IDS, cfg).logprobs, score(fused, IDS, cfg).logprobs, atol=rounding)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +38,10 @@ def test_the_results_are_the_same():
 )
 def test_it_is_saved_as_it_was(tmp_path, config, quantize):
     params, cfg = load_hf(write(tmp_path / "a", config, weights(config)), quantize=quantize)
-    save_hf(prepare(params), cfg, tmp_path / "b")
+    save_hf(fuse_projections(params), cfg, tmp_path / "b")
     assert equal(load_hf(tmp_path / "b")[0], params)
     cfg = cfg.replace(max_new_tokens=3, eos_token_id=None)
-    one, other = (generate(tree, IDS, None, cfg) for tree in (params, prepare(params)))
+    one, other = (generate(tree, IDS, None, cfg) for tree in (params, fuse_projections(params)))
     np.testing.assert_array_equal(one.sequences, other.sequences)
 
 
@@ -49,42 +49,42 @@ def test_donated_arrays_are_deleted():
     params = random_params(MODEL)
     query = params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"]
     output = params["model"]["layers"]["0"]["self_attn"]["o_proj"]["weight"]
-    joined = prepare(params, donate=True)
+    fused = fuse_projections(params, donate=True)
     assert query.is_deleted()
     assert not output.is_deleted()
-    assert equal(joined, prepare(random_params(MODEL)))
-    assert equal(prepare(joined), joined)
+    assert equal(fused, fuse_projections(random_params(MODEL)))
+    assert equal(fuse_projections(fused), fused)
 
 
 def test_low_rank_updates_are_left():
     params = random_params(MODEL)
     updates = lora.init(params, 2, jax.random.key(0), targets=("q_proj",))
-    joined = prepare(lora.attach(params, updates, 1.0))
-    assert set(joined["model"]["layers"]["0"]["self_attn"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert set(joined["model"]["layers"]["0"]["mlp"]) == {"gate_up_proj", "down_proj"}
-    generate(joined, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
+    fused = fuse_projections(lora.attach(params, updates, 1.0))
+    assert set(fused["model"]["layers"]["0"]["self_attn"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert set(fused["model"]["layers"]["0"]["mlp"]) == {"gate_up_proj", "down_proj"}
+    generate(fused, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
 
 
 def test_what_needs_the_original(tmp_path):
     params = random_params(MODEL)
-    joined = prepare(params)
+    fused = fuse_projections(params)
     mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
-    with pytest.raises(InputError, match="params are divided over a mesh, and joined projections are for one device"):
-        prepare(shard_params(params, MODEL, mesh))
-    with pytest.raises(InputError, match="params have joined projections"):
-        shard_params(joined, MODEL, mesh)
-    with pytest.raises(InputError, match="params have the joined projection"):
-        lora.init(joined, 2, jax.random.key(0))
+    with pytest.raises(InputError, match="params are divided over a mesh, and fused projections are for one device"):
+        fuse_projections(shard_params(params, MODEL, mesh))
+    with pytest.raises(InputError, match="params have fused projections"):
+        shard_params(fused, MODEL, mesh)
+    with pytest.raises(InputError, match="params have the fused projection"):
+        lora.init(fused, 2, jax.random.key(0))
     cfg = GenerationConfig(model=MODEL)
-    assert equal(pool_kv_heads(joined, cfg, 1)[0], pool_kv_heads(params, cfg, 1)[0])
+    assert equal(pool_kv_heads(fused, cfg, 1)[0], pool_kv_heads(params, cfg, 1)[0])
 
 
 def test_a_joined_tree_that_does_not_fit():
-    joined = prepare(random_params(MODEL))
-    layer = joined["model"]["layers"]["0"]["self_attn"]
+    fused = fuse_projections(random_params(MODEL))
+    layer = fused["model"]["layers"]["0"]["self_attn"]
     layer["qkv_proj"]["weight"] = layer["qkv_proj"]["weight"][1:]
     with pytest.raises(InputError, match=r"qkv_proj.weight has shape \[63, 32\], wanted \[64, 32\]"):
-        generate(joined, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
+        generate(fused, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
     del layer["qkv_proj"]["weight"]
     with pytest.raises(InputError, match=r"q_proj.weight is missing"):
-        generate(joined, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
+        generate(fused, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))

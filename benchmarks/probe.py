@@ -1,0 +1,47 @@
+"""What this machine can do at most: bytes/s of its memory, and FLOP/s of a large product."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def probe(nbytes: int) -> dict[str, float]:
+    """Return the bytes/s of reading `nbytes` of memory once, and the FLOP/s of a large product in bfloat16."""
+    cpu = jax.default_backend() == "cpu"
+    reader = _read_with_threads(nbytes) if cpu else _read_on_device(nbytes)
+    size = 2048 if cpu else 8192
+    square = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)  # products of zeros take less time
+    product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32))
+    return {
+        "bytes_per_second": nbytes / _median_seconds(reader),
+        "flops": 2 * size**3 / _median_seconds(lambda: product(square).block_until_ready()),
+    }
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def _read_with_threads(nbytes: int) -> Callable[[], object]:
+    parts = np.array_split(np.ones(nbytes // 8, np.uint64), len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(len(parts))
+    return lambda: list(pool.map(np.sum, parts))  # numpy releases the lock
+
+
+def _read_on_device(nbytes: int) -> Callable[[], object]:
+    array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.uint32)
+    total = jax.jit(lambda x: jnp.max(x, axis=1))
+    return lambda: total(array).block_until_ready()
