@@ -3,7 +3,17 @@
 import importlib
 import sys
 
-PROGRAMS = ("checkpoint", "compile", "environments", "plots", "processors", "scale", "workarounds")
+PROGRAMS = (
+    "accelerator",
+    "checkpoint",
+    "compile",
+    "environments",
+    "plots",
+    "processors",
+    "profile",
+    "scale",
+    "workarounds",
+)
 
 
 def main(words: list[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -19,7 +20,7 @@ from convert.shards import in_order, read_json
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 
-_CHUNK = 1 << 20  # elements drawn at once
+_CHUNK = 1 << 20  # elements that one thread draws at once
 
 
 def main() -> None:
@@ -63,12 +64,15 @@ def main() -> None:
 
 def draw(name: str, shape: tuple[int, ...], std: float, seed: tuple[int, int]) -> np.ndarray:
     """Return random values: norms around one, everything else, biases too, around zero."""
-    rng = np.random.default_rng(seed)
     center, std = (1.0, 0.1) if "norm" in name else (0.0, std)
     flat = np.empty(math.prod(shape), ml_dtypes.bfloat16)
-    for start in range(0, flat.size, _CHUNK):
+
+    def fill(start: int) -> None:
         part = flat[start : start + _CHUNK]
-        part[:] = center + std * rng.standard_normal(part.size, np.float32)
+        part[:] = center + std * np.random.default_rng((*seed, start)).standard_normal(part.size, np.float32)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(fill, range(0, flat.size, _CHUNK)))
     return flat.reshape(shape)
 
 

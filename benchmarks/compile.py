@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from benchmarks import hlo, measure
+from benchmarks.modes import MODES
 from benchmarks.targets import CHIPS, FORMS, compile_generate, device_for
 from jaxgen import GenerationConfig, JaxgenError, ModelConfig
 from jaxgen.cli import arguments
@@ -32,17 +33,6 @@ from jaxgen.config.generation_config import model_of
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.request.memory import cache_bytes
 
-QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
-MODES = {
-    "greedy": {},
-    "qwen": QWEN,
-    "beams": {"num_beams": 4},
-    "beam-sampling": {"num_beams": 4, "do_sample": True},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
-    "lookup": {"prompt_lookup_num_tokens": 8},
-    "guidance": {"guidance_scale": 1.5},
-}
 _LARGE = 1_000_000  # bytes
 
 

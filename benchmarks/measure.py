@@ -10,7 +10,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,8 @@ class InTurn:
         programs[0].start(model)
         self.exclusive = programs[0].facts["platform"] == "tpu" and len(programs) > 1
 
-    def measure(self, cases: Sequence[Case], rounds: int) -> list[Answer]:
-        """Measure each case with each program, `rounds` times; return what was found for each case.
+    def measure(self, cases: Sequence[Case], rounds: int) -> Iterator[list[Answer]]:
+        """Measure each case with each program, `rounds` times; yield what was found for each case so far.
 
         Each round begins with another program, because the first one after the probe is often disturbed.
         """
@@ -88,9 +88,9 @@ class InTurn:
                     self.refused[place] = reason
                 else:
                     self.turns.setdefault(place, []).append(self._turn(program, case))
-        found = [self._found(case) for case in cases]
-        _compare(found, [program.name for program in self.programs])
-        return found
+            found = [self._found(case) for case in cases]
+            _compare(found, [program.name for program in self.programs])
+            yield found
 
     def _wake(self, program: Program) -> None:
         for other in self.programs:

@@ -159,35 +159,42 @@ def main(name: str, words: Sequence[str] | None = None) -> None:
     cases = _cases(suite, args)
     measure.read_files(args.model)
     result = measure.heading() | {"subcommand": name, "title": suite.title, "columns": suite.columns.split()}
-    result |= {"axis": suite.axis, "rounds": args.rounds, "mesh": args.mesh, "model": _model(args.model, config)}
+    result |= {"axis": suite.axis, "mesh": args.mesh, "model": _model(args.model, config)}
     with contextlib.ExitStack() as stack:
         programs = [
             stack.enter_context(Program(one, args.environments, args.mesh, args.device)) for one in args.programs
         ]
         if suite.new_processes:
             found = measure.in_new_processes(programs, cases[0], args.model, config["vocab_size"], args.rounds)
+            file = _write(result | _facts(programs, found, args.rounds), args)
         else:
             in_turn = InTurn(programs, args.model, config["vocab_size"])
-            found = in_turn.measure(cases, args.rounds)
-            if in_turn.probes:
-                result["probe"] = {
-                    key: measure.summary(probe[key] for probe in in_turn.probes)
-                    for key in ("bytes_per_second", "flops")
-                }
-        result |= {"programs": {program.name: program.facts for program in programs}, "cases": found}
-    _save(result, args)
+            for number, found in enumerate(
+                in_turn.measure(cases, args.rounds), 1
+            ):  # a run that is stopped loses a round
+                if in_turn.probes:
+                    result["probe"] = {
+                        key: measure.summary(probe[key] for probe in in_turn.probes)
+                        for key in ("bytes_per_second", "flops")
+                    }
+                file = _write(result | _facts(programs, found, number), args)
+    print(file.with_suffix(".md").read_text("utf-8"))
+    print(f"written: {', '.join(str(path) for path in (file, *plots.draw(file)))}", file=sys.stderr)
 
 
-def _save(result: Answer, args: argparse.Namespace) -> None:
+def _facts(programs: Sequence[Program], found: list[Answer], rounds: int) -> Answer:
+    return {"rounds": rounds, "programs": {program.name: program.facts for program in programs}, "cases": found}
+
+
+def _write(result: Answer, args: argparse.Namespace) -> Path:
+    """Write the figures and their table; return the file of the figures."""
     first = next(iter(result["programs"].values()))
     folder = measure.folder(args.results, None if first["platform"] == "cpu" else first["device"])
     mesh = f"-mesh-{args.mesh[0]}x{args.mesh[1]}" if args.mesh else ""
     file = folder / f"{result['subcommand']}-{result['model']['name']}{mesh}{args.name and '-' + args.name}.json"
     file.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    text = table(result)
-    file.with_suffix(".md").write_text(text, "utf-8")
-    print(text)
-    print(f"written: {', '.join(str(path) for path in (file, *plots.draw(file)))}", file=sys.stderr)
+    file.with_suffix(".md").write_text(table(result), "utf-8")
+    return file
 
 
 def _model(path: Path, config: dict[str, Any]) -> Answer:
@@ -274,7 +281,7 @@ def _arguments(name: str, suite: Suite, words: Sequence[str] | None) -> argparse
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a Hugging Face checkpoint directory")
     add("--programs", type=spec, nargs="+", default=[spec("jaxgen")], metavar="NAME[:VARIANT][:DTYPE]",
-        help="jaxgen:{joined,int8}, transformers:{eager,static,compile}, llama.cpp:{bfloat16,q8_0,q4_0}, keras-hub; "
+        help="jaxgen:{fused,int8}, transformers:{eager,static,compile}, llama.cpp:{bfloat16,q8_0,q4_0}, keras-hub; "
         "the others are compared with the first")  # fmt: skip
     add("--environments", type=Path, metavar="DIR", help="what `python -m benchmarks environments DIR` made")
     add("--rounds", type=arguments.count, default=5, help="turns of each program")

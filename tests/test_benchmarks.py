@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import measure, plots, processors, program, suites, workarounds
+from benchmarks import accelerator, measure, plots, processors, program, suites, workarounds
 from benchmarks.__main__ import main
 from convert import load_hf
 from jaxgen.config.options import OPTIONS
@@ -157,6 +157,43 @@ def test_the_main_table_measures_three_contexts(model):
     read = {name: suites._arguments(name, suites.SUITES[name], [*rest, "--model", str(model)]) for name, *rest in calls}
     assert read["context"].prompt == (128, 1024, 4096)
     assert {one.kind for one in read["context"].programs} == {"jaxgen", "transformers", "llama.cpp"}
+
+
+def test_a_step_that_fails_or_runs_out_of_time_does_not_stop_the_others(tmp_path):
+    sleep = ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)")
+    planned = [
+        accelerator.Step("fails", ("no_such_module",), 1),
+        accelerator.Step("sleeps", sleep, 0.02),
+        accelerator.Step("passes", ("this",), 1),
+    ]
+    found = {outcome.name: outcome.status for outcome in accelerator.run(planned, 100, tmp_path)}
+    assert found == {"fails": "failed with status 1", "sleeps": "out of time after 1 s", "passes": "passed"}
+    assert "No module named" in (tmp_path / "1-fails.log").read_text()
+    assert "Beautiful is better than ugly" in (tmp_path / "3-passes.log").read_text()
+    assert [outcome.status for outcome in accelerator.run(planned[2:], 1, tmp_path)] == ["no time was left"]
+
+
+@pytest.mark.parametrize("size", accelerator.SIZES)
+@pytest.mark.parametrize("part", accelerator.PARTS)
+def test_the_steps_for_an_accelerator_are_subcommands(part, size, model, tmp_path):
+    planned = accelerator.steps(part, accelerator.SIZES[size], tmp_path, tmp_path, tmp_path)
+    made = {step.words[3] for step in planned if step.words[1] == "checkpoint"}
+    for step in planned:
+        module, name, *words = step.words
+        if module == "benchmarks" and name in suites.SUITES:
+            used = words[words.index("--model") + 1]
+            assert used in made, "its checkpoint is made before"
+            words[words.index("--model") + 1] = str(model)
+            assert suites._arguments(name, suites.SUITES[name], words).rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [1, 3])  # the others need torch
+def test_a_rehearsal_for_an_accelerator(part, tmp_path):
+    main(["accelerator", str(part), "--size", "tiny", "--results", str(tmp_path)])
+    report = (tmp_path / f"part-{part}" / "steps.md").read_text("utf-8")
+    assert "| passed |" in report
+    assert "failed" not in report
 
 
 @pytest.mark.slow

@@ -1,0 +1,231 @@
+"""Test and measure on an accelerator within little time: four commands, each of at most nine minutes.
+
+    python -m benchmarks accelerator 1 --results RESULTS
+
+It runs from the tree, installs nothing, and makes its checkpoints of random weights itself. A step that fails or runs
+out of time does not stop those after it, and keeps what it had measured. The exit status says whether all steps passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.program import ROOT
+
+SHAPES = Path(__file__).parent / "shapes"
+_STOPPING = 10  # seconds that a step has to end after it was told to
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A command of its own process.
+
+    Attributes:
+        name: its name in the report and in the files.
+        words: what follows `python -m`.
+        minutes: how long it may take at most.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    minutes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is measured: the shapes of the checkpoints by the names of the steps, and the numbers of tokens and rows."""
+
+    small: str
+    middle: str
+    large: str
+    prompt: int
+    long_prompt: int
+    new_tokens: int
+    rows: tuple[int, ...]
+    rounds: int
+
+
+SIZES = {
+    "full": Sizes("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", 128, 2048, 64, (8, 64, 256), 3),
+    "tiny": Sizes("tiny", "tiny", "tiny", 16, 64, 100, (2, 4, 8), 1),
+}
+PARTS = {
+    1: "tests, decoding of one row, profiles",
+    2: "beside transformers with torch.compile",
+    3: "many rows, 8-bit weights and caches, reserved slots",
+    4: "the middle size, beams, drafts, training",
+}
+_TESTS = ("tests/test_device.py", "tests/parity/test_parity.py")
+_CHOSEN = "device or test_greedy_tokens or test_logits"
+
+
+def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Path | None = None) -> list[Step]:
+    """Return the steps of a part, the most valuable first. `environments` has that of transformers, if not this one."""
+    count, lengths = ("--rounds", str(sizes.rounds)), ("--new-tokens", str(sizes.new_tokens))
+    others = () if environments is None else ("--environments", str(environments))
+
+    def checkpoint(shape: str, minutes: float) -> Step:
+        return Step(
+            f"checkpoint-{shape}", ("benchmarks", "checkpoint", str(SHAPES / shape), str(models / shape)), minutes
+        )
+
+    def suite(name: str, shape: str, minutes: float, *words: str, prompt: int | None = sizes.prompt) -> Step:
+        prompts = () if prompt is None else ("--prompt", str(prompt))
+        common = ("--model", str(models / shape), "--results", str(results), *count, *prompts, *others)
+        return Step(f"{name}-{shape}", ("benchmarks", name, *common, *words), minutes)
+
+    def profile(shape: str, mode: str, form: str) -> Step:
+        words = ("--model", str(models / shape), "--results", str(results), "--prompt", str(sizes.prompt))
+        return Step(
+            f"profile-{shape}-{mode}-{form}",
+            ("benchmarks", "profile", *words, *lengths, "--mode", mode, "--form", form),
+            1,
+        )
+
+    tests = ("pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "device or not slow")
+    ours, beside = ("--programs", "jaxgen", "jaxgen:fused"), ("--programs", "jaxgen:fused", "transformers:compile")
+    small, middle, large = sizes.small, sizes.middle, sizes.large
+    rows = ("--rows", *map(str, sizes.rows), *lengths)
+    if part == 1:
+        return [
+            checkpoint(small, 1),
+            suite("sampling", small, 2, *ours, *lengths, "--rows", "1"),
+            checkpoint(large, 2),
+            suite("sampling", large, 3, *ours, *lengths, "--rows", "1"),
+            Step("tests", (*tests, "-k", _CHOSEN, *_TESTS), 3),
+            profile(small, "greedy", "fused"),
+            profile(large, "greedy", "fused"),
+            profile(small, "qwen", "fused"),
+        ]
+    if part == 2:
+        return [
+            checkpoint(small, 1),
+            suite("decode", small, 3, *beside, *lengths),
+            checkpoint(large, 2),
+            suite("decode", large, 4, *beside, *lengths),
+            suite("prefill", large, 3, *beside, "--rows", "1", prompt=sizes.long_prompt),
+            suite("prefill", small, 3, *beside, "--rows", "1", prompt=sizes.long_prompt),
+        ]
+    if part == 3:
+        kinds = ("--programs", "jaxgen", "jaxgen:int8")
+        return [
+            checkpoint(small, 1),
+            suite("batch", small, 3, *kinds, *rows),
+            checkpoint(large, 2),
+            suite("batch", large, 3, *kinds, *rows),
+            suite("capacity", small, 2, *kinds, *lengths),
+            suite("capacity", large, 2, *kinds, *lengths),
+        ]
+    return [
+        checkpoint(middle, 1),
+        suite("decode", middle, 2, *ours, *lengths),
+        suite("modes", middle, 4, "--programs", "jaxgen"),
+        checkpoint(small, 1),
+        suite("train", small, 2, "--programs", "jaxgen", "transformers", prompt=None),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a step ended."""
+
+    name: str
+    status: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+
+def run(planned: list[Step], seconds: float, results: Path) -> Iterator[Outcome]:
+    """Run steps one after the other for at most so many seconds; yield how each ended. Its output is in a file."""
+    end = time.monotonic() + seconds
+    for number, step in enumerate(planned, 1):
+        begin = time.monotonic()
+        limit = min(60 * step.minutes, end - begin - _STOPPING)
+        status = "no time was left"
+        if limit > 0:
+            with (results / f"{number}-{step.name}.log").open("wb") as log:
+                status = _status(step, limit, log)
+        yield Outcome(step.name, status, time.monotonic() - begin)
+
+
+def _status(step: Step, limit: float, log) -> str:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *step.words],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # it is stopped with the programs that it started
+    )
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        return f"out of time after {limit:.0f} s"
+    return "passed" if status == 0 else f"failed with status {status}"
+
+
+def _stop(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOPPING)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main() -> None:
+    """Run the parts that were asked for, and write how each step ended."""
+    args = _arguments()
+    args.results.mkdir(parents=True, exist_ok=True)
+    passed = True
+    for part in args.parts:
+        with tempfile.TemporaryDirectory() as models:
+            planned = steps(part, SIZES[args.size], Path(models), args.results.resolve(), args.environments)
+            planned = list({step.name: step for step in planned}.values())  # of a tiny model, all sizes are one
+            lines = [f"# Part {part}: {PARTS[part]}", "", "| step | status | seconds |", "|---|---|---:|"]
+            logs = args.results / f"part-{part}"
+            logs.mkdir(exist_ok=True)
+            for outcome in run(planned, 60 * args.minutes, logs):
+                passed &= outcome.passed
+                lines.append(f"| {outcome.name} | {outcome.status} | {outcome.seconds:.0f} |")
+                print(lines[-1], flush=True)
+                (logs / "steps.md").write_text("\n".join(lines) + "\n", "utf-8")
+    if not passed:
+        sys.exit(1)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks accelerator",
+        usage="%(prog)s PART ... [options]",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="; ".join(f"{part}: {title}" for part, title in PARTS.items()),
+    )
+    parser.add_argument("parts", type=int, nargs="+", choices=PARTS, metavar="PART", help="1 to 4, see below")
+    parser.add_argument("--results", type=Path, required=True, help="a directory for logs and results")
+    parser.add_argument("--minutes", type=float, default=9, help="for each part, at most")
+    parser.add_argument("--environments", type=Path, metavar="DIR", help="has an environment for transformers")
+    parser.add_argument("--size", choices=SIZES, default="full", help="tiny: a rehearsal with a tiny model")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

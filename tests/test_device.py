@@ -1,0 +1,166 @@
+"""What only a device can tell: python -m pytest -m device -n 0 tests/test_device.py, without other flags for XLA.
+
+Without an accelerator, the tests run on one of the CPU's devices, against another.
+"""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.hlo import decode_step
+from benchmarks.profile import operations
+from jaxgen import CausalLM, GenerationConfig, Tokenizer, demo, fuse_projections, generate, load_hf, score, shard_params
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.modes import mode_of
+from jaxgen.request.driver import run_whole
+from jaxgen.request.prepare import CallInputs, prepare
+from tests.support.models import model_config, random_params
+from tests.test_meshes import CFG, IDS, MASK, MODES, PARAMS, mesh_of_shape
+
+pytestmark = pytest.mark.device
+DEVICE, CPU = jax.devices()[0], jax.devices("cpu")[-1]
+gpu = pytest.mark.skipif(DEVICE.platform != "gpu", reason="reads what only the profile of a GPU names")
+
+
+def on(device, tree):
+    return jax.device_put(tree, device)
+
+
+def both(function, *arguments):
+    """What a function returns on the device and on the CPU."""
+    results = []
+    for device in (DEVICE, CPU):
+        with jax.default_device(device):
+            results.append(function(*on(device, arguments)))
+            assert {found for leaf in jax.tree.leaves(results[-1]) for found in leaf.devices()} == {device}
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "plain") for name in MODES), ("greedy", "fused"), ("sampling", "fused")]
+)
+def test_every_mode_generates_the_cpus_tokens(name, form):
+    cfg = CFG.replace(**MODES[name])
+    key = jax.random.key(5) if cfg.do_sample else None
+
+    def run(params):
+        return generate(fuse_projections(params) if form == "fused" else params, IDS, key, cfg, attention_mask=MASK)
+
+    here, there = both(run, PARAMS)
+    assert here.sequences.tolist() == there.sequences.tolist()
+    assert here.stop_reasons.tolist() == there.stop_reasons.tolist()
+
+
+def texts():
+    tok = Tokenizer.from_pretrained(demo.PATH)
+    return tok.batch(
+        ["Once upon a time there was a fox", "The owl", "One day in autumn, Ivy saw that her key was missing."]
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_logits_are_the_cpus(dtype, tolerance):
+    params, cfg = load_hf(demo.PATH, dtype=dtype)
+    batch = texts()
+
+    def run(params):
+        return CausalLM(cfg.model).apply({"params": params}, batch.ids, attention_mask=batch.attention_mask).logits
+
+    here, there = (np.asarray(x, np.float32)[np.asarray(batch.attention_mask) == 1] for x in both(run, params))
+    np.testing.assert_allclose(here, there, rtol=0, atol=tolerance * np.abs(there).max())
+
+
+def test_a_trained_model_generates_and_scores_as_on_the_cpu():
+    params, cfg = load_hf(demo.PATH, dtype="float32")
+    cfg, batch = cfg.replace(do_sample=False, max_new_tokens=64), texts()
+
+    def run(params):
+        out = generate(params, batch.ids, None, cfg, attention_mask=batch.attention_mask)
+        return out.sequences, score(params, out.sequences, cfg).logprobs
+
+    here, there = both(run, params)
+    assert here[0].tolist() == there[0].tolist()
+    np.testing.assert_allclose(here[1], there[1], atol=1e-3)
+
+
+def test_8_bit_weights_give_the_cpus_logits():
+    params, cfg = load_hf(demo.PATH, dtype="float32", quantize="int8")
+    ids = texts().ids
+    here, there = both(lambda params: CausalLM(cfg.model).apply({"params": params}, ids).logits, params)
+    np.testing.assert_allclose(here, there, rtol=0, atol=2e-3 * np.abs(there).max())
+
+
+# A model whose arrays are large enough to be told from others.
+LARGE = model_config(
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=8192, torch_dtype="bfloat16",
+)  # fmt: skip
+
+
+def test_a_step_copies_no_cache():
+    cfg = GenerationConfig(model=LARGE, max_new_tokens=4000, eos_token_id=None, pad_token_id=0)
+    params, ids = on(DEVICE, random_params(LARGE)), np.ones((2, 8), np.int32)
+    prepared = prepare(params, cfg, CallInputs(ids, None, attention_mask=np.ones_like(ids)), Extensions(), eager=True)
+    compiled = run_whole.trace(prepared.run, prepared.request, mode=mode_of(cfg)).lower().compile()
+    part = 2 * 2 * 4000 * LARGE.head_dim  # elements of the keys of a layer
+    copied = [one for one in decode_step(compiled.as_text()) if "copy" in one.kind and one.nbytes >= part]
+    assert copied == []
+
+
+@gpu
+def test_a_step_tells_the_host_no_more_than_whether_to_go_on():
+    params, ids = on(DEVICE, random_params(LARGE)), np.ones((1, 8), np.int32)
+    cfg = GenerationConfig(model=LARGE, eos_token_id=None, pad_token_id=0)
+
+    def run(new_tokens):
+        out = generate(params, ids, None, cfg.replace(max_new_tokens=new_tokens), attention_mask=np.ones_like(ids))
+        jax.block_until_ready(out.sequences)
+
+    for new_tokens in (8, 64):
+        run(new_tokens)
+    found = operations(run, 8, 64)
+    assert sum(one.times for one in found) > 5 * LARGE.num_hidden_layers, "the profile is empty"
+    assert sum(one.times for one in found if one.to_host) <= 1
+
+
+PEAK = """
+import jax, numpy as np
+from jaxgen import GenerationConfig, generate
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.request.memory import call_bytes
+from jaxgen.request.prepare import CallInputs, prepare
+from tests.support.models import random_params
+from tests.test_device import LARGE
+
+params = jax.device_put(random_params(LARGE), jax.devices()[0])
+jax.block_until_ready(params)
+ids = np.ones((64, 128), np.int32)
+cfg = GenerationConfig(model=LARGE, max_new_tokens=1900, eos_token_id=None, pad_token_id=0)
+before = jax.devices()[0].memory_stats()["bytes_in_use"]
+out = generate(params, ids, None, cfg, attention_mask=np.ones_like(ids))
+jax.block_until_ready(out)
+peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"] - before
+inputs = CallInputs(ids, None, attention_mask=np.ones_like(ids))
+print(peak, call_bytes(prepare(params, cfg, inputs, Extensions(), eager=True)))
+"""
+
+
+@pytest.mark.skipif(not DEVICE.memory_stats(), reason="this device does not count its memory")
+def test_a_call_takes_the_memory_that_was_estimated():
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    peak, estimate = map(int, done.stdout.split())
+    assert 0.7 * estimate < peak < 1.3 * estimate
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="there is one device")
+@pytest.mark.parametrize("name", ["greedy", "sampling", "beams"])
+def test_a_mesh_generates_the_same_tokens(name):
+    parts = 4 if jax.device_count() >= 4 else 2
+    cfg = CFG.replace(**MODES[name])
+    key = jax.random.key(5) if cfg.do_sample else None
+    divided = shard_params(PARAMS, CFG.model, mesh_of_shape((1, parts)))
+    out, alone = (generate(params, IDS, key, cfg, attention_mask=MASK) for params in (divided, PARAMS))
+    assert out.sequences.tolist() == alone.sequences.tolist()
