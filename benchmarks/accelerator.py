@@ -1,9 +1,10 @@
-"""Test and measure on an accelerator within little time: four commands, each of at most nine minutes.
+"""Test and measure on an accelerator in a short time: four commands, each of at most nine minutes.
 
     python -m benchmarks accelerator 1 --results RESULTS
 
-It runs from the tree, installs nothing, and makes its checkpoints of random weights itself. A step that fails or runs
-out of time does not stop those after it, and keeps what it had measured. The exit status says whether all steps passed.
+It runs from the tree, installs nothing, and makes its checkpoints of random weights itself. If a step fails or runs out
+of time, the following steps still run, and the rounds that it had finished are kept. The exit status is 0 if all steps
+passed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured: the shapes of the checkpoints by the names of the steps, and the numbers of tokens and rows."""
+    """Shapes of the checkpoints, numbers of tokens and rows, and rounds of a measurement."""
 
     small: str
     middle: str
@@ -70,7 +71,7 @@ _CHOSEN = "device or test_greedy_tokens or test_logits"
 
 
 def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Path | None = None) -> list[Step]:
-    """Return the steps of a part, the most valuable first. `environments` has that of transformers, if not this one."""
+    """Return the steps of a part, the most valuable first. `environments` contains transformers' own, if any."""
     count, lengths = ("--rounds", str(sizes.rounds)), ("--new-tokens", str(sizes.new_tokens))
     others = () if environments is None else ("--environments", str(environments))
 
@@ -137,7 +138,7 @@ def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Pa
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a step ended."""
+    """Outcome of a step: "passed", or what went wrong."""
 
     name: str
     status: str
@@ -222,7 +223,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("parts", type=int, nargs="+", choices=PARTS, metavar="PART", help="1 to 4, see below")
     parser.add_argument("--results", type=Path, required=True, help="a directory for logs and results")
     parser.add_argument("--minutes", type=float, default=9, help="for each part, at most")
-    parser.add_argument("--environments", type=Path, metavar="DIR", help="has an environment for transformers")
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        metavar="DIR",
+        help="contains the environment of transformers, if it is not this one",
+    )
     parser.add_argument("--size", choices=SIZES, default="full", help="tiny: a rehearsal with a tiny model")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most: bytes/s of its memory, and FLOP/s of a large product."""
+"""Limits of this machine: bytes/s of its memory, and FLOP/s of a large product."""
 
 from __future__ import annotations
 

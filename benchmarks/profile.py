@@ -1,9 +1,9 @@
-"""Profile decode steps: the operations that take most of a step, transfers to the host, and the step beside its model.
+"""Profile decode steps: the slowest operations of a step, copies to the host, and the modelled step.
 
     python -m benchmarks profile --model DIR --mode qwen --form fused
 
-Two runs of different length are profiled; their difference is the steps alone. The model of a step is its bytes at the
-bandwidth that was measured here: all weights, and the cache.
+Two runs of different length are profiled; their difference is decoding alone. A modelled step takes as long as reading
+all weights and the cache at the bandwidth measured here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RUNS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What a device did in a step, by name: how often, on average, and for how long."""
+    """Operation of a decode step: how often it runs in a step, on average, and its seconds in all."""
 
     name: str
     times: float

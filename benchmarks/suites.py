@@ -69,7 +69,8 @@ SUITES = {
     "capacity": Suite(
         "Caches that are larger than the text",
         "step decode_tokens_per_second cost step_ratio others",
-        choices={f"{slots} tokens": Choice({"capacity": slots}, "256 tokens") for slots in (256, 4096, 32768)},
+        choices={f"{slots} tokens": Choice({"capacity": slots}, "256 tokens") for slots in (256, 4096, 32768)}
+        | {"32768 tokens in 8 bits": Choice({"capacity": 32768, "cache_dtype": "int8"}, "256 tokens")},
     ),
     "sampling": Suite(
         "What sampling costs",
@@ -169,9 +170,8 @@ def main(name: str, words: Sequence[str] | None = None) -> None:
             file = _write(result | _facts(programs, found, args.rounds), args)
         else:
             in_turn = InTurn(programs, args.model, config["vocab_size"])
-            for number, found in enumerate(
-                in_turn.measure(cases, args.rounds), 1
-            ):  # a run that is stopped loses a round
+            # Written after each round, so that a run that is stopped loses one at most.
+            for number, found in enumerate(in_turn.measure(cases, args.rounds), 1):
                 if in_turn.probes:
                     result["probe"] = {
                         key: measure.summary(probe[key] for probe in in_turn.probes)

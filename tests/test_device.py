@@ -1,4 +1,4 @@
-"""What only a device can tell: python -m pytest -m device -n 0 tests/test_device.py, without other flags for XLA.
+"""Tests for accelerators: XLA_FLAGS= python -m pytest -m device -n 0 tests/test_device.py
 
 Without an accelerator, the tests run on one of the CPU's devices, against another.
 """
@@ -30,7 +30,7 @@ def on(device, tree):
 
 
 def both(function, *arguments):
-    """What a function returns on the device and on the CPU."""
+    """Return the results of a function on the device and on the CPU."""
     results = []
     for device in (DEVICE, CPU):
         with jax.default_device(device):
@@ -111,7 +111,7 @@ def test_a_step_copies_no_cache():
 
 
 @gpu
-def test_a_step_tells_the_host_no_more_than_whether_to_go_on():
+def test_a_step_copies_only_the_loops_condition_to_the_host():
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((1, 8), np.int32)
     cfg = GenerationConfig(model=LARGE, eos_token_id=None, pad_token_id=0)
 

@@ -20,8 +20,8 @@ _SOME_ROWS = 32
 # result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
-# On a GPU, XLA splits sums of more numbers than that.
-_LONGEST_SUM = 8192
+# By the H100's compiler, sums of so many numbers are one kernel; those of 18,944, the width of a 7B model, are two.
+_LONGEST_SUM = 9472
 
 
 def linear(
@@ -70,7 +70,7 @@ def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Ar
     jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
     on_cpu = _cpu_product(rows.shape[0], weight, divided)
-    on_gpu = _row_sums if rows.shape[0] == 1 else _plain
+    on_gpu = functools.partial(_row_sums, in_parts=divided is False) if rows.shape[0] == 1 else _plain
     if on_cpu is _plain and on_gpu is _plain:
         return _plain(rows, weight)
     return lax.platform_dependent(rows, weight, cpu=on_cpu, cuda=on_gpu, default=_plain)
@@ -135,17 +135,18 @@ def _two_rows(row: jax.Array, weight: jax.Array) -> jax.Array:
     return _plain(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
 
 
-def _row_sums(row: jax.Array, weight: jax.Array) -> jax.Array:
+def _row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
     """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler fuses with what comes before and after.
 
     Of a product with a large weight it makes a kernel of partial sums and one that adds them up. It does the same with
-    sums of more than `_LONGEST_SUM` products; parts of equal length are one kernel.
+    long sums, unless they are `in_parts`: parts of equal length are one kernel. A weight that may be divided over a
+    mesh is left in one part, because its columns may be on several devices.
     """
     columns = weight.shape[1]
-    parts = next(count for count in range(-(-columns // _LONGEST_SUM), columns + 1) if columns % count == 0)
+    parts = -(-columns // _LONGEST_SUM) if in_parts else 1
+    parts = next((count for count in range(parts, 4 * parts) if columns % count == 0), parts)
     weights = weight.astype(jnp.float32) * row.astype(jnp.float32)
-    sums = [jnp.sum(part, axis=1) for part in jnp.split(weights, parts, axis=1)]
-    return functools.reduce(jnp.add, sums)[None]
+    return functools.reduce(jnp.add, [jnp.sum(part, axis=1) for part in jnp.array_split(weights, parts, axis=1)])[None]
 
 
 def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:

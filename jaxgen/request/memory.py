@@ -124,7 +124,7 @@ def check_call_memory(prepared: Prepared) -> None:
 
 
 def call_bytes(prepared: Prepared) -> int:
-    """Estimate the bytes that a call of `generate` takes besides the weights, on all devices together."""
+    """Estimate the bytes that a call of `generate` needs in addition to the weights, on all devices together."""
     return _quantities(prepared).needed()
 
 

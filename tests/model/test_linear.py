@@ -30,16 +30,18 @@ def test_product(shape, divided, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [8, 24, 25])
-def test_sums_of_one_row_are_its_product(columns, dtype, monkeypatch):
-    """As on a GPU: in one piece, in three, and in five, 25 being no multiple of four."""
+@pytest.mark.parametrize(
+    ("columns", "in_parts", "parts"), [(8, True, 1), (24, True, 3), (25, True, 5), (23, True, 3), (24, False, 1)]
+)
+def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkeypatch):
+    """As on a GPU. Parts are equal if a number of them near the smallest divides the columns: 5 for 25, none for 23."""
     monkeypatch.setattr(linear_module, "_LONGEST_SUM", 8)
     rng = np.random.default_rng(2)
     row, weight = (jnp.asarray(rng.normal(size=s), dtype) for s in ((1, columns), (40, columns)))
-    pieces = str(jax.make_jaxpr(linear_module._row_sums)(row, weight)).count("reduce_sum")
-    assert pieces == {8: 1, 24: 3, 25: 5}[columns]
+    sums = functools.partial(linear_module._row_sums, in_parts=in_parts)
+    assert str(jax.make_jaxpr(sums)(row, weight)).count("reduce_sum") == parts
     expected = np.asarray(row, np.float64) @ np.asarray(weight, np.float64).T
-    np.testing.assert_allclose(linear_module._row_sums(row, weight), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(sums(row, weight), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("divided", DIVIDED)
