@@ -93,7 +93,7 @@ def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Pa
             1,
         )
 
-    tests = ("pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "device or not slow")
+    tests = ("pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "device or not slow")
     ours, beside = ("--programs", "jaxgen", "jaxgen:fused"), ("--programs", "jaxgen:fused", "transformers:compile")
     small, middle, large = sizes.small, sizes.middle, sizes.large
     rows = ("--rows", *map(str, sizes.rows), *lengths)
@@ -103,7 +103,7 @@ def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Pa
             suite("sampling", small, 2, *ours, *lengths, "--rows", "1"),
             checkpoint(large, 2),
             suite("sampling", large, 3, *ours, *lengths, "--rows", "1"),
-            Step("tests", (*tests, "-k", _CHOSEN, *_TESTS), 3),
+            Step("tests", (*tests, "-k", _CHOSEN, *_TESTS), 4),
             profile(small, "greedy", "fused"),
             profile(large, "greedy", "fused"),
             profile(small, "qwen", "fused"),

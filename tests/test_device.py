@@ -1,8 +1,10 @@
-"""Tests for accelerators: XLA_FLAGS= python -m pytest -m device -n 0 tests/test_device.py
+"""Tests for accelerators: XLA_FLAGS= python -m pytest -o addopts= -m device tests/test_device.py
 
 Without an accelerator, the tests run on one of the CPU's devices, against another.
 """
 
+import concurrent.futures
+import os
 import subprocess
 import sys
 
@@ -39,17 +41,26 @@ def both(function, *arguments):
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "form"), [*((name, "plain") for name in MODES), ("greedy", "fused"), ("sampling", "fused")]
-)
-def test_every_mode_generates_the_cpus_tokens(name, form):
-    cfg = CFG.replace(**MODES[name])
-    key = jax.random.key(5) if cfg.do_sample else None
+MODES_AND_FORMS = [*((name, "plain") for name in MODES), ("greedy", "fused"), ("sampling", "fused")]
 
-    def run(params):
-        return generate(fuse_projections(params) if form == "fused" else params, IDS, key, cfg, attention_mask=MASK)
 
-    here, there = both(run, PARAMS)
+@pytest.fixture(scope="module")
+def outputs():
+    """What every mode generates here and on the CPU, as futures: their programs are compiled at the same time."""
+
+    def run(name, form):
+        cfg = CFG.replace(**MODES[name])
+        key = jax.random.key(5) if cfg.do_sample else None
+        params = fuse_projections(PARAMS) if form == "fused" else PARAMS
+        return both(lambda params: generate(params, IDS, key, cfg, attention_mask=MASK), params)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {case: pool.submit(run, *case) for case in MODES_AND_FORMS}
+
+
+@pytest.mark.parametrize(("name", "form"), MODES_AND_FORMS)
+def test_every_mode_generates_the_cpus_tokens(outputs, name, form):
+    here, there = outputs[name, form].result()
     assert here.sequences.tolist() == there.sequences.tolist()
     assert here.stop_reasons.tolist() == there.stop_reasons.tolist()
 

@@ -32,8 +32,10 @@ _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 512, 256  # within one row and kv head
 # Queries that share the keys up to the last one of them.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
-# Keys of at most so many bytes are read from a GPU's cache when they are read again.
+# Keys or values of at most so many bytes are read from a GPU's cache when they are read again.
 _CACHED_BYTES = 8 << 20
+# Up to so many slots, the softmax of a query's scores and the sum of the values are one kernel of XLA's GPU compiler.
+_ONE_KERNEL_SLOTS = 1024
 
 _LOWEST = jnp.finfo(jnp.float32).min
 
@@ -277,16 +279,22 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
     if isinstance(keys, Int8Slots):
         return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
     products = functools.partial(_product, equation="bkqh,bksh->bkqs")
-    if q.shape[2] == 1 and q.shape[0] == keys.shape[0] and keys.size * keys.dtype.itemsize <= _CACHED_BYTES:
-        return lax.platform_dependent(q, keys, cuda=_one_query, default=products)
+    if _is_read_by_one_query(keys, q.shape[0], q.shape[2]):
+        return lax.platform_dependent(q, keys, cuda=_scores_as_sums, default=products)
     return products(q, keys)
 
 
-def _one_query(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """Multiply one query per row and head, `q [B, A, 1, H]`, with `keys [B, K, S, H]`, as sums of products.
+def _is_read_by_one_query(part: jax.Array, rows: int, steps: int) -> bool:
+    """Return True if, on a GPU, the queries' products with keys or values `[n, K, S, H]` are faster as sums.
 
-    XLA's GPU compiler fuses these with the queries' rotation. The heads of a group read their keys one by one.
+    XLA's GPU compiler fuses sums of products with what comes before and after. The heads of a group read their kv head
+    one by one.
     """
+    return steps == 1 and rows == part.shape[0] and part.size * part.dtype.itemsize <= _CACHED_BYTES
+
+
+def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """Multiply one query per row and head, `q [B, A, 1, H]`, with `keys [B, K, S, H]`: float32[B, K, G, 1, S]."""
     batch, heads, _, size = q.shape
     kv_heads = keys.shape[1]
     q = q.astype(keys.dtype).reshape(batch, kv_heads, heads // kv_heads, 1, 1, size)
@@ -298,7 +306,17 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
     if isinstance(values, Int8Slots):
         scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
         return _weighted(weights * scales, values.values)
-    return _product(weights, values, "bkqs,bksh->bkqh")
+    products = functools.partial(_product, equation="bkqs,bksh->bkqh")
+    batch, _, _, steps, slots = weights.shape
+    if slots <= _ONE_KERNEL_SLOTS and _is_read_by_one_query(values, batch, steps):
+        return lax.platform_dependent(weights, values, cuda=_weighted_as_sums, default=products)
+    return products(weights, values)
+
+
+def _weighted_as_sums(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Sum `values [B, K, S, H]` with the weights of one query, `[B, K, G, 1, S]`: float32[B, K, G, 1, H]."""
+    weights = weights.astype(values.dtype).astype(jnp.float32)[..., None]
+    return jnp.sum(weights * values[:, :, None, None].astype(jnp.float32), axis=-2)
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:

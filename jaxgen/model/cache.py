@@ -37,7 +37,7 @@ EMPTY = jnp.iinfo(jnp.int32).max
 class KVCache:
     """Keys and values of the tokens so far, one `[B, K, S, H]` pair per layer.
 
-    16-bit keys and values are stored bit for bit as uint16, which a compiled loop carries without copying (XLA's CPU
+    16-bit keys and values are stored bit for bit as int16, which a compiled loop carries without copying (XLA's CPU
     compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
 
     Attributes:

@@ -145,10 +145,28 @@ def test_gradients_of_blocks_are_those_of_all_scores_at_once(small_blocks, case)
 def test_sums_of_one_query_are_its_products(dtype):
     """As on a GPU."""
     rng = np.random.default_rng(0)
-    shapes = (ROWS, HEADS, 1, SIZE), (ROWS, KV_HEADS, 9, SIZE)
-    q, keys = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-    products = module._product(q, keys, "bkqh,bksh->bkqs")
-    np.testing.assert_allclose(module._one_query(q, keys), products, atol=1e-5)
+    shapes = (ROWS, HEADS, 1, SIZE), (ROWS, KV_HEADS, 9, SIZE), (ROWS, KV_HEADS, 9, SIZE)
+    q, keys, values = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    scores = module._product(q, keys, "bkqh,bksh->bkqs")
+    np.testing.assert_allclose(module._scores_as_sums(q, keys), scores, atol=1e-5)
+    weights = jax.nn.softmax(scores, axis=-1)
+    products = module._product(weights, values, "bkqs,bksh->bkqh")
+    np.testing.assert_allclose(module._weighted_as_sums(weights, values), products, atol=1e-5)
+
+
+@pytest.mark.parametrize(("steps", "slots", "products"), [(1, 1024, 0), (1, 1025, 1), (2, 9, 2)])
+def test_products_of_queries_on_a_gpu(steps, slots, products):
+    """Of one query they are sums, those with values only of so many slots; of several they are matrix products."""
+    shapes = (ROWS, HEADS, steps, SIZE), (ROWS, KV_HEADS, slots, SIZE), (ROWS, KV_HEADS, slots, SIZE)
+    q, keys, values = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    order = jax.ShapeDtypeStruct((ROWS, steps), jnp.int32)
+    orders = jax.ShapeDtypeStruct((ROWS, slots), jnp.int32)
+
+    def attend(q, keys, values, queries, orders):
+        return attention(q, (Part(keys, values, "bfloat16"),), Visibility(queries, (orders,)))[0]
+
+    lowered = jax.jit(attend).trace(q, keys, values, order, orders).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("dot_general") == products
 
 
 @pytest.mark.slow
