@@ -4,7 +4,7 @@
 
 It runs from the tree, installs nothing, and makes its checkpoints of random weights itself. If a step fails or runs out
 of time, the following steps still run, and the rounds that it had finished are kept. The exit status is 0 if all steps
-passed.
+passed. The steps of a part share a cache of compiled programs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from benchmarks.program import ROOT
 
 SHAPES = Path(__file__).parent / "shapes"
-_STOPPING = 10  # seconds that a step has to end after it was told to
+_STOPPING = 5  # seconds that a step has to end after each signal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,35 +86,48 @@ def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Pa
         common = ("--model", str(models / shape), "--results", str(results), *count, *prompts, *others)
         return Step(f"{name}-{shape}", ("benchmarks", name, *common, *words), minutes)
 
-    def profile(shape: str, mode: str, form: str) -> Step:
+    def profile(shape: str, mode: str, form: str, minutes: float = 1) -> Step:
         words = ("--model", str(models / shape), "--results", str(results), "--prompt", str(sizes.prompt))
         return Step(
             f"profile-{shape}-{mode}-{form}",
             ("benchmarks", "profile", *words, *lengths, "--mode", mode, "--form", form),
-            1,
+            minutes,
         )
 
-    tests = ("pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "device or not slow")
+    tests = (
+        "pytest",
+        "-o",
+        "addopts=",
+        "-v",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        "-m",
+        "device or not slow",
+    )
     ours, beside = ("--programs", "jaxgen", "jaxgen:fused"), ("--programs", "jaxgen:fused", "transformers:compile")
     small, middle, large = sizes.small, sizes.middle, sizes.large
     rows = ("--rows", *map(str, sizes.rows), *lengths)
+    greedy_and_qwen = ("--only", "penalty", "--rows", "1", *lengths)
     if part == 1:
         return [
             checkpoint(small, 1),
-            suite("sampling", small, 2, *ours, *lengths, "--rows", "1"),
+            suite("sampling", small, 2, *ours, *greedy_and_qwen),
             checkpoint(large, 2),
-            suite("sampling", large, 3, *ours, *lengths, "--rows", "1"),
-            Step("tests", (*tests, "-k", _CHOSEN, *_TESTS), 4),
+            suite("sampling", large, 3, *ours, *greedy_and_qwen),
             profile(small, "greedy", "fused"),
-            profile(large, "greedy", "fused"),
+            profile(large, "greedy", "fused", 2),
+            Step("tests", (*tests, "-k", _CHOSEN, *_TESTS), 4),
             profile(small, "qwen", "fused"),
         ]
     if part == 2:
         return [
             checkpoint(small, 1),
-            suite("decode", small, 3, *beside, *lengths),
+            suite("sampling", small, 3, *beside, *greedy_and_qwen),
             checkpoint(large, 2),
-            suite("decode", large, 4, *beside, *lengths),
+            suite("sampling", large, 4, *beside, *greedy_and_qwen),
             suite("prefill", large, 3, *beside, "--rows", "1", prompt=sizes.long_prompt),
             suite("prefill", small, 3, *beside, "--rows", "1", prompt=sizes.long_prompt),
         ]
@@ -124,8 +138,8 @@ def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Pa
             suite("batch", small, 3, *kinds, *rows),
             checkpoint(large, 2),
             suite("batch", large, 3, *kinds, *rows),
-            suite("capacity", small, 2, *kinds, *lengths),
-            suite("capacity", large, 2, *kinds, *lengths),
+            suite("capacity", small, 2, *kinds, *lengths, "--only", "32768"),
+            suite("capacity", large, 3, *kinds, *lengths, "--only", "32768"),
         ]
     return [
         checkpoint(middle, 1),
@@ -149,22 +163,30 @@ class Outcome:
         return self.status == "passed"
 
 
-def run(planned: list[Step], seconds: float, results: Path) -> Iterator[Outcome]:
-    """Run steps one after the other for at most so many seconds; yield how each ended. Its output is in a file."""
+def run(planned: list[Step], seconds: float, results: Path, programs: Path) -> Iterator[Outcome]:
+    """Run steps one after the other, for at most `seconds` together; yield how each ended.
+
+    The output of each is a file in `results`; compiled programs are in `programs`.
+    """
     end = time.monotonic() + seconds
     for number, step in enumerate(planned, 1):
         begin = time.monotonic()
-        limit = min(60 * step.minutes, end - begin - _STOPPING)
+        limit = min(60 * step.minutes, end - begin - 3 * _STOPPING)
         status = "no time was left"
         if limit > 0:
             with (results / f"{number}-{step.name}.log").open("wb") as log:
-                status = _status(step, limit, log)
+                status = _status(step, limit, log, programs)
         yield Outcome(step.name, status, time.monotonic() - begin)
 
 
-def _status(step: Step, limit: float, log) -> str:
+def _status(step: Step, limit: float, log: BinaryIO, programs: Path) -> str:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a step's processes share the device
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", *step.words],
         cwd=ROOT,
@@ -177,25 +199,27 @@ def _status(step: Step, limit: float, log) -> str:
     try:
         status = process.wait(limit)
     except subprocess.TimeoutExpired:
-        _stop(process)
         return f"out of time after {limit:.0f} s"
+    finally:
+        if process.poll() is None:
+            _stop(process)
     return "passed" if status == 0 else f"failed with status {status}"
 
 
 def _stop(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STOPPING)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """Stop a step and the programs that it started; after an interrupt, pytest still prints its failures."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOPPING)
 
 
 def main() -> None:
     """Run the parts that were asked for, and write how each step ended."""
     args = _arguments()
     args.results.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     passed = True
     for part in args.parts:
         with tempfile.TemporaryDirectory() as models:
@@ -204,7 +228,7 @@ def main() -> None:
             lines = [f"# Part {part}: {PARTS[part]}", "", "| step | status | seconds |", "|---|---|---:|"]
             logs = args.results / f"part-{part}"
             logs.mkdir(exist_ok=True)
-            for outcome in run(planned, 60 * args.minutes, logs):
+            for outcome in run(planned, 60 * args.minutes, logs, Path(models) / "programs"):
                 passed &= outcome.passed
                 lines.append(f"| {outcome.name} | {outcome.status} | {outcome.seconds:.0f} |")
                 print(lines[-1], flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.program import Program
+from benchmarks.program import Failed, Program
 
 RESULTS = Path(__file__).parent / "results"
 PAUSE = 0.5  # seconds before a turn, for the threads of the other programs to fall asleep
@@ -61,15 +61,16 @@ class InTurn:
         self.programs, self.model, self.vocabulary = programs, model, vocabulary
         self.warm: dict[Program, dict[str, Answer]] = {program: {} for program in programs}
         self.turns: dict[tuple[str, str], list[Answer]] = {}
-        self.refused: dict[tuple[str, str], str] = {}
+        self.missing: dict[tuple[str, str], dict[str, str]] = {}  # why there are no turns: refused or failed
         self.probes: list[dict[str, float]] = []
         programs[0].start(model)
         self.exclusive = programs[0].facts["platform"] == "tpu" and len(programs) > 1
 
     def measure(self, cases: Sequence[Case], rounds: int) -> Iterator[list[Answer]]:
-        """Measure each case with each program, `rounds` times; yield what was found for each case so far.
+        """Measure each case with each program, `rounds` times; after each turn, yield what was found so far.
 
-        Each round begins with another program, because the first one after the probe is often disturbed.
+        A program that fails in a case is not measured in it again. Each round begins with another program, because the
+        first one after the probe is often disturbed.
         """
         for turn in range(rounds):
             first = turn % len(self.programs)
@@ -80,23 +81,27 @@ class InTurn:
             self._probe()
             for case, program in order:
                 place = (case.label, program.name)
-                if place in self.refused:
+                if place in self.missing:
                     continue
-                self._wake(program)
-                reason = self._warm_up(program, case)
-                if reason:
-                    self.refused[place] = reason
-                else:
-                    self.turns.setdefault(place, []).append(self._turn(program, case))
-            found = [self._found(case) for case in cases]
-            _compare(found, [program.name for program in self.programs])
-            yield found
+                try:
+                    self._wake(program)
+                    if reason := self._warm_up(program, case):
+                        self.missing[place] = {"refused": reason}
+                    else:
+                        self.turns.setdefault(place, []).append(self._turn(program, case))
+                except Failed as error:
+                    self.missing[place] = {"failed": str(error)}
+                    self.turns.pop(place, None)
+                found = [self._found(case) for case in cases]
+                _compare(found, [program.name for program in self.programs])
+                yield found
 
     def _wake(self, program: Program) -> None:
         for other in self.programs:
             if self.exclusive and other is not program and other.process is not None:
                 other.stop()
-                self.warm[other] = {}
+        if program.process is None:
+            self.warm[program] = {}
         program.start(self.model)
 
     def _probe(self) -> None:
@@ -120,12 +125,10 @@ class InTurn:
             if "refused" in answer:
                 return answer["refused"]
             if (shape := np.shape(answer["tokens"])) != (case.rows, length):
-                raise SystemExit(f"{program.name}, {case.label}: {case.rows} x {length} new tokens became {shape}")
+                raise Failed(f"{case.rows} x {length} new tokens became {shape}")
         slots = {name: answer["slots"] for name, answer in answers.items() if name != "first" and "slots" in answer}
         if len(set(slots.values())) > 1:
-            raise SystemExit(
-                f"{case.label}: the runs have caches of {slots} slots: choose --short nearer to --new-tokens"
-            )
+            raise Failed(f"the runs have caches of {slots} slots: choose --short nearer to --new-tokens")
         self.warm[program][case.label] = next(iter(answers.values()))
         return None
 
@@ -139,14 +142,12 @@ class InTurn:
             elapsed = time.perf_counter() - start
             others = (_busy_seconds() - busy - program.cpu_seconds() + own) / elapsed
             if compiled := sum(answer["compilations"] for answer in answers.values()):
-                raise SystemExit(f"{program.name}, {case.label}: {compiled} compilations while measuring")
+                raise Failed(f"{compiled} compilations while measuring")
             turn = {name: answer["seconds"] for name, answer in answers.items()}
             turn["process_peak_bytes"] = max(answer["peak_bytes"] for answer in answers.values())
             if not case.short or turn["long"] > turn["short"]:
                 return self._figures(program, case, turn) | {"others": max(0.0, others)}
-        raise SystemExit(
-            f"{program.name}, {case.label}: a long run takes no longer than a short one: raise --new-tokens"
-        )
+        raise Failed("a long run takes no longer than a short one: raise --new-tokens")
 
     def _figures(self, program: Program, case: Case, turn: Answer) -> Answer:
         if "training_step" in turn:
@@ -161,14 +162,15 @@ class InTurn:
         return turn
 
     def _found(self, case: Case) -> Answer:
-        """Return the turns of a case and their medians, by program."""
+        """Return the turns of a case and their medians, by program; of programs that had their turn."""
         programs = {}
         for program in self.programs:
             place = (case.label, program.name)
-            if place in self.refused:
-                programs[program.name] = {"refused": self.refused[place]}
+            if place in self.missing:
+                programs[program.name] = self.missing[place]
+            turns = self.turns.get(place)
+            if not turns:
                 continue
-            turns = self.turns[place]
             figures = {name: summary(turn[name] for turn in turns) for name in turns[0]}
             programs[program.name] = {"turns": turns, "figures": figures}
             warm = self.warm[program].get(case.label, {})
@@ -186,8 +188,8 @@ def _compare(cases: list[Answer], names: list[str]) -> None:
     by_label = {case["label"]: case["programs"] for case in cases}
     for case in cases:
         for name in names:
-            own = case["programs"][name]
-            first, other = case["programs"][names[0]], by_label.get(case["against"], {}).get(name, {})
+            own, first = case["programs"].get(name, {}), case["programs"].get(names[0], {})
+            other = by_label.get(case["against"], {}).get(name, {})
             for time_of in ("first", "step", "training_step"):
                 if name != names[0] and "turns" in own and "turns" in first and time_of in own["figures"]:
                     own["figures"][f"{time_of}_ratio"] = summary(_ratios(own, first, time_of))
@@ -196,7 +198,8 @@ def _compare(cases: list[Answer], names: list[str]) -> None:
 
 
 def _ratios(own: Answer, other: Answer, name: str) -> list[float]:
-    return [mine[name] / theirs[name] for mine, theirs in zip(own["turns"], other["turns"], strict=True)]
+    # The last turn of one of them may be still to come.
+    return [mine[name] / theirs[name] for mine, theirs in zip(own["turns"], other["turns"], strict=False)]
 
 
 def in_new_processes(

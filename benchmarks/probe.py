@@ -12,26 +12,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_MOST_ON_DEVICE = 4 << 30  # bytes
+
 
 def probe(nbytes: int) -> dict[str, float]:
-    """Return the bytes/s of reading `nbytes` of memory once, and the FLOP/s of a large product in bfloat16."""
+    """Return the bytes/s of reading `nbytes` of memory, on a device at most 4 GB, and the FLOP/s of a bfloat16 product.
+
+    A device is given several at once, because sending one takes a while.
+    """
     cpu = jax.default_backend() == "cpu"
+    if not cpu:
+        nbytes = min(nbytes, _MOST_ON_DEVICE)
     reader = _read_with_threads(nbytes) if cpu else _read_on_device(nbytes)
     size = 2048 if cpu else 8192
     square = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)  # products of zeros take less time
     product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32))
+    at_once = 1 if cpu else 20
     return {
-        "bytes_per_second": nbytes / _median_seconds(reader),
-        "flops": 2 * size**3 / _median_seconds(lambda: product(square).block_until_ready()),
+        "bytes_per_second": nbytes / _median_seconds(reader, at_once),
+        "flops": 2 * size**3 / _median_seconds(lambda: product(square), at_once),
     }
 
 
-def _median_seconds(work: Callable[[], object]) -> float:
+def _median_seconds(work: Callable[[], object], times: int) -> float:
     seconds = []
     for _ in range(6):
         start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
+        jax.block_until_ready([work() for _ in range(times)])
+        seconds.append((time.perf_counter() - start) / times)
     return statistics.median(seconds[1:])
 
 
@@ -44,4 +52,4 @@ def _read_with_threads(nbytes: int) -> Callable[[], object]:
 def _read_on_device(nbytes: int) -> Callable[[], object]:
     array = jnp.ones((nbytes // 4 // 1024, 1024), jnp.uint32)
     total = jax.jit(lambda x: jnp.max(x, axis=1))
-    return lambda: total(array).block_until_ready()
+    return lambda: total(array)

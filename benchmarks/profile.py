@@ -35,7 +35,7 @@ _RUNS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Operation of a decode step: how often it runs in a step, on average, and its seconds in all."""
+    """Operation of a decode step: how often it runs in a step, on average, and its total seconds per step."""
 
     name: str
     times: float

@@ -71,6 +71,10 @@ def spec(text: str) -> Spec:
     return Spec(kind, **chosen)
 
 
+class Failed(Exception):
+    """A program could not do what it was asked to do, or did something else."""
+
+
 class Program:
     """A program under test. A context: its process ends with it."""
 
@@ -95,7 +99,7 @@ class Program:
         self.stop()
 
     def start(self, model: Path, **environment: str) -> None:
-        """Start the process and load the checkpoint; does nothing if that has been done."""
+        """Start the process and load the checkpoint; does nothing if that has been done. Raise `Failed`."""
         if self.process is not None:
             return
         begin = time.perf_counter()
@@ -106,12 +110,16 @@ class Program:
             text=True,
             env=os.environ | self.environment | environment,
         )
-        hello = self._answer()
-        started = time.perf_counter() - begin
-        loaded = self.ask("load", path=str(model.resolve()), dtype=self.spec.dtype, variant=self.spec.variant,
-                          mesh=self.mesh)  # fmt: skip
-        if "refused" in loaded:
-            raise SystemExit(f"{self.name}: {loaded['refused']}")
+        try:
+            hello = self._answer()
+            started = time.perf_counter() - begin
+            loaded = self.ask("load", path=str(model.resolve()), dtype=self.spec.dtype, variant=self.spec.variant,
+                              mesh=self.mesh)  # fmt: skip
+            if "refused" in loaded:
+                raise Failed(loaded["refused"])
+        except Failed:
+            self.stop()
+            raise
         self.facts = {
             "versions": hello["versions"],
             "start_seconds": started,
@@ -121,7 +129,7 @@ class Program:
         } | loaded
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Send a request, and return the answer."""
+        """Send a request, and return the answer. Raise `Failed`; the process may have ended then."""
         assert self.process is not None
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # there will be no answer
@@ -136,8 +144,11 @@ class Program:
         if not line:
             status = self.process.wait()
             self.stop()
-            raise SystemExit(f"{self.name} ended with status {status}; its messages are above")
-        return json.loads(line)
+            raise Failed(f"it ended with status {status}; its messages are above")
+        answer = json.loads(line)
+        if "failed" in answer:
+            raise Failed(answer["failed"])
+        return answer
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of the process so far."""

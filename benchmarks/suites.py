@@ -11,13 +11,13 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import measure, plots
 from benchmarks.measure import Answer, Case, InTurn
-from benchmarks.program import Program, spec
+from benchmarks.program import Failed, Program, spec
 from jaxgen.cli import arguments
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
@@ -153,7 +153,10 @@ FIGURES = {
 
 
 def main(name: str, words: Sequence[str] | None = None) -> None:
-    """Measure; print a table, and write it with all figures and plots to the results."""
+    """Measure; print a table, and write it with all figures and plots to the results.
+
+    Raise SystemExit if a program failed in a case, after the others were measured.
+    """
     suite = SUITES[name]
     args = _arguments(name, suite, words)
     config = json.loads((args.model / "config.json").read_text("utf-8"))
@@ -162,28 +165,48 @@ def main(name: str, words: Sequence[str] | None = None) -> None:
     result = measure.heading() | {"subcommand": name, "title": suite.title, "columns": suite.columns.split()}
     result |= {"axis": suite.axis, "mesh": args.mesh, "model": _model(args.model, config)}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_exit())
         programs = [
             stack.enter_context(Program(one, args.environments, args.mesh, args.device)) for one in args.programs
         ]
         if suite.new_processes:
             found = measure.in_new_processes(programs, cases[0], args.model, config["vocab_size"], args.rounds)
-            file = _write(result | _facts(programs, found, args.rounds), args)
+            file = _write(result | _facts(programs, found), args)
         else:
             in_turn = InTurn(programs, args.model, config["vocab_size"])
-            # Written after each round, so that a run that is stopped loses one at most.
-            for number, found in enumerate(in_turn.measure(cases, args.rounds), 1):
+            # Written after each turn, so that a run that is stopped loses one at most.
+            for found in in_turn.measure(cases, args.rounds):
                 if in_turn.probes:
                     result["probe"] = {
                         key: measure.summary(probe[key] for probe in in_turn.probes)
                         for key in ("bytes_per_second", "flops")
                     }
-                file = _write(result | _facts(programs, found, number), args)
+                file = _write(result | _facts(programs, found), args)
     print(file.with_suffix(".md").read_text("utf-8"))
     print(f"written: {', '.join(str(path) for path in (file, *plots.draw(file)))}", file=sys.stderr)
+    failed = [
+        f"{name}, {case['label']}: {own['failed']}"
+        for case in found
+        for name, own in case["programs"].items()
+        if "failed" in own
+    ]
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
-def _facts(programs: Sequence[Program], found: list[Answer], rounds: int) -> Answer:
-    return {"rounds": rounds, "programs": {program.name: program.facts for program in programs}, "cases": found}
+@contextlib.contextmanager
+def _as_exit() -> Iterator[None]:
+    """End with the message if a program fails before it measures anything."""
+    try:
+        yield
+    except Failed as error:
+        raise SystemExit(str(error)) from error
+
+
+def _facts(programs: Sequence[Program], found: list[Answer]) -> Answer:
+    rounds = max(len(own.get("turns", ())) for case in found for own in case["programs"].values())
+    started = {program.name: program.facts for program in programs if program.facts}
+    return {"rounds": rounds, "programs": started, "cases": found}
 
 
 def _write(result: Answer, args: argparse.Namespace) -> Path:
@@ -205,12 +228,14 @@ def _model(path: Path, config: dict[str, Any]) -> Answer:
 
 
 def _cases(suite: Suite, args: argparse.Namespace) -> list[Case]:
-    cases = []
+    cases, chosen = [], suite.choices
+    if args.only:
+        named = [name for name in chosen if args.only in name]
+        named += [one.against for name, one in chosen.items() if name in named and one.against]
+        chosen = {name: one for name, one in chosen.items() if name in named}
     for prompt in args.prompt:
         for rows in args.rows:
-            for name, choice in suite.choices.items():
-                if args.only and args.only not in f"{name} {choice.against}":
-                    continue
+            for name, choice in chosen.items():
                 place = [f"{rows} x {prompt} tokens"] if len(args.rows) * len(args.prompt) > 1 else []
                 label = ", ".join([name] * (len(suite.choices) > 1) + place) or f"{rows} x {prompt} tokens"
                 against = choice.against and ", ".join([choice.against, *place])
@@ -244,8 +269,9 @@ def table(result: Answer) -> str:
     lines.append("|---|---|" + "---|" * len(shown))
     for case in result["cases"]:
         for program, own in case["programs"].items():
-            if "refused" in own:
-                cells = [f"refused: {own['refused']}"] + [""] * (len(shown) - 1)
+            reasons = [f"{kind}: {own[kind]}" for kind in ("refused", "failed") if kind in own]
+            if reasons:
+                cells = (reasons + [""] * len(shown))[: max(1, len(shown))]
             else:
                 cells = [_cell(own["figures"].get(column), FIGURES[column][1]) for column in shown]
             note = f" ({own['note']})" if "note" in own else ""
@@ -289,7 +315,9 @@ def _arguments(name: str, suite: Suite, words: Sequence[str] | None) -> argparse
     add("--prompt", type=arguments.count, nargs="+", default=suite.prompts, help="tokens per prompt")
     add("--new-tokens", type=arguments.count, default=suite.new_tokens, help="new tokens of the long run")
     add("--short", type=arguments.count, default=suite.short, help="new tokens of the short run, by default half")
-    add("--only", metavar="TEXT", help="only cases that have this text in their names, or are compared with such")
+    add(
+        "--only", metavar="TEXT", help="only cases with this text in their names, and those that they are compared with"
+    )
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide jaxgen's weights over devices, such as 1x4")
     add("--device", choices=("cpu",), help="leave an accelerator alone")
     add("--results", type=Path, default=measure.RESULTS, help="where to write, below it a folder for this machine")

@@ -3,7 +3,7 @@
     python -m benchmarks workarounds --model random-0.5b
 
 Run it with a new release of jax. A workaround that gains nothing there, nor with the oldest release that the package
-allows, can go. Those for a GPU's or a TPU's compiler are seen by `python -m benchmarks compile`.
+allows, can go. Those for a GPU's compiler are counted in tests/test_compilers.py.
 """
 
 from __future__ import annotations

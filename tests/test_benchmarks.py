@@ -5,6 +5,10 @@ import json
 import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,7 +37,7 @@ CONFIG |= {"use_sliding_window": False, "sliding_window": 1024, "max_window_laye
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
     monkeypatch.setattr(measure, "PAUSE", 0.0)
-    variants = ("fast", "slow", "differs", *FAULTS)
+    variants = ("fast", "slow", "differs", "no beams", *FAULTS)
     monkeypatch.setitem(program.KINDS, "timed", program.Kind(str(TIMED), None, variants))
 
 
@@ -75,7 +79,7 @@ def test_figures_follow_from_the_times(model, tmp_path):
 
 
 def test_a_case_costs_as_much_as_the_one_it_is_compared_with(model, tmp_path):
-    result = run("modes", model, tmp_path, "--programs", "timed", "--rounds", "2", "--only", "greedy, 4 rows")
+    result = run("modes", model, tmp_path, "--programs", "timed", "--rounds", "2")
     labels = {case["label"]: case["programs"]["timed:fast:bfloat16"] for case in result["cases"]}
     assert labels["contrastive search, top-k 4"]["figures"]["cost"]["median"] == pytest.approx(1.0)
     assert labels["4 beams"] == {"refused": "no beams"}
@@ -91,6 +95,19 @@ def test_new_processes_are_measured(model, tmp_path):
 def test_figures_that_mean_nothing_are_refused(variant, model, tmp_path):
     with pytest.raises(SystemExit, match=FAULTS[variant]):
         run("decode", model, tmp_path, "--programs", f"timed:{variant}", "--rounds", "1")
+
+
+def test_a_program_that_fails_in_a_case_is_measured_in_the_others(model, tmp_path):
+    with pytest.raises(SystemExit, match=r"timed:no beams:bfloat16, 4 beams: RuntimeError: no beams"):
+        run(
+            "modes", model, tmp_path, "--programs", "timed:no beams", "timed:slow", "--rounds", "2", "--only", "4 beams"
+        )
+    (file,) = tmp_path.glob("*/modes-tiny.json")
+    labels = {case["label"]: case["programs"] for case in json.loads(file.read_text("utf-8"))["cases"]}
+    assert list(labels) == ["greedy, 4 rows", "4 beams"]
+    assert len(labels["greedy, 4 rows"]["timed:no beams:bfloat16"]["turns"]) == 2
+    assert labels["4 beams"]["timed:no beams:bfloat16"] == {"failed": "RuntimeError: no beams"}
+    assert "failed: RuntimeError: no beams" in file.with_suffix(".md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +183,40 @@ def test_a_step_that_fails_or_runs_out_of_time_does_not_stop_the_others(tmp_path
         accelerator.Step("sleeps", sleep, 0.02),
         accelerator.Step("passes", ("this",), 1),
     ]
-    found = {outcome.name: outcome.status for outcome in accelerator.run(planned, 100, tmp_path)}
+    found = {outcome.name: outcome.status for outcome in accelerator.run(planned, 100, tmp_path, tmp_path)}
     assert found == {"fails": "failed with status 1", "sleeps": "out of time after 1 s", "passes": "passed"}
     assert "No module named" in (tmp_path / "1-fails.log").read_text()
     assert "Beautiful is better than ugly" in (tmp_path / "3-passes.log").read_text()
-    assert [outcome.status for outcome in accelerator.run(planned[2:], 1, tmp_path)] == ["no time was left"]
+    (outcome,) = accelerator.run(planned[2:], 1, tmp_path, tmp_path)
+    assert outcome.status == "no time was left"
+
+
+STOPPED = """
+import signal, sys
+from pathlib import Path
+from benchmarks import accelerator
+
+results = Path(sys.argv[1])
+sleep = "import os, pathlib, time; pathlib.Path(%r).write_text(str(os.getpid())); time.sleep(60)" % str(results / "pid")
+accelerator.steps = lambda *_: [accelerator.Step("sleeps", ("timeit", "-n", "1", "-r", "1", sleep), 1)]
+sys.argv = ["accelerator", "1", "--results", str(results)]
+accelerator.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_step_ends_with_the_command(number, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (pid := (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(60) != 0
+        assert not Path(f"/proc/{pid}").exists()
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("size", accelerator.SIZES)

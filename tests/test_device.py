@@ -112,17 +112,18 @@ LARGE = model_config(
 
 
 def test_a_step_copies_no_cache():
-    cfg = GenerationConfig(model=LARGE, max_new_tokens=4000, eos_token_id=None, pad_token_id=0)
+    """It writes nothing as large as the keys of a layer. Beyond 4,096 slots a GPU copies a block at a time."""
+    cfg = GenerationConfig(model=LARGE, max_new_tokens=3000, eos_token_id=None, pad_token_id=0)
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((2, 8), np.int32)
     prepared = prepare(params, cfg, CallInputs(ids, None, attention_mask=np.ones_like(ids)), Extensions(), eager=True)
     compiled = run_whole.trace(prepared.run, prepared.request, mode=mode_of(cfg)).lower().compile()
-    part = 2 * 2 * 4000 * LARGE.head_dim  # elements of the keys of a layer
-    copied = [one for one in decode_step(compiled.as_text()) if "copy" in one.kind and one.nbytes >= part]
-    assert copied == []
+    part = 2 * 2 * 3000 * LARGE.head_dim  # elements of the keys of a layer, half of their bytes
+    assert [one for one in decode_step(compiled.as_text()) if one.nbytes >= part] == []
 
 
 @gpu
-def test_a_step_copies_only_the_loops_condition_to_the_host():
+def test_a_step_copies_one_thing_to_the_host():
+    """The loop's condition."""
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((1, 8), np.int32)
     cfg = GenerationConfig(model=LARGE, eos_token_id=None, pad_token_id=0)
 
@@ -159,6 +160,7 @@ print(peak, call_bytes(prepare(params, cfg, inputs, Extensions(), eager=True)))
 """
 
 
+@pytest.mark.skipif(DEVICE.platform == "tpu", reason="only one process can have a TPU")
 @pytest.mark.skipif(not DEVICE.memory_stats(), reason="this device does not count its memory")
 def test_a_call_takes_the_memory_that_was_estimated():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)

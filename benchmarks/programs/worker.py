@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,9 @@ def serve(program: Program, versions: dict[str, str]) -> None:
             answer = getattr(program, request.pop("do"))(**request)
         except NotImplementedError as error:
             answer = {"refused": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         memory = {"peak_bytes": peak_memory(), "device_peak_bytes": program.device_peak}
         print(json.dumps(answer | memory), file=answers)
 

@@ -32,9 +32,10 @@ _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 512, 256  # within one row and kv head
 # Queries that share the keys up to the last one of them.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
-# Keys or values of at most so many bytes are read from a GPU's cache when they are read again.
+# A GPU is assumed to read keys or values of up to this many bytes from its cache when it reads them again.
 _CACHED_BYTES = 8 << 20
-# Up to so many slots, the softmax of a query's scores and the sum of the values are one kernel of XLA's GPU compiler.
+# With up to this many slots, XLA's GPU compiler (jax 0.10.2 to 0.11.2) makes one kernel of the softmax of a query's
+# scores and the sum of the values.
 _ONE_KERNEL_SLOTS = 1024
 
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -285,10 +286,10 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
 
 
 def _is_read_by_one_query(part: jax.Array, rows: int, steps: int) -> bool:
-    """Return True if, on a GPU, the queries' products with keys or values `[n, K, S, H]` are faster as sums.
+    """Return True if the queries' products with keys or values `[n, K, S, H]` are sums on a GPU.
 
-    XLA's GPU compiler fuses sums of products with what comes before and after. The heads of a group read their kv head
-    one by one.
+    XLA's GPU compiler fuses sums of products with what comes before and after, so there are fewer kernels. The heads of
+    a group read their kv head one by one.
     """
     return steps == 1 and rows == part.shape[0] and part.size * part.dtype.itemsize <= _CACHED_BYTES
 

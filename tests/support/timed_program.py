@@ -15,6 +15,8 @@ class Timed(Program):
 
     def run(self, ids, new_tokens, room, options):
         self.runs += 1
+        if options.get("num_beams") and self.variant == "no beams":
+            raise RuntimeError("no beams")
         if options.get("num_beams"):
             raise NotImplementedError("no beams")
         if self.variant == "ends":
