@@ -6,7 +6,9 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import jax.numpy as jnp
 
 from jaxgen.config.constraints import ConstraintTable
 from jaxgen.config.generation_config import GenerationConfig, model_of, refuse_values
@@ -114,11 +116,18 @@ def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int
 
 
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:
-    """Reset options that the compiled loop does not read, so that they do not change the program."""
+    """Reset options that the compiled loop does not read, so that they do not change the program; set the pad id."""
     unread = [*cfg.unread(), *(option for option in OPTIONS.values() if option.host)]
     unread = {option.name: option.kind.neutral for option in unread}
     fields = {name: neutral for name, neutral in unread.items() if getattr(cfg, name) is not neutral}
-    if cfg.pad_token_id is None and not is_tracer(cfg.eos_token_id):
-        # As in the loop; set here so that the program is the same as with an explicit pad id.
-        fields["pad_token_id"] = (eos_list(cfg.eos_token_id) or [0])[0]
+    if cfg.pad_token_id is None:
+        fields["pad_token_id"] = _first_eos(cfg.eos_token_id)
     return cfg.replace(**fields)
+
+
+def _first_eos(eos: Any) -> Any:
+    """Return the first eos id, which follows a row's end if there is no pad id; 0 if there is none."""
+    if not is_tracer(eos):
+        return (eos_list(eos) or [0])[0]
+    ids = jnp.ravel(eos)
+    return ids[jnp.argmax(ids >= 0)]

@@ -64,6 +64,20 @@ class _Inherited:
         return 0
 
 
+@jax.tree_util.register_static
+class _InRequest:
+    """Stands for a value that is not in the config but in the requests, one per prompt. It is not the neutral value."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _InRequest)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+IN_REQUEST = _InRequest()
+
+
 class _Instead:
     """A method of transformers' `GenerationConfig` that has another name here: reading it raises an error."""
 
@@ -140,6 +154,22 @@ class GenerationConfig(GenerationOptions):
         if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
             _refuse_endless(config)
         return config
+
+    def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
+        """Split into what is the same for all prompts, and the other options that are on, by name.
+
+        A value is a pytree of arrays with one entry for all prompts or one for each. In the config, `IN_REQUEST` stands
+        for it, so that the option is still on.
+        """
+        values = {
+            name: option.kind.leaf(getattr(self, name))
+            for name, option in TRACED.items()
+            if option.kind.per_prompt and self.on(name) and not option.host
+        }
+        config = object.__new__(type(self))
+        vars(config).update(vars(self) | dict.fromkeys(values, IN_REQUEST))
+        vars(config).pop("_flat", None)
+        return config, values
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
@@ -233,7 +263,10 @@ class GenerationConfig(GenerationOptions):
         if self.on("penalty_alpha") and isinstance(self.top_k, int) and not self.do_sample and self.num_beams == 1:
             static["top_k"] = self.top_k
         given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
-        leaves = [None if value is kind.neutral else kind.leaf(value) for kind, value in given]
+        leaves = [
+            None if value is kind.neutral else value if value is IN_REQUEST else kind.leaf(value)
+            for kind, value in given
+        ]
         return tuple(leaves), (tuple([values[name] for name in _STATIC]), tuple(static.items()), self._inherited)
 
     @classmethod

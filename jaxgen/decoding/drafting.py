@@ -114,9 +114,7 @@ class DraftModel:
         """Draft each row's wanted number of tokens, fewer if its text ends or the draft model is not confident."""
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
-        threshold, length = drafting.cfg.assistant_confidence_threshold, rows.history.length
-        if threshold is not None and jnp.ndim(threshold):
-            threshold = run.pad(threshold)
+        threshold, length = rows.options.get("assistant_confidence_threshold"), rows.history.length
 
         def draft_next(carry: tuple[jax.Array, Rows, KVCache]) -> tuple[jax.Array, Rows, KVCache]:
             active, rows, cache = carry

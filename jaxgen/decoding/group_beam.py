@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.decoding.beam import Beams, BeamSearch, choose_beams
-from jaxgen.decoding.rows import pad_id
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
 from jaxgen.shapes import repeat_rows, take
@@ -44,7 +43,7 @@ class GroupBeamSearch(BeamSearch):
             live = part.rows.live
             part, parents = choose_beams(run, part, logits_of_part, scores, None)
             # As in transformers, a group that was finished before this step chooses the pad id.
-            tokens = jnp.where(live, part.rows.history.last(1)[:, 0], pad_id(run.cfg))
+            tokens = jnp.where(live, part.rows.history.last(1)[:, 0], run.pad_id)
             chosen = jnp.concatenate([chosen, tokens.reshape(prompts, count)], axis=1)
             grown.append((part, take(row, parents, prompts), scores))
         return jax.tree.map(lambda *parts: _join_groups(prompts, *parts), *grown)

@@ -19,7 +19,7 @@ from jaxgen.decoding.continuation import UNKNOWN, Continuation
 from jaxgen.decoding.forward import Forward, begin_hook, run_model
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.recording import Recording, columns_of
-from jaxgen.decoding.rows import Rows, pad_id
+from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Request, Run, is_expanded
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
@@ -88,7 +88,7 @@ class Progress:
         history = rows.history
         longest = jnp.max(history.step)
         complete = jnp.min(jnp.where(history.done, longest, history.step))
-        tokens = history.generated(run.capacity, pad_id(run.cfg))
+        tokens = history.generated(run.capacity, run.pad_id)
         return cls(tokens, history.step, history.done, complete, jnp.all(history.done))
 
 
@@ -126,7 +126,7 @@ class Decoded:
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
         kv = guidance.conditional(run.cfg, cache)
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
-        tokens = history.generated(run.capacity, pad_id(run.cfg))
+        tokens = history.generated(run.capacity, run.pad_id)
         return cls(tokens, history.step, rows.reasons, recording, continuation, rows.logprobs)
 
 
@@ -180,6 +180,7 @@ def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
 
 def prefill(run: Run, request: Request) -> Prefilled:
     """Run each prompt through the model once, however many sequences will continue it."""
+    request = request.complete()
     prompt, cache, rows = _open(run, request)
     rows = begin_hook(run, rows)
     with jax.named_scope("prefill"):

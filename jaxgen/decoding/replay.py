@@ -15,6 +15,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.run import Array
 from jaxgen.decoding.tokens import Tokens
+from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import RowOptions, option_values
@@ -43,7 +44,9 @@ class Replay:
         prompt = Tokens.align(ids[:, :width], mask[:, :width])
         budget = jnp.minimum(repeat_rows(jnp.atleast_1d(self.new_tokens), rows), self.longest - prompt.length)
         room = jnp.pad(prompt.ids, ((0, 0), (0, columns - width)))
-        return History.begin(self.cfg, room, prompt.length, budget, self.extensions.allowed)
+        allowed = self.extensions.allowed
+        grammar = allowed.begin(rows) if isinstance(allowed, TokenAutomaton) else None
+        return History.begin(self.cfg, room, prompt.length, budget, grammar)
 
     def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, reduce_column: Callable):
         """Score the next T tokens of each row, one column at a time; the backward pass computes the scores again.

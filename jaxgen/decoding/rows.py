@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
-from jaxgen.decoding.keys import prompt_keys, sequence_keys
+from jaxgen.decoding.keys import sequence_keys
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.run import Request, Run
@@ -27,7 +27,7 @@ from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits import pipeline
 from jaxgen.logits.history import History
-from jaxgen.logits.row_options import OptionValues, RowOptions, option_values
+from jaxgen.logits.row_options import OptionValues, RowOptions
 from jaxgen.shapes import put, repeat_rows, take
 
 Tree = TypeVar("Tree")
@@ -68,7 +68,7 @@ class Rows:
 
         Args:
             run: the constants.
-            request: the prompts.
+            request: the prompts, complete.
             known: the tokens of each prompt whose ids are known, including those of its cache.
             cache_ids: int32[B, W], as in the attributes.
             total: int32[B], the number of tokens of each prompt, including those without known ids.
@@ -79,15 +79,14 @@ class Rows:
         wrong |= ~jnp.any(request.mask, axis=-1)
         reasons = first_reason(BAD_ID=wrong, LENGTH=budget <= 0)
         ids = jnp.pad(known.ids, ((0, 0), (0, run.capacity)))
-        extensions = run.extensions
-        history = History.begin(run.cfg, ids, known.length, budget, extensions.allowed, unknown=total - known.length)
-        stop_strings = extensions.stop_strings
+        history = History.begin(run.cfg, ids, known.length, budget, request.grammar, unknown=total - known.length)
+        stop_strings = run.extensions.stop_strings
         constraints = ConstraintTable.of(run.cfg)
         return cls(
             history=dataclasses.replace(history, done=reasons != StopReason.NONE),
             reasons=reasons,
-            options=option_values(run.cfg, prompts),
-            keys=None if request.key is None else prompt_keys(request.key, prompts),
+            options=request.options,
+            keys=request.key,
             stop_strings=None if stop_strings is None else stop_strings.begin(history.ids, history.length),
             constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
@@ -217,16 +216,6 @@ class Rows:
 def fork(tree: Tree, copies: int) -> Tree:
     """Repeat each row of arrays `[rows, ...]` `copies` times."""
     return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), tree)
-
-
-def pad_id(cfg: GenerationConfig) -> jax.Array:
-    """Return the id that follows a row's end: the pad id, else the first eos id, else 0."""
-    if cfg.pad_token_id is not None:
-        return jnp.asarray(cfg.pad_token_id, jnp.int32)
-    if cfg.on("eos_token_id"):
-        ids = jnp.ravel(jnp.asarray(cfg.eos_token_id, jnp.int32))
-        return ids[jnp.argmax(ids >= 0)]
-    return jnp.zeros((), jnp.int32)
 
 
 def _no_logprobs(cfg: GenerationConfig, rows: int, capacity: int) -> LogProbs | None:

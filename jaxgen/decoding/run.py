@@ -13,20 +13,25 @@ from jax.sharding import Mesh
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.keys import prompt_keys
+from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.sharding import ROWS, constrain, rows_on
+from jaxgen.shapes import repeat_rows
 
 Array = Any  # jax's inside a program, numpy's before it
 
 
 @flax.struct.dataclass
 class Request:
-    """The prompts of a run with their per-prompt values, checked, and rounded up in an eager call. All of it is traced.
+    """The prompts of a run with all that belongs to each, checked, and rounded up in an eager call; all traced.
 
     Attributes:
         ids: int32[B, P], padded on any side; `UNKNOWN` throughout if only embeddings were given.
         mask: bool[B, P], True for tokens.
         budget: int32[B], the maximum number of tokens to generate per prompt.
+        options: values of options that are on, each for all prompts or `[B, ...]`; see `GenerationConfig.split`.
+        grammar: int32[] or int32[B], the first state of the token automaton; None without one.
         key: one key, `key[B]`, or None for greedy search.
         cache: the tokens before the prompts, with B rows or a divisor of B; or None.
         embeds: `[B, P, D]`, or None.
@@ -37,11 +42,26 @@ class Request:
     ids: Array
     mask: Array
     budget: Array
+    options: OptionValues
+    grammar: Array | None = None
     key: jax.Array | None = None
     cache: Continuation | None = None
     embeds: Array | None = None
     negative_ids: Array | None = None
     negative_mask: Array | None = None
+
+    def complete(self) -> Request:
+        """Return the request with an own entry for each prompt in everything but the cache.
+
+        So any of the prompts are one index into each array.
+        """
+        prompts = self.ids.shape[0]
+        return dataclasses.replace(
+            self,
+            options=repeat_values(self.options, prompts),
+            grammar=None if self.grammar is None else repeat_rows(jnp.atleast_1d(self.grammar), prompts),
+            key=None if self.key is None else prompt_keys(self.key, prompts),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +95,7 @@ class Run:
 
     Attributes:
         params: the model's parameters.
-        cfg: which options are on. A value that belongs to a prompt is read from `Rows.options`, not from here.
+        cfg: which options are on. Values that belong to a prompt are in `Request.options` and `Rows.options`.
         extensions: processors, criteria, grammar, stop strings and hook.
         model: the model's config.
         sizes: the static sizes.
@@ -95,6 +115,11 @@ class Run:
     def capacity(self) -> int:
         """The maximum number of tokens that a row can generate, N."""
         return self.sizes.capacity
+
+    @property
+    def pad_id(self) -> jax.Array:
+        """The id that follows a row's end."""
+        return jnp.asarray(self.cfg.pad_token_id, jnp.int32)
 
     @property
     def prompts(self) -> int:

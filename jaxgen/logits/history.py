@@ -53,7 +53,7 @@ class History:
         ids: jax.Array,
         length: jax.Array,
         budget: jax.Array,
-        allowed=None,
+        grammar: jax.Array | None = None,
         unknown: jax.Array | int = 0,
     ) -> History:
         """Begin with the first `length int32[rows]` of `ids int32[rows, W]`; W leaves space for `budget` more."""
@@ -70,7 +70,7 @@ class History:
             unknown=jnp.broadcast_to(jnp.asarray(unknown, jnp.int32), length.shape),
             seen=seen if cfg.on("repetition_penalty") else None,
             prompt_seen=seen if cfg.on("encoder_repetition_penalty") else None,
-            grammar=allowed.begin(ids.shape[0]) if isinstance(allowed, TokenAutomaton) else None,
+            grammar=grammar,
         )
 
     @property

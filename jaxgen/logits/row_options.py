@@ -20,12 +20,15 @@ OptionValues = dict[str, Any]
 
 def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
     """Return the values of the enabled options for each of `rows` rows, a multiple of the prompts."""
-    values: OptionValues = {}
-    for name, option in TRACED.items():
-        if option.kind.per_prompt and cfg.on(name) and not option.host:
-            leaf = option.kind.leaf(getattr(cfg, name))
-            values[name] = jax.tree.map(lambda x, rank: _per_row(x, rows, rank), leaf, option.kind.ranks)
-    return values
+    return repeat_values(cfg.split()[1], rows)
+
+
+def repeat_values(values: OptionValues, rows: int) -> OptionValues:
+    """Repeat values for all prompts, or one per prompt, for each of `rows` rows."""
+    return {
+        name: jax.tree.map(lambda x, rank: _per_row(x, rows, rank), value, TRACED[name].kind.ranks)
+        for name, value in values.items()
+    }
 
 
 def _per_row(value, rows: int, rank: int) -> jax.Array:

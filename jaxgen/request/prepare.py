@@ -20,6 +20,8 @@ from jaxgen.decoding.contrastive import candidates_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
 from jaxgen.errors import ConfigError, InputError
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.logits.row_options import OptionValues
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program
@@ -106,11 +108,21 @@ def prepare(
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
         model = dataclasses.replace(model, divided=mesh is not None)
-    # The program's arguments must be arrays, so the config's Python numbers become arrays.
-    numbers = jax.tree.map(np.asarray if eager else jnp.asarray, normal_form(cfg))
-    run = Run(params, numbers, extensions, model, Sizes(prompts, capacity, slots, candidates_of(cfg)), mesh=mesh)
-    request = Request(ids, mask, budget, key, cache, embeds, negative_ids, negative_mask)
-    return Prepared(with_draft(run, assistant), request, *given, width, new_tokens)
+    sizes = Sizes(prompts, capacity, slots, candidates_of(cfg))
+    run = with_draft(Run(params, normal_form(cfg), extensions, model, sizes, mesh=mesh), assistant)
+    run, options = _without_options(run)
+    # The program's arguments must be arrays, so Python numbers become arrays.
+    options = jax.tree.map(np.asarray if eager else jnp.asarray, options)
+    grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
+    request = Request(ids, mask, budget, options, grammar, key, cache, embeds, negative_ids, negative_mask)
+    return Prepared(run, request, *given, width, new_tokens)
+
+
+def _without_options(run: Run) -> tuple[Run, OptionValues]:
+    """Return the run without the values that belong to the prompts, and these values; see `Request.options`."""
+    draft, options = (None, {}) if run.draft is None else _without_options(run.draft)
+    cfg, own = run.cfg.split()
+    return dataclasses.replace(run, cfg=cfg, draft=draft), options | own
 
 
 def _check(

@@ -1,0 +1,125 @@
+"""A request is complete: any of a run's prompts, in any order, generate what they generate among all."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import GenerationConfig, History, StepHook, TokenAutomaton
+from jaxgen.config.options import OPTIONS
+from jaxgen.decoding.extensions import Extensions, as_pytree
+from jaxgen.decoding.modes import mode_of
+from jaxgen.generation import extensions_of
+from jaxgen.request.driver import prefill_only, run_whole
+from jaxgen.request.prepare import CallInputs, Prepared, prepare
+from tests.support.models import model_config, random_params
+from tests.support.tokenizers import byte_level
+
+MODEL = model_config(vocab_size=320, hidden_size=32)
+PARAMS = random_params(MODEL, scale=0.3)
+CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0, eos_token_id=[1, 2])
+IDS = np.random.default_rng(0).integers(40, 120, (6, 9), np.int32)
+MASK = np.arange(9)[None, :] >= np.array([0, 3, 5, 0, 1, 2])[:, None]
+CHOSEN = [4, 1, 3]
+"""The prompts that are cut out, in this order."""
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constraints": {"num_beams": 3, "force_words_ids": [[45, 47]]},
+    "contrastive": {"penalty_alpha": [0.6, 0.5, 0.4, 0.3, 0.2, 0.1], "top_k": 4},
+    "dola": {"dola_layers": [0], "repetition_penalty": 1.2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "early exit": {"assistant_early_exit": 1, "assistant_confidence_threshold": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]},
+}
+
+
+def per_prompt_options() -> dict[str, dict]:
+    """Every option that may have one value per prompt and that sampling reads, with another value for each prompt."""
+    found = {}
+    for name, option in OPTIONS.items():
+        if (
+            option.kind.per_prompt
+            and option.stage
+            and not option.refused
+            and (option.modes is None or "sample" in option.modes)
+        ):
+            values = [option.examples[number % len(option.examples)] for number in range(len(IDS))]
+            found[name] = {name: option.kind.per_prompt_value(values)}
+    return found
+
+
+def call(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs) -> Prepared:
+    key = jax.random.key(3) if cfg.do_sample else None
+    given = CallInputs(IDS, key, attention_mask=MASK, **inputs)
+    return prepare(PARAMS, cfg, given, extensions or Extensions(), eager=True)
+
+
+def check(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs) -> None:
+    """Compare the chosen prompts of a run with the same prompts in a run of their own."""
+    prepared, mode = call(cfg, extensions, **inputs), mode_of(cfg)
+    whole = run_whole(prepared.run, prepared.request, mode=mode)
+    request = jax.tree.map(lambda x: x[np.array(CHOSEN)], prepared.request.complete())
+    run = dataclasses.replace(prepared.run, sizes=dataclasses.replace(prepared.run.sizes, prompts=len(CHOSEN)))
+    part = run_whole(run, request, mode=mode)
+    copies = len(whole.tokens) // len(IDS)
+    rows = np.concatenate([np.arange(prompt * copies, (prompt + 1) * copies) for prompt in CHOSEN])
+    for name in ("tokens", "lengths", "reasons"):
+        np.testing.assert_array_equal(getattr(part, name), np.asarray(getattr(whole, name))[rows], err_msg=name)
+    assert np.asarray(part.lengths).max() > 1, "nothing is compared"
+
+
+@pytest.mark.parametrize("name", [*MODES][:2] + [pytest.param(name, marks=pytest.mark.slow) for name in [*MODES][2:]])
+def test_some_prompts_of_a_mode(name):
+    check(CFG.replace(**MODES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", per_prompt_options())
+def test_some_prompts_with_own_values(name):
+    check(CFG.replace(do_sample=True, **per_prompt_options()[name]))
+
+
+def test_some_prompts_with_several_own_values():
+    temperatures, ends = [0.7, 0.8, 0.9, 1.0, 1.1, 1.2], [[1], [2], [3, 4], [1, 2], [60], [70, 80]]
+    check(CFG.replace(do_sample=True, temperature=temperatures, eos_token_id=ends, max_new_tokens=[3, 4, 5, 6, 5, 4]))
+
+
+def test_some_prompts_with_own_grammars_and_stop_strings():
+    tok = byte_level()
+    patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{3,8}"]
+    automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])
+    cfg = CFG.replace(do_sample=True, stop_strings=["zz", "QQ", "3"])
+    extensions = dataclasses.replace(extensions_of(cfg, None, None, tok, None), allowed=automaton)
+    check(cfg, extensions)
+
+
+def test_some_prompts_with_guidance_a_processor_a_criterion_and_a_hook():
+    class Sums(StepHook):
+        def init(self, history: History):
+            return jnp.zeros(history.length.shape, jnp.float32)
+
+        def after(self, state, history, output):
+            return dataclasses.replace(output, logits=output.logits + 0.1 * state[:, None]), state + 1
+
+    def processor(history: History, scores):
+        return scores - 0.01 * history.length[:, None].astype(jnp.float32)
+
+    def criterion(history: History, scores):
+        return history.last(1)[:, 0] > 300
+
+    cfg = CFG.replace(do_sample=True, guidance_scale=[1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
+    functions = as_pytree(processor), as_pytree(criterion)
+    extensions = Extensions((functions[0],), (functions[1],), hook=as_pytree(Sums()))
+    negative = np.random.default_rng(1).integers(40, 120, (6, 4), np.int32)
+    check(cfg, extensions, negative_prompt_ids=negative, negative_prompt_attention_mask=np.ones_like(negative))
+
+
+def test_some_prompts_continue_their_own_caches():
+    prepared = call(CFG)
+    check(CFG, cache=prefill_only(prepared.run, prepared.request))
