@@ -120,9 +120,9 @@ class DraftModel:
             active, rows, cache = carry
             read, _ = run_model(drafting, rows, _unread(drafting, rows, cache, active), cache)
             logits = _resized(read.logits[:, 0], run.model.vocab_size)
-            choice = choose(drafting, rows, logits, logits)
+            choice = choose(run, rows, logits, logits)
             added = active & (choice.failed == StopReason.NONE)
-            rows = rows.append(drafting, choice.token, added, choice.scores)
+            rows = rows.append(run, choice.token, added, choice.scores)
             active = added & rows.live & (rows.history.length - length < limit)
             if threshold is not None:
                 probs = jax.nn.softmax(choice.scores, axis=-1)

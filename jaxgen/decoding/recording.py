@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.decoding.row_state import RowState
 from jaxgen.model.causal_lm import ModelOutput
-from jaxgen.shapes import put, repeat_rows, short_repr
+from jaxgen.shapes import put, short_repr
 
 
 @flax.struct.dataclass
-class LayerRecording:
+class LayerRecording(RowState):
     """Values of the model's layers, for the prompts' tokens and for each generated token that went through the model.
 
     Token axes use the columns of `GenerateOutput.sequences`, zero at padding.
@@ -27,14 +28,12 @@ class LayerRecording:
             swapped: `[rows, N - 1, ...]`.
     """
 
+    of_prompts = ("prefill",)
+
     prefill: tuple[jax.Array, ...]
     decode: tuple[jax.Array, ...]
 
     __repr__ = short_repr
-
-    def fork(self, copies: int) -> LayerRecording:
-        """Repeat each row; the sequences of a prompt share its prefill."""
-        return dataclasses.replace(self, decode=tuple(repeat_rows(x, x.shape[0] * copies) for x in self.decode))
 
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
         """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps on the first axis.
@@ -80,8 +79,8 @@ def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
 
 
 @flax.struct.dataclass
-class Recording:
-    """The records that the config asks for; the others are None. The first axis is the rows, in `.prefill` the prompts.
+class Recording(RowState):
+    """The records that the config asks for; the others are None.
 
     Attributes:
         scores: float32[rows, N, V], the scores that each token was chosen from; zeros in steps never taken.
@@ -118,14 +117,6 @@ class Recording:
             attentions=attentions,
             columns=columns if attentions is not None else None,
         )
-
-    def fork(self, copies: int) -> Recording:
-        """Repeat each row `copies` times."""
-
-        def repeat(x):
-            return x.fork(copies) if isinstance(x, LayerRecording) else repeat_rows(x, x.shape[0] * copies)
-
-        return jax.tree.map(repeat, self, is_leaf=lambda x: isinstance(x, LayerRecording))
 
     def put(self, step: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Recording:
         """Record step `step int32[rows]` of the rows that are `live bool[rows]`; both scores are float32[rows, V]."""

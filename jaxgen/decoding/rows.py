@@ -2,8 +2,7 @@
 
 All of it supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select` rows
 (reorder them, as beams do) and `insert` rows (a finished row is replaced by another prompt). The first axis of every
-array is the rows, so that `select` and `insert` are one tree map each. Arrays with fewer rows, `cache_ids` and the
-records of the prefill, have one row per prompt, shared by its sequences, and are left unchanged.
+array is the rows, or the prompts where that is declared, so that each operation is one map; see `RowState`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
 from jaxgen.decoding.keys import sequence_keys
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
+from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.run import Request, Run
 from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
 from jaxgen.decoding.tokens import Tokens
@@ -34,7 +34,7 @@ Tree = TypeVar("Tree")
 
 
 @flax.struct.dataclass
-class Rows:
+class Rows(RowState):
     """All per-row state except keys and values. Each row has its own step.
 
     Attributes:
@@ -50,6 +50,8 @@ class Rows:
         cache_ids: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
             known.
     """
+
+    of_prompts = ("cache_ids",)
 
     history: History
     reasons: jax.Array
@@ -112,30 +114,34 @@ class Rows:
 
     def fork(self, copies: int) -> Rows:
         """Return `copies` sequences of each row, each with its own key."""
-        forked = fork(dataclasses.replace(self, keys=None, recording=None, cache_ids=None), copies)
-        keys = None if self.keys is None else sequence_keys(self.keys, copies)
-        return dataclasses.replace(forked, keys=keys, recording=self.recording.fork(copies), cache_ids=self.cache_ids)
+        forked = dataclasses.replace(self, keys=None).map_rows(lambda x: repeat_rows(x, x.shape[0] * copies))
+        return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
     def select(self, rows: jax.Array, groups: int = 1) -> Rows:
         """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt.
 
         `groups`: into how many equal parts the rows are cut, each row coming from its own; see `shapes.take`.
         """
-        return jax.tree.map(lambda x: x if x.shape[0] < self.count else take(x, rows, groups), self)
+        return self.map_rows(lambda x: take(x, rows, groups))
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
 
         A row number of `count` or more inserts nothing; the others must be distinct. `source` has the same structure
-        and sizes.
+        and sizes. If prompts have several sequences, all sequences of a prompt are replaced by those of another, in
+        their order: what a prompt's sequences share is replaced too.
         """
         # Each dropped row gets its own number, because the scatter promises unique indices.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
-            return x if x.shape[0] < self.count else x.at[rows].set(y, mode="drop", unique_indices=True)
+            return x.at[rows].set(y, mode="drop", unique_indices=True)
 
-        return jax.tree.map(write, self, source)
+        def write_prompts(x: jax.Array, y: jax.Array) -> jax.Array:
+            sequences = self.count // x.shape[0]
+            return x.at[rows[::sequences] // sequences].set(y, mode="drop", unique_indices=True)
+
+        return self.map_rows(write, source, of_prompts=write_prompts)
 
     def push(
         self, run: Run, tokens: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array, failed: jax.Array

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.keys import prompt_keys
@@ -95,21 +95,26 @@ class Run:
 
     Attributes:
         params: the model's parameters.
-        cfg: which options are on. Values that belong to a prompt are in `Request.options` and `Rows.options`.
+        cfg: the model's config, and which options are on. Values that belong to a prompt are in `Request.options` and
+            `Rows.options`.
         extensions: processors, criteria, grammar, stop strings and hook.
-        model: the model's config.
         sizes: the static sizes.
-        draft: in assisted generation, the run of the model that drafts tokens; else None.
+        draft: in assisted generation, the run of the model that drafts tokens; else None. Only its model and the
+            settings of drafting are read: tokens are chosen by this run.
         mesh: the mesh that the parameters are divided over, or None.
     """
 
     params: Any
     cfg: GenerationConfig
     extensions: Extensions
-    model: ModelConfig = flax.struct.field(pytree_node=False)
     sizes: Sizes = flax.struct.field(pytree_node=False)
     draft: Run | None = None
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's config."""
+        return model_of(self.cfg)
 
     @property
     def capacity(self) -> int:

@@ -9,12 +9,13 @@ import flax.struct
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import ASSISTED, GREEDY, OPTIONS, PROMPT_LOOKUP, SAMPLE
+from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.run import Run
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.request.checks import check_call
 
 _SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-_UNUSED = ("guidance_scale", "output_scores", "output_logits", "output_logprobs", "top_logprobs")
+_UNUSED = ("guidance_scale", "eos_token_id", "output_scores", "output_logits", "output_logprobs", "top_logprobs")
 _UNUSED += ("output_hidden_states", "output_attentions", "assistant_early_exit")
 # The share of a vocabulary that two models with one tokenizer may differ in, because they pad it differently.
 _PADDING = 0.01
@@ -102,7 +103,5 @@ def with_draft(run: Run, assistant: Assistant | None) -> Run:
         model = dataclasses.replace(run.model, num_hidden_layers=early, windows=run.model.windows[:early])
     else:
         return run
-    # The options that choose a token are the run's own, so that the draft model chooses as the model does.
-    cfg = run.cfg.replace(**settings, **{name: OPTIONS[name].default for name in _UNUSED})
-    extensions = dataclasses.replace(run.extensions, hook=None)
-    return dataclasses.replace(run, draft=Run(params, cfg, extensions, model, run.sizes, mesh=run.mesh))
+    cfg = run.cfg.replace(model=model, **settings, **{name: OPTIONS[name].default for name in _UNUSED})
+    return dataclasses.replace(run, draft=Run(params, cfg, Extensions(), run.sizes, mesh=run.mesh))

@@ -109,7 +109,7 @@ def prepare(
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
         model = dataclasses.replace(model, divided=mesh is not None)
     sizes = Sizes(prompts, capacity, slots, candidates_of(cfg))
-    run = with_draft(Run(params, normal_form(cfg), extensions, model, sizes, mesh=mesh), assistant)
+    run = with_draft(Run(params, normal_form(cfg, model=model), extensions, sizes, mesh=mesh), assistant)
     run, options = _without_options(run)
     # The program's arguments must be arrays, so Python numbers become arrays.
     options = jax.tree.map(np.asarray if eager else jnp.asarray, options)

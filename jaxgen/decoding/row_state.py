@@ -1,0 +1,43 @@
+"""Trees of arrays that follow rows, and which of their arrays belong to prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import jax
+
+State = TypeVar("State", bound="RowState")
+
+
+class RowState:
+    """Base of pytree dataclasses whose arrays have one row per sequence, on the first axis.
+
+    Attributes:
+        of_prompts: names of the fields whose arrays have one row per prompt, which all sequences of the prompt share.
+    """
+
+    of_prompts: ClassVar[tuple[str, ...]] = ()
+
+    def map_rows(self: State, of_sequences: Callable, *others: Any, of_prompts: Callable = lambda x, *_: x) -> State:
+        """Map the arrays of sequences, and those of prompts, which are left unchanged unless a function is given.
+
+        Functions also receive the arrays of `others`, which have the same structure.
+        """
+        return _map((self, *others), of_sequences, of_prompts)
+
+
+def _map(trees: tuple, of_sequences: Callable, of_prompts: Callable) -> Any:
+    if not isinstance(trees[0], RowState):
+        return jax.tree.map(of_sequences, *trees)
+    first: Any = trees[0]  # a dataclass
+    changed = {
+        field.name: _map(
+            tuple(getattr(tree, field.name) for tree in trees),
+            of_prompts if field.name in first.of_prompts else of_sequences,
+            of_prompts,
+        )
+        for field in dataclasses.fields(first)
+    }
+    return dataclasses.replace(first, **changed)
