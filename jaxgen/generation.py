@@ -22,8 +22,6 @@ from jaxgen.decoding import loop
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostCalls, as_pytree, check_arguments, functions
 from jaxgen.decoding.hook import StepHook
-from jaxgen.decoding.loop import Mode
-from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import InputError
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -136,10 +134,9 @@ def generate(
     with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
         extensions = dataclasses.replace(extensions, allowed=allowed)
         prepared = prepare(params, cfg, inputs, extensions, eager=not traced, assistant=draft)
-        mode = mode_of(cfg, assisted=draft is not None)
         if traced:
-            return output(prepared, loop.decode(prepared.run, prepared.request, mode))
-        return _run(prepared, mode, streamer, cfg.max_time, calls)
+            return output(prepared, loop.decode(prepared.run, prepared.request, prepared.mode))
+        return _run(prepared, streamer, cfg.max_time, calls)
 
 
 @with_hints
@@ -242,7 +239,6 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
 
 def _run(
     prepared: Prepared,
-    mode: Mode,
     streamer: Streamer | RowStreamer | None,
     seconds: float | None,
     calls: HostCalls | None,
@@ -250,10 +246,10 @@ def _run(
     """Run an eager call and raise its failures."""
     check_call_memory(prepared)
     if streamer is None and seconds is None:
-        decoded = run_whole(prepared.run, prepared.request, mode=mode)
+        decoded = run_whole(prepared.run, prepared.request, mode=prepared.mode)
     else:
         deadline = None if seconds is None else time.monotonic() + seconds
-        decoded = run_watched(prepared, mode, streamer, deadline)
+        decoded = run_watched(prepared, streamer, deadline)
     jax.block_until_ready(decoded.reasons)
     if calls is not None and calls.error is not None:
         raise calls.error

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding
 from jaxgen.buckets import prompt_bucket
 from jaxgen.config.availability import check_options, normal_form, refuse_unavailable, with_hints
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.config.options import ASSISTED, CONTRASTIVE, GREEDY, PROMPT_LOOKUP, SAMPLE
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
+from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -194,7 +194,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
             if value is not None:
                 raise ConfigError(f"{name} has no effect on the model's own distribution: set of='scores'")
         return None
-    if cfg.mode not in (GREEDY, SAMPLE, CONTRASTIVE, ASSISTED, PROMPT_LOOKUP):
+    if not mode_of(cfg).replays:
         raise ConfigError(f"of='scores' is for one row per prompt and step, and cfg is for {cfg.mode}: use of='logits'")
     refuse_unavailable(cfg)
     if cfg.on("guidance_scale"):

@@ -11,7 +11,6 @@ import numpy as np
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import InputError
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -80,7 +79,7 @@ def warmup(
         inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
         prepared = prepare(params, sized, inputs, extensions, eager=True, assistant=draft)
         check_call_memory(prepared)
-        compile_for(prepared, mode_of(sized, assisted=draft is not None), streaming or cfg.max_time is not None)
+        compile_for(prepared, streaming or cfg.max_time is not None)
     return len(columns) * len(capacities)
 
 

@@ -55,7 +55,7 @@ def compile_loop(
     ids = np.zeros((ROWS, PROMPT), np.int32)
     budget, key = np.full(ROWS, 8, np.int32), jax.random.key(0) if do_sample else None
     shared, options = normal_form(cfg).split()
-    run = Run(params, shared, Extensions(), Sizes(ROWS, NEW, candidates=candidates))
+    run = Run(params, shared, Extensions(), Sizes(ROWS, NEW, needs=mode_of(cfg).needs(cfg)))
     traced = run_whole.trace(run, Request(ids, ids == 0, budget, options, key=key), mode=mode_of(cfg))
     return traced.lower().compile(), params
 

@@ -22,8 +22,9 @@ from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.config.availability import refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import CONTRASTIVE, OPTIONS
+from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.modes import mode_of
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
@@ -167,7 +168,7 @@ class Chat:
         """Return True if the cache, if there is one, can be continued with these options."""
         if self._cache is None:
             return True
-        return cfg.mode != CONTRASTIVE and self._cache.kv.int8 == (cfg.cache_dtype == "int8")
+        return not mode_of(cfg).no_cache and self._cache.kv.int8 == (cfg.cache_dtype == "int8")
 
     def _forget_cache(self) -> None:
         self._cache: Continuation | None = None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxgen.config.constraints import ConstraintTable
 from jaxgen.config.generation_config import GenerationConfig, model_of, refuse_values
 from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import CONSTRAINED, GROUP_BEAM, MODES, OPTIONS, TRACED
+from jaxgen.config.options import MODES, OPTIONS, TRACED
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError, shown
 
@@ -37,11 +37,10 @@ def refuse_unavailable(cfg: GenerationConfig) -> None:
     Options that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
     """
     refuse_values(cfg)
-    mode = cfg.mode
-    if mode == CONSTRAINED and cfg.num_beams == 1:
-        name = "constraints" if cfg.on("constraints") else "force_words_ids"
-        raise ConfigError(f"{name} works with beam search only, got num_beams=1: set num_beams to 2 or more")
-    if cfg.on("diversity_penalty") and mode != GROUP_BEAM:
+    constrained = [name for name in ("constraints", "force_words_ids") if getattr(cfg, name) is not None]
+    if constrained and cfg.num_beams == 1:
+        raise ConfigError(f"{constrained[0]} works with beam search only, got num_beams=1: set num_beams to 2 or more")
+    if cfg.on("diversity_penalty") and (cfg.num_beams == 1 or cfg.num_beam_groups == 1):
         raise ConfigError(
             f"diversity_penalty={cfg.diversity_penalty} needs groups of beams: set num_beams and num_beam_groups above "
             "1, or leave it out"

@@ -147,8 +147,7 @@ class GenerationConfig(GenerationOptions):
         """
         _refuse_unknown(fields)
         config = object.__new__(type(self))
-        vars(config).update(vars(self), _inherited=_Inherited(self._inherited.names.difference(fields)))
-        vars(config).pop("_flat", None)
+        vars(config).update(self._without_derived(), _inherited=_Inherited(self._inherited.names.difference(fields)))
         config._set(fields)
         refuse_values(config, fields)
         if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
@@ -167,9 +166,12 @@ class GenerationConfig(GenerationOptions):
             if option.kind.per_prompt and self.on(name) and not option.host
         }
         config = object.__new__(type(self))
-        vars(config).update(vars(self) | dict.fromkeys(values, IN_REQUEST))
-        vars(config).pop("_flat", None)
+        vars(config).update(self._without_derived() | dict.fromkeys(values, IN_REQUEST))
         return config, values
+
+    def _without_derived(self) -> dict[str, Any]:
+        """Return the attributes without those that are computed from others."""
+        return {name: value for name, value in vars(self).items() if name not in ("_flat", "mode")}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
@@ -216,7 +218,7 @@ class GenerationConfig(GenerationOptions):
         """True if an option is on, that is, not at its neutral value."""
         return OPTIONS[name].is_on(getattr(self, name))
 
-    @property
+    @functools.cached_property
     def mode(self) -> str:
         """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does, or "prompt_lookup".
 

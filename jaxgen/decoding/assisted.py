@@ -22,9 +22,10 @@ from jaxgen.decoding import guidance
 from jaxgen.decoding.drafting import Draft, drafter_of
 from jaxgen.decoding.forward import Forward, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
+from jaxgen.decoding.needs import Declared
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.sample import Sample, SampleState, extend, record_layers
+from jaxgen.decoding.sample import Sample, SampleState, record_layers
 from jaxgen.decoding.tokens import Tokens
 
 
@@ -50,8 +51,10 @@ class AssistedState:
         return self.sample.finished
 
 
-class Assisted:
+class Assisted(Declared):
     """Greedy search or sampling with a draft."""
+
+    drafts = replays = True
 
     def begin(self, run: Run, prefilled: Prefilled) -> AssistedState:
         """Choose the first token of each row, and let the drafter read the prompts."""
@@ -107,7 +110,7 @@ def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[R
         column, active, rows, accepted = carry
         length = rows.history.length
         rows = record_layers(rows, read, column, active, read.cache.offset)
-        rows = extend(run, rows, read, column, active)
+        rows = Sample().extend(run, rows, read, column, active)
         agrees = rows.history.last(1)[:, 0] == draft.tokens[:, jnp.minimum(column, width - 1)]
         agrees &= (rows.history.length > length) & (column < draft.count)
         return column + 1, agrees & rows.live, rows, accepted + agrees.astype(jnp.int32)

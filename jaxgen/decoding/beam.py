@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
+from jaxgen.decoding.needs import Declared, Needs
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
@@ -104,12 +106,16 @@ class BeamState:
         return jnp.all(self.beams.rows.history.done)
 
 
-class BeamSearch:
+class BeamSearch(Declared):
     """Beam search, and beam sampling if there is a key. Each prompt has one search."""
+
+    def needs(self, cfg: GenerationConfig) -> Needs:
+        """One row per beam."""
+        return Needs(sequences=cfg.num_beams)
 
     def begin(self, run: Run, prefilled: Prefilled) -> BeamState:
         """Choose the first token of each beam."""
-        count = run.cfg.num_beams
+        count = run.needs.sequences
         rows = dataclasses.replace(prefilled.rows, keys=None).fork(count)
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), count)
         unrecorded = dataclasses.replace(rows, recording=Recording(), cache_ids=None)
@@ -193,7 +199,7 @@ class BeamSearch:
 
     def _extend(self, run: Run, state: BeamState, read: Forward) -> BeamState:
         live, step = state.beams.rows.live, state.beams.rows.history.step
-        logits, log_probs, rows = observe(run, state.beams.rows, read, 0, live, normalize=True)
+        logits, log_probs, rows = observe(run, state.beams.rows, read, 0, live, _log_probs)
         beams = dataclasses.replace(state.beams, rows=rows)
         beams, parents, scores = self.grow(run, beams, logits, log_probs, state.keys)
         cache = state.cache.select(guidance.rows_of_cache(run.cfg, parents, rows.count))
@@ -448,3 +454,8 @@ def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         return jax.vmap(lambda group, place: group[place])(joined, index).reshape(groups * count, *joined.shape[2:])
 
     return scores, jax.tree.map(chosen, *(tree for _, tree in pools))
+
+
+def _log_probs(logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
+    del states
+    return jax.nn.log_softmax(logits, axis=-1)

@@ -19,10 +19,10 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import CONTRASTIVE
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
+from jaxgen.decoding.needs import Declared, Needs
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
@@ -58,8 +58,24 @@ class ContrastiveState:
         return jnp.all(self.rows.history.done)
 
 
-class ContrastiveSearch:
-    """Contrastive search. Each row has k candidates per step, at most `Sizes.candidates`."""
+class ContrastiveSearch(Declared):
+    """Contrastive search. Each row has k candidates per step, at most `Needs.candidates`."""
+
+    replays = True
+    no_cache = (
+        "contrastive search (penalty_alpha) is not offered with cache=: it compares hidden states of all tokens, which "
+        "a cache does not have; pass the whole prompt, or leave out penalty_alpha"
+    )
+
+    def needs(self, cfg: GenerationConfig) -> Needs:
+        """As many candidates as the largest `top_k`, which sizes arrays here and cannot be traced."""
+        if is_tracer(cfg.top_k):
+            raise ConfigError(
+                "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
+                "whole number, or a config that is not an argument of the jitted function"
+            )
+        candidates = min(int(np.max(np.asarray(cfg.top_k))), model_of(cfg).vocab_size)
+        return Needs(candidates=max(1, candidates), final_states=True)
 
     def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
         """Return the rows with nothing generated: the first step chooses the first token."""
@@ -68,7 +84,7 @@ class ContrastiveSearch:
         hidden = guidance.conditional_part(run.cfg, hidden)
         return ContrastiveState(
             rows=prefilled.rows,
-            cache=prefilled.read.cache.fork(run.sizes.candidates, run.capacity, shared=True),
+            cache=prefilled.read.cache.fork(run.needs.candidates, run.capacity, shared=True),
             read=_carried(prefilled.read),
             context=pad_axis(_direction(hidden), 1, hidden.shape[1] + run.capacity),
         )
@@ -107,29 +123,13 @@ class ContrastiveSearch:
     def finish(self, run: Run, state: ContrastiveState) -> Decoded:
         """Return the tokens, and the cache without the last token of each row."""
         count = state.cache.rows
-        cache = state.cache.select(jnp.arange(0, count, run.sizes.candidates, dtype=jnp.int32))
+        cache = state.cache.select(jnp.arange(0, count, run.needs.candidates, dtype=jnp.int32))
         length = guidance.stack(run.cfg, jnp.maximum(state.rows.history.step - 1, 0))
         return Decoded.of(run, state.rows, dataclasses.replace(cache, length=length))
 
     def progress(self, run: Run, state: ContrastiveState) -> Progress:
         """Return the tokens so far."""
         return Progress.of(run, state.rows)
-
-
-def candidates_of(cfg: GenerationConfig) -> int:
-    """Return the number of candidates that contrastive search reads per row and step; 0 in other modes.
-
-    Raises:
-        ConfigError: `top_k`, which sizes arrays here, is traced.
-    """
-    if cfg.mode != CONTRASTIVE:
-        return 0
-    if is_tracer(cfg.top_k):
-        raise ConfigError(
-            "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one whole "
-            "number, or a config that is not an argument of the jitted function"
-        )
-    return max(1, min(int(np.max(np.asarray(cfg.top_k))), model_of(cfg).vocab_size))
 
 
 def _carried(read: Forward) -> Forward:
@@ -142,7 +142,7 @@ def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax
 
     The third value is bool[rows, k], False for a token that is banned, or beyond the row's own `top_k`.
     """
-    count = run.sizes.candidates
+    count = run.needs.candidates
     with jax.named_scope("candidates"):
         best, tokens = largest(scores[:, None], count, run.mesh)
         probs = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), tokens, axis=1)

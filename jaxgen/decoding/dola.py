@@ -6,6 +6,7 @@ of an earlier layer go through the head without the final norm.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -15,7 +16,11 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding import guidance
+from jaxgen.decoding.forward import Forward, observe
+from jaxgen.decoding.needs import Needs
+from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
+from jaxgen.decoding.sample import Sample, append, process
 from jaxgen.errors import ConfigError
 from jaxgen.model.causal_lm import head
 
@@ -23,6 +28,22 @@ from jaxgen.model.causal_lm import head
 _RELATIVE_TOP = 0.1
 # In a deeper model, "low" and "high" are among its first and last layers only.
 _DEEP, _DEEP_REACH = 40, 20
+
+
+class Dola(Sample):
+    """Greedy search or sampling by contrasted scores."""
+
+    takes_draft = replays = False
+
+    def needs(self, cfg: GenerationConfig) -> Needs:
+        """The states of all layers; the head is applied to the candidates too."""
+        return Needs(sequences=cfg.num_return_sequences, heads=1 + len(candidate_layers(cfg)), layer_states=True)
+
+    def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
+        """Choose each row's token by its contrasted scores, and append it to the live rows."""
+        logits, scores, rows = observe(run, rows, read, column, live, functools.partial(contrast, run))
+        processed = unless_banned(process(run, rows, scores), lambda: process(run, rows, logits))
+        return append(run, rows, live, logits, processed)
 
 
 def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:

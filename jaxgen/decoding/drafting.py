@@ -17,7 +17,7 @@ from jaxgen.decoding.forward import run_model
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.sample import choose
+from jaxgen.decoding.sample import choose, process
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
@@ -120,7 +120,7 @@ class DraftModel:
             active, rows, cache = carry
             read, _ = run_model(drafting, rows, _unread(drafting, rows, cache, active), cache)
             logits = _resized(read.logits[:, 0], run.model.vocab_size)
-            choice = choose(run, rows, logits, logits)
+            choice = choose(rows, process(run, rows, logits))
             added = active & (choice.failed == StopReason.NONE)
             rows = rows.append(run, choice.token, added, choice.scores)
             active = added & rows.live & (rows.history.length - length < limit)

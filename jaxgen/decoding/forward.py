@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.decoding import dola, guidance
+from jaxgen.decoding import guidance
 from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
@@ -21,6 +21,9 @@ from jaxgen.errors import InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
 from jaxgen.shapes import pad_axis
+
+# Scores float32[streams * rows, V] of such logits and of the layers' states, L + 1 arrays `[streams * rows, D]`.
+Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
 
 
 @flax.struct.dataclass
@@ -60,11 +63,12 @@ class Forward:
 
     Attributes:
         logits: float32[streams * rows, n, V], of all T positions or of the last one.
-        states: L + 1 arrays `[streams * rows, n, D]` of these positions, for the hook and DoLa; else empty.
+        states: L + 1 arrays `[streams * rows, n, D]` of these positions, for the hook and `Needs.layer_states`; else
+            empty.
         out: hidden states and attention weights of all T positions, if asked for.
         cache: the cache with the tokens in it.
-        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states of all T positions, for contrastive
-            search; else None.
+        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states of all T positions, for
+            `Needs.final_states`; else None.
     """
 
     logits: jax.Array
@@ -107,12 +111,12 @@ def run_model(
 
 
 def observe(
-    run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, normalize: bool = False
+    run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, score: Score | None = None
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """Return the logits of a column, float32[rows, V], the processors' input scores, and the rows.
 
-    The scores are the logits, or with `normalize` their log-probabilities, after DoLa and guidance. The hook sees the
-    column first and may change its logits; the hook's state changes only in the rows that are `live bool[rows]`.
+    The scores are the logits, or what `score` makes of them, after guidance. The hook sees the column first and may
+    change its logits; the hook's state changes only in the rows that are `live bool[rows]`.
     """
     logits, states = read.logits[:, column], tuple(x[:, column] for x in read.states)
     hook = run.extensions.hook
@@ -120,9 +124,7 @@ def observe(
         history, state = guidance.stack(run.cfg, rows.history), guidance.join(rows.hook)
         changed, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
         logits, rows = changed.logits, _with_hook(run, rows, state, live)
-    scores = jax.nn.log_softmax(logits, axis=-1) if normalize else logits
-    if run.cfg.dola_layers is not None:
-        scores = dola.contrast(run, logits, states)
+    scores = logits if score is None else score(logits, states)
     return guidance.conditional_part(run.cfg, logits), guidance.guide(run.cfg, rows.options, scores), rows
 
 
@@ -176,14 +178,13 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 
 
 def _needs_states(run: Run) -> bool:
-    return run.extensions.hook is not None or run.cfg.dola_layers is not None
+    return run.extensions.hook is not None or run.needs.layer_states
 
 
 def _in_one_pass(
     run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
     """Run all tokens at once, from slot `start` on; return the logits of `column int32[rows]`, or of all columns."""
-    contrastive = run.sizes.candidates > 0
     if inputs.mask.shape[1] == 1:
         column = None
     out = forward(
@@ -197,11 +198,11 @@ def _in_one_pass(
         cache=cache,
         cache_position=start,
         logits_to_keep=0 if column is None else column[:, None],
-        output_hidden_states=run.cfg.output_hidden_states or _needs_states(run) or contrastive,
+        output_hidden_states=run.cfg.output_hidden_states or _needs_states(run) or run.needs.final_states,
         output_attentions=run.cfg.output_attentions,
     )
     assert out.cache is not None
-    hidden = out.hidden_states[-1] if contrastive and out.hidden_states is not None else None
+    hidden = out.hidden_states[-1] if run.needs.final_states and out.hidden_states is not None else None
     states: tuple[jax.Array, ...] = ()
     if _needs_states(run) and out.hidden_states is not None:
         states = out.hidden_states
@@ -233,7 +234,7 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
     logits = jnp.zeros((rows, 1, model.vocab_size), jnp.float32)
     states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
     hidden = None
-    if run.sizes.candidates > 0:
+    if run.needs.final_states:
         hidden = jnp.zeros((*inputs.mask.shape, model.hidden_size), model.dtype)
     begin = Forward(logits, states, ModelOutput(logits), cache, hidden)
     return lax.fori_loop(0, jnp.max(last) // chunk + 1, one, begin)

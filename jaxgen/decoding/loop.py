@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import UNKNOWN, Continuation
 from jaxgen.decoding.forward import Forward, begin_hook, run_model
 from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording, columns_of
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Request, Run, is_expanded
@@ -31,8 +33,18 @@ from jaxgen.shapes import repeat_rows, resize_axis
 class Mode(Protocol):
     """A decode mode: how rows are extended. One file each.
 
-    Its state is a pytree with `finished`, bool[], True when no row needs another step.
+    It declares what the trunk must know about it, as `Declared` says. Its state is a pytree with `finished`, bool[],
+    True when no row needs another step.
     """
+
+    takes_draft: bool
+    drafts: bool
+    replays: bool
+    no_cache: str
+
+    def needs(self, cfg: GenerationConfig) -> Needs:
+        """Return what it needs with these options."""
+        ...
 
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
         """Return the state after the prompts have been read; it may include the first token of each row."""

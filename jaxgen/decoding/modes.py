@@ -8,6 +8,7 @@ from jaxgen.decoding.assisted import Assisted
 from jaxgen.decoding.beam import BeamSearch
 from jaxgen.decoding.constrained_beam import ConstrainedBeamSearch
 from jaxgen.decoding.contrastive import ContrastiveSearch
+from jaxgen.decoding.dola import Dola
 from jaxgen.decoding.group_beam import GroupBeamSearch
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.sample import Sample
@@ -21,7 +22,7 @@ MODES: dict[str, Mode] = {
     "beam_sample": BeamSearch(),
     "group_beam_search": GroupBeamSearch(),
     "contrastive_search": ContrastiveSearch(),
-    "dola_generation": Sample(),  # the scores differ: see dola.py
+    "dola_generation": Dola(),
     "constrained_beam_search": ConstrainedBeamSearch(),
 }
 

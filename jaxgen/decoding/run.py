@@ -14,6 +14,7 @@ from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.keys import prompt_keys
+from jaxgen.decoding.needs import Needs
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.sharding import ROWS, constrain, rows_on
@@ -72,13 +73,13 @@ class Sizes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
         slots: slots for the tokens of `Request.cache` and, unless its rows are shared, the prompts; 0 without a cache.
-        candidates: the number of tokens per row and step between which contrastive search chooses; 0 in other modes.
+        needs: what the decode mode needs.
     """
 
     prompts: int
     capacity: int
     slots: int = 0
-    candidates: int = 0
+    needs: Needs = dataclasses.field(default_factory=Needs)
 
 
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
@@ -115,6 +116,11 @@ class Run:
     def model(self) -> ModelConfig:
         """The model's config."""
         return model_of(self.cfg)
+
+    @property
+    def needs(self) -> Needs:
+        """What the decode mode needs."""
+        return self.sizes.needs
 
     @property
     def capacity(self) -> int:

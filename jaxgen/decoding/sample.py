@@ -8,9 +8,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.decoding import dola, guidance
+from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Prefilled, Progress
+from jaxgen.decoding.needs import Declared
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stopping import failure
@@ -49,17 +50,19 @@ class SampleState:
         return jnp.all(self.rows.history.done)
 
 
-class Sample:
+class Sample(Declared):
     """Sampling, or greedy search if there is no key: `GenerationMixin._sample` and `_greedy_search`."""
+
+    takes_draft = replays = True
 
     def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
         """Choose the first token of each sequence."""
-        copies = run.cfg.num_return_sequences
+        copies = run.needs.sequences
         rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
         # One sequence per prompt shares nothing: with all slots in one part, a step has fewer and larger products.
         cache = cache.grow(run.capacity) if copies == 1 else cache.fork(copies, run.capacity)
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
-        return SampleState(extend(run, rows, read, 0, rows.live), cache)
+        return SampleState(self.extend(run, rows, read, 0, rows.live), cache)
 
     def step(self, run: Run, state: SampleState) -> SampleState:
         """Run each row's last token through the model and choose the next."""
@@ -68,7 +71,12 @@ class Sample:
         tokens = guidance.stack(run.cfg, Tokens(rows.history.last(1), rows.live[:, None]))
         read, rows = run_model(run, rows, tokens, state.cache)
         rows = record_layers(rows, read, 0, rows.live, read.cache.offset)
-        return SampleState(extend(run, rows, read, 0, rows.live), read.cache)
+        return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache)
+
+    def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
+        """Choose each row's token from a column of the model's output, and append it to the live rows."""
+        logits, scores, rows = observe(run, rows, read, column, live)
+        return append(run, rows, live, logits, process(run, rows, scores))
 
     def finish(self, run: Run, state: SampleState) -> Decoded:
         """Return the tokens."""
@@ -79,10 +87,9 @@ class Sample:
         return Progress.of(run, state.rows)
 
 
-def extend(run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-    """Choose each row's token from a column of the model's output, and append it to the live rows."""
-    logits, scores, rows = observe(run, rows, read, column, live)
-    choice = choose(run, rows, scores, logits)
+def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
+    """Choose a token from the processed `scores float32[rows, V]` of each row, and append it to the live rows."""
+    choice = choose(rows, scores)
     return rows.push(run, choice.token, live, logits, choice.scores, choice.failed)
 
 
@@ -95,18 +102,12 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
     return dataclasses.replace(rows, recording=recording)
 
 
-def choose(run: Run, rows: Rows, scores: jax.Array, logits: jax.Array) -> Choice:
-    """Choose the next token of each row from its scores, `scores float32[rows, V]`, before any processor.
-
-    `logits float32[rows, V]` are those of the model, for rows in which all tokens that DoLa leaves are banned.
-    """
-    processed = process(run, rows, scores)
-    if run.cfg.dola_layers is not None:
-        processed = dola.unless_banned(processed, lambda: process(run, rows, logits))
+def choose(rows: Rows, scores: jax.Array) -> Choice:
+    """Choose the next token of each row from its processed scores, `scores float32[rows, V]`."""
     with jax.named_scope("choose"):
-        token = greedy(processed) if rows.keys is None else draw(rows.keys, rows.history.step, processed)
-        failed = failure(jnp.max(processed, axis=-1))
-    return Choice(token, processed, failed)
+        token = greedy(scores) if rows.keys is None else draw(rows.keys, rows.history.step, scores)
+        failed = failure(jnp.max(scores, axis=-1))
+    return Choice(token, scores, failed)
 
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:

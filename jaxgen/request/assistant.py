@@ -8,8 +8,10 @@ from typing import Any
 import flax.struct
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.config.options import ASSISTED, GREEDY, OPTIONS, PROMPT_LOOKUP, SAMPLE
+from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.loop import Mode
+from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.request.checks import check_call
@@ -54,9 +56,10 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
 
 def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
     """Raise an error unless a model with the config `own` can draft for a call with the config `cfg`."""
-    if cfg.mode in (ASSISTED, PROMPT_LOOKUP):
+    mode = mode_of(cfg)
+    if mode.drafts:
         raise ConfigError("assistant, prompt_lookup_num_tokens and assistant_early_exit exclude each other: choose one")
-    if cfg.mode not in (GREEDY, SAMPLE):
+    if not mode.takes_draft:
         raise ConfigError(f"assistant works with greedy search and sampling, not with {cfg.mode}: leave it out")
     theirs, ours = model_of(own).vocab_size, model_of(cfg).vocab_size
     if abs(theirs - ours) > _PADDING * max(theirs, ours):
@@ -66,9 +69,9 @@ def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
         )
 
 
-def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool) -> None:
+def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool, mode: Mode) -> None:
     """Raise an error for a call that no tokens can be drafted for; `has_ids` says that all tokens' ids are known."""
-    if assistant is None and cfg.mode not in (ASSISTED, PROMPT_LOOKUP):
+    if not mode.drafts:
         return
     threshold = OPTIONS["assistant_confidence_threshold"]
     values = None if assistant is None else threshold.kind.prompt_count(assistant.cfg.assistant_confidence_threshold)

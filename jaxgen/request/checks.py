@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn
-from jaxgen.config.options import CONTRASTIVE, OPTIONS
+from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
+from jaxgen.decoding.loop import Mode
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.fused import expected_shapes
@@ -48,7 +49,7 @@ def check_call(params, cfg: GenerationConfig) -> None:
         raise InputError(f"params do not fit cfg.model: {'; '.join(problems[:4])}{more}")
 
 
-def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions) -> None:
+def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions, mode: Mode) -> None:
     """Raise an error for a cache that these prompts cannot continue from."""
     if prompts % cache.rows:
         raise InputError(
@@ -62,11 +63,8 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
             f"the cache was made with cache_dtype={made!r} and cannot be continued with {cfg.cache_dtype!r}: use "
             f"cfg.replace(cache_dtype={made!r})"
         )
-    if cfg.mode == CONTRASTIVE:
-        raise ConfigError(
-            "contrastive search (penalty_alpha) is not offered with cache=: it compares hidden states of all tokens, "
-            "which a cache does not have; pass the whole prompt, or leave out penalty_alpha"
-        )
+    if mode.no_cache:
+        raise ConfigError(mode.no_cache)
     if cfg.output_attentions:
         raise ConfigError("output_attentions is not offered with cache=: run the whole prompt to get attention weights")
     readers = [name for name in _OF_TOKENS if cfg.on(name)]

@@ -68,9 +68,9 @@ def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
     return dataclasses.replace(decoded, reasons=jnp.where(late, jnp.int32(StopReason.TIME), decoded.reasons))
 
 
-def compile_for(prepared: Prepared, mode: Mode, watched: bool) -> None:
+def compile_for(prepared: Prepared, watched: bool) -> None:
     """Compile what `run_whole`, or `run_watched`, needs for calls of this form, by running a few steps of it."""
-    run = prepared.run
+    run, mode = prepared.run, prepared.mode
     request = dataclasses.replace(prepared.request, budget=np.ones_like(prepared.request.budget))
     if watched:
         state = _start(run, request, mode=mode)[0]
@@ -81,19 +81,16 @@ def compile_for(prepared: Prepared, mode: Mode, watched: bool) -> None:
     jax.block_until_ready(decoded)
 
 
-def run_watched(
-    prepared: Prepared, mode: Mode, streamer: Streamer | RowStreamer | None, deadline: float | None
-) -> Decoded:
+def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, deadline: float | None) -> Decoded:
     """Run in chunks. Each is dispatched before the tokens of the previous one are read, except the first: the first
     token need not wait for the program of the other chunks, which is compiled then.
 
     Args:
         prepared: the call.
-        mode: the decode mode.
         streamer: receives the tokens; one with `put_row` by row, others by step, after the prompts.
         deadline: when to stop, on `time.monotonic`'s clock, or None.
     """
-    run, before, by_row = prepared.run, None, has_methods(streamer, "put_row")
+    run, mode, before, by_row = prepared.run, prepared.mode, None, has_methods(streamer, "put_row")
 
     def show(progress: loop.Progress) -> bool:
         """Pass new tokens to the streamer; return True if all rows have ended."""

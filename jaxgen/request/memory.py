@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.generation_config import GenerationConfig, model_of
-from jaxgen.decoding import dola
-from jaxgen.decoding.contrastive import candidates_of
+from jaxgen.decoding.modes import mode_of
+from jaxgen.decoding.needs import Needs
 from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
@@ -41,7 +41,7 @@ _REMEDIES: dict[str, dict[str, Any]] = {
     "--quantize int8": {"quantize": "int8"},
     "cache_dtype='int8'": {"cache_dtype": "int8"},
     "a smaller max_new_tokens": {"new_tokens": 1},
-    "a smaller num_return_sequences or num_beams": {"copies": 1},
+    "a smaller num_return_sequences or num_beams": {"sequences": 1},
     "a smaller top_k": {"candidates": 1},
     "fewer prompts at once": {"prompts": 1},
     "a shorter prompt": {"width": 1},
@@ -91,9 +91,8 @@ def check_memory(
         on_cpu=device.platform == "cpu",
         prompts=prompts,
         width=prompt_width,
-        candidates=max(candidates_of(cfg), 1),
         new_tokens=int(np.max(np.asarray(cfg.max_new_tokens))),
-        **_of_config(cfg),
+        **_of_config(cfg, mode_of(cfg, assistant is not None).needs(cfg)),
     )
     free = free_bytes(device)
     if free is None or (needed := request.needed()) <= free:
@@ -142,19 +141,20 @@ def _quantities(prepared: Prepared) -> _Quantities:
         on_cpu=_device_of(prepared).platform == "cpu",
         prompts=run.sizes.prompts,
         width=prepared.request.ids.shape[1],
-        candidates=max(run.sizes.candidates, 1),
         new_tokens=prepared.new_tokens,
-        **_of_config(run.cfg),
+        **_of_config(run.cfg, run.needs),
     )
 
 
-def _of_config(cfg: GenerationConfig) -> dict[str, Any]:
-    """Return the quantities that the config alone determines."""
+def _of_config(cfg: GenerationConfig, needs: Needs) -> dict[str, Any]:
+    """Return the quantities that the config and its mode determine."""
     return {
-        "copies": max(cfg.num_return_sequences, cfg.num_beams),
+        "sequences": needs.sequences,
+        "candidates": needs.candidates,
+        "heads": needs.heads,
+        "final_states": needs.final_states,
         "records": bool(cfg.output_scores) + bool(cfg.output_logits),
         "cache_dtype": cfg.cache_dtype,
-        "layers": 1 if cfg.dola_layers is None else 1 + len(dola.candidate_layers(cfg)),
     }
 
 
@@ -179,9 +179,7 @@ class _Quantities:
     """The quantities that determine the memory needed.
 
     `sources` are the model and its draft model, if there is one: a checkpoint, which must be loaded, or the config of a
-    model that is in memory. `candidates` is the number of tokens that contrastive search tries per row and step, 1 in
-    other modes. `records` is the number of outputs `[N, rows, V]`, `layers` the number of layers that the head is
-    applied to.
+    model that is in memory. `records` is the number of outputs `[N, rows, V]`; what the mode needs is in `Needs`.
     """
 
     sources: tuple[Checkpoint | ModelConfig, ...]
@@ -190,23 +188,24 @@ class _Quantities:
     on_cpu: bool
     prompts: int
     width: int
-    copies: int
+    sequences: int
     candidates: int
+    heads: int
+    final_states: bool
     new_tokens: int
     records: int
-    layers: int
     cache_dtype: str | None
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
         model, width, capacity = self._model(self.sources[0]), prompt_bucket(self.width), self._capacity()
-        rows = self.prompts * self.copies
+        rows = self.prompts * self.sequences
         stored = sum(self._weights(source) + self._cache(source) for source in self.sources)
-        context = 4 * rows * (width + capacity) * model.hidden_size if self.candidates > 1 else 0
+        context = 4 * rows * (width + capacity) * model.hidden_size if self.final_states else 0
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
         attention = scores if all_at_once(width, width) else 0  # else only blocks of the scores
-        logits = 4 * model.vocab_size * rows * (self.candidates * self.layers + self.records * capacity)
+        logits = 4 * model.vocab_size * rows * (self.candidates * self.heads + self.records * capacity)
         return stored + attention + logits + context
 
     def _capacity(self) -> int:
@@ -229,7 +228,7 @@ class _Quantities:
         return weights
 
     def _cache(self, source: Checkpoint | ModelConfig) -> int:
-        model, rows = self._model(source), self.prompts * self.copies * self.candidates
+        model, rows = self._model(source), self.prompts * self.sequences * self.candidates
         prompts = cache_bytes(model, self.prompts, prompt_bucket(self.width), self.cache_dtype)
         return prompts + cache_bytes(model, rows, self._capacity(), self.cache_dtype)
 

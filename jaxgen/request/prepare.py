@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn, warn_unused
-from jaxgen.decoding import dola, guidance
+from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
-from jaxgen.decoding.contrastive import candidates_of
 from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.loop import Mode
+from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -49,6 +50,7 @@ class Prepared:
     """A call that is ready to run.
 
     Attributes:
+        mode: the decode mode.
         run: the constants of the run.
         request: the prompts, their sizes rounded up if the call is eager.
         ids: int32[B, P], the prompts as given; P is 0 if only embeddings were given.
@@ -57,6 +59,7 @@ class Prepared:
         new_tokens: the maximum number of tokens that a row can generate, not rounded up.
     """
 
+    mode: Mode
     run: Run
     request: Request
     ids: Array
@@ -90,8 +93,10 @@ def prepare(
     key = check_key(inputs.key, cfg, prompts)
     mesh = mesh_of(params)
     cache = _continuation(inputs.cache, mesh, eager)
-    _check(cfg, prompts, cache, mesh, extensions)
-    check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
+    mode = mode_of(cfg, assisted=assistant is not None)
+    needs = mode.needs(cfg)
+    _check(cfg, prompts, cache, mesh, extensions, mode)
+    check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None), mode)
     negative_ids, negative_mask = negative_prompts(
         inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask, cfg, prompts, has_ids
     )
@@ -108,14 +113,14 @@ def prepare(
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
         model = dataclasses.replace(model, divided=mesh is not None)
-    sizes = Sizes(prompts, capacity, slots, candidates_of(cfg))
+    sizes = Sizes(prompts, capacity, slots, needs)
     run = with_draft(Run(params, normal_form(cfg, model=model), extensions, sizes, mesh=mesh), assistant)
     run, options = _without_options(run)
     # The program's arguments must be arrays, so Python numbers become arrays.
     options = jax.tree.map(np.asarray if eager else jnp.asarray, options)
     grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
     request = Request(ids, mask, budget, options, grammar, key, cache, embeds, negative_ids, negative_mask)
-    return Prepared(run, request, *given, width, new_tokens)
+    return Prepared(mode, run, request, *given, width, new_tokens)
 
 
 def _without_options(run: Run) -> tuple[Run, OptionValues]:
@@ -126,14 +131,17 @@ def _without_options(run: Run) -> tuple[Run, OptionValues]:
 
 
 def _check(
-    cfg: GenerationConfig, prompts: int, cache: Continuation | None, mesh: Mesh | None, extensions: Extensions
+    cfg: GenerationConfig,
+    prompts: int,
+    cache: Continuation | None,
+    mesh: Mesh | None,
+    extensions: Extensions,
+    mode: Mode,
 ) -> None:
     """Raise an error for parts of a call that do not fit each other."""
     check_options(cfg, prompts)
-    if cfg.dola_layers is not None:
-        dola.candidate_layers(cfg)  # raises an error for a layer that the model lacks
     if cache is not None:
-        check_cache(cache, cfg, prompts, extensions)
+        check_cache(cache, cfg, prompts, extensions, mode)
     check_processes(mesh, cfg, extensions)
     check_grammar(extensions, cfg, prompts)
 

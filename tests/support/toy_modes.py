@@ -10,7 +10,7 @@ import numpy as np
 from jaxgen.decoding import guidance
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.rows import fork
-from jaxgen.decoding.sample import Sample, SampleState, extend
+from jaxgen.decoding.sample import Sample, SampleState
 
 
 class Shuffle(Sample):
@@ -56,7 +56,7 @@ class Refill(Sample):
     def begin(self, run, prefilled):
         rows, cache = prefilled.rows.fork(1), prefilled.read.cache
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), 1)
-        rows = extend(run, rows, read, 0, rows.live)
+        rows = self.extend(run, rows, read, 0, rows.live)
         pool = SampleState(rows, cache.flatten(cache.slots + run.capacity))
         first = jnp.arange(self.slots, dtype=jnp.int32)
         return RefillState(self._take(run, pool, first), pool, first, jnp.int32(self.slots))
