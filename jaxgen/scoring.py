@@ -22,6 +22,7 @@ from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.model.context import Context
 from jaxgen.model.sharding import REPLICATED, mesh_of, place_rows
 from jaxgen.programs import program, under_jit
 from jaxgen.request.checks import check_call, check_grammar
@@ -108,8 +109,8 @@ def score(
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
     mesh = None if traced else mesh_of(params)
     ids, mask = place_rows((ids, mask), mesh)
-    model = model if traced else dataclasses.replace(model, divided=mesh is not None)
-    scores = logprobs(params, ids, mask, replay, model=model, **sizes)
+    context = Context(None if traced else mesh is not None)
+    scores = logprobs(params, ids, mask, replay, context=context, model=model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:

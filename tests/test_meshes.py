@@ -266,9 +266,9 @@ def test_a_streamer_and_a_deadline_on_the_mesh():
 def test_the_driver_says_whether_weights_are_divided():
     inputs = CallInputs(IDS, attention_mask=np.ones_like(IDS))
     for params, eager, divided in ((PARAMS, True, False), (on_mesh((4, 2)), True, True), (PARAMS, False, None)):
-        model = prepare(params, CFG, inputs, Extensions(), eager=eager).run.model
-        assert model.divided is divided
-        assert model.to_hf() == MODEL.to_hf()
+        run = prepare(params, CFG, inputs, Extensions(), eager=eager).run
+        assert run.context.divided is divided
+        assert run.model.to_hf() == MODEL.to_hf()
 
 
 @pytest.mark.slow

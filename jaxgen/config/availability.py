@@ -114,14 +114,11 @@ def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int
             )
 
 
-def normal_form(cfg: GenerationConfig, **fields: Any) -> GenerationConfig:
-    """Reset options that the compiled loop does not read, so that they do not change the program; set the pad id.
-
-    `fields` are set too.
-    """
+def normal_form(cfg: GenerationConfig) -> GenerationConfig:
+    """Reset options that the compiled loop does not read, so that they do not change the program; set the pad id."""
     unread = [*cfg.unread(), *(option for option in OPTIONS.values() if option.host)]
     unread = {option.name: option.kind.neutral for option in unread}
-    fields |= {name: neutral for name, neutral in unread.items() if getattr(cfg, name) is not neutral}
+    fields = {name: neutral for name, neutral in unread.items() if getattr(cfg, name) is not neutral}
     if cfg.pad_token_id is None:
         fields["pad_token_id"] = _first_eos(cfg.eos_token_id)
     return cfg.replace(**fields)

@@ -86,7 +86,7 @@ def contrast(run: Run, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.
     mature, *others = guidance.split(run.cfg, logits)
     candidates = [guidance.conditional_part(run.cfg, states[layer]) for layer in candidate_layers(run.cfg)]
     with jax.named_scope("dola"):
-        premature = head(run.model, run.params, jnp.stack(candidates))
+        premature = head(run.model, run.params, jnp.stack(candidates), run.context)
         return guidance.join((contrasted(mature, premature), *others))
 
 

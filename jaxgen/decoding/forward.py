@@ -200,6 +200,7 @@ def _in_one_pass(
         logits_to_keep=0 if column is None else column[:, None],
         output_hidden_states=run.cfg.output_hidden_states or _needs_states(run) or run.needs.final_states,
         output_attentions=run.cfg.output_attentions,
+        context=run.context,
     )
     assert out.cache is not None
     hidden = out.hidden_states[-1] if run.needs.final_states and out.hidden_states is not None else None

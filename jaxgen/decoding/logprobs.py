@@ -12,6 +12,7 @@ from jax import lax
 from jaxgen.decoding.replay import Replay
 from jaxgen.model.causal_lm import head, hidden
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.context import Context
 from jaxgen.programs import program
 from jaxgen.shapes import short_repr
 
@@ -42,6 +43,7 @@ def logprobs(
     mask: jax.Array,
     replay: Replay | None,
     *,
+    context: Context,
     model: ModelConfig,
     start: int,
     top: int,
@@ -54,13 +56,14 @@ def logprobs(
         ids: int32[B, L].
         mask: bool[B, L], False for padding.
         replay: computes the scores that the tokens were chosen from; None for the model's own distribution.
+        context: what is known about the weights.
         model: the model's config.
         start: 0, or the width of the prompts.
         top: n, how many of the most likely tokens to return.
         chunk: the number of columns whose logits, for all rows, are in memory at once.
     """
     ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN embedding would spread
-    states = hidden(model, params, ids, attention_mask=mask).last
+    states = hidden(model, params, ids, attention_mask=mask, context=context).last
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
     states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)
@@ -68,7 +71,7 @@ def logprobs(
 
     def score_chunk(history, part):
         states, tokens, predicted = part
-        logits = head(model, params, states)
+        logits = head(model, params, states, context)
         if replay is None:
             return None, reduce_column(logits, tokens, predicted)
         return replay.run(history, logits, tokens, predicted, reduce_column)

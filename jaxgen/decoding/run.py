@@ -17,6 +17,7 @@ from jaxgen.decoding.keys import prompt_keys
 from jaxgen.decoding.needs import Needs
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.context import UNKNOWN, Context
 from jaxgen.model.sharding import ROWS, constrain, rows_on
 from jaxgen.shapes import repeat_rows
 
@@ -100,6 +101,7 @@ class Run:
             `Rows.options`.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
+        context: what every pass tells the weights.
         draft: in assisted generation, the run of the model that drafts tokens; else None. Only its model and the
             settings of drafting are read: tokens are chosen by this run.
         mesh: the mesh that the parameters are divided over, or None.
@@ -109,6 +111,7 @@ class Run:
     cfg: GenerationConfig
     extensions: Extensions
     sizes: Sizes = flax.struct.field(pytree_node=False)
+    context: Context = UNKNOWN
     draft: Run | None = None
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
 

@@ -32,6 +32,7 @@ from jaxgen.model.attention import Part, attention
 from jaxgen.model.barriers import recomputed
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.context import UNKNOWN, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, key_order, row_order
@@ -92,6 +93,7 @@ class _Tokens:
         slots: int32[B, T], their slots in the cache's last part; padding and overflow past its end. None without a
             cache.
         visible: the keys that they may see, without the layer's window.
+        context: of the pass.
         output_attentions: return the attention weights, static.
     """
 
@@ -99,7 +101,8 @@ class _Tokens:
     sin: jax.Array
     slots: jax.Array | None
     visible: Visibility
-    output_attentions: bool = flax.struct.field(pytree_node=False)
+    context: Context = UNKNOWN
+    output_attentions: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 class RMSNorm(nn.Module):
@@ -143,7 +146,7 @@ class Linear(nn.Module):
     cfg: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Map `[..., in]` to `[..., out]`."""
         cfg = self.cfg
         init = nn.initializers.normal(cfg.initializer_range)
@@ -151,7 +154,7 @@ class Linear(nn.Module):
         bias = None
         if self.use_bias:
             bias = parameter(self, "bias", (self.features,), nn.initializers.zeros, cfg.dtype)
-        return linear(x, weight, bias, divided=cfg.divided)
+        return linear(x, weight, bias, context)
 
 
 # Projections of the same input, which `jaxgen.model.fused.fuse_projections` makes one matrix.
@@ -159,13 +162,14 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 def _project(
-    module: nn.Module, x: jax.Array, fused: str, widths: tuple[int, ...], use_bias: bool, cfg: ModelConfig
+    module: Attention | MLP, x: jax.Array, context: Context, fused: str, widths: tuple[int, ...], use_bias: bool
 ) -> list[jax.Array]:
     """Map `x [..., in]` by the projections of a layer that are, or may be, fused under one name."""
+    cfg, names = module.cfg, FUSED[fused]
     if module.has_variable("params", fused):
-        out = Linear(sum(widths), use_bias, cfg, name=fused)(x)
+        out = Linear(sum(widths), use_bias, cfg, name=fused)(x, context)
         return jnp.split(out, np.cumsum(widths)[:-1], axis=-1)
-    return [Linear(width, use_bias, cfg, name=name)(x) for name, width in zip(FUSED[fused], widths, strict=True)]
+    return [Linear(width, use_bias, cfg, name=name)(x, context) for name, width in zip(names, widths, strict=True)]
 
 
 class Embedding(nn.Module):
@@ -182,9 +186,9 @@ class Embedding(nn.Module):
         """Look up `ids int32[B, T]`: `[B, T, D]`."""
         return look_up(ids, self.weight)
 
-    def attend(self, x: jax.Array) -> jax.Array:
+    def attend(self, x: jax.Array, context: Context) -> jax.Array:
         """Map `x [..., D]` to logits `[..., V]`."""
-        return linear(x, self.weight, divided=self.cfg.divided)
+        return linear(x, self.weight, None, context)
 
 
 class Attention(nn.Module):
@@ -200,7 +204,7 @@ class Attention(nn.Module):
         batch, steps, _ = x.shape
 
         queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-        projected = _project(self, x, "qkv_proj", (queries, keys, keys), cfg.attention_bias, cfg)
+        projected = _project(self, x, tokens.context, "qkv_proj", (queries, keys, keys), cfg.attention_bias)
         q, k, v = (part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in projected)
         if cfg.qk_norm:
             q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
@@ -219,7 +223,7 @@ class Attention(nn.Module):
             visible = dataclasses.replace(tokens.visible, window=self.window)
             out, weights = attention(q, [*parts[:-1], last], visible, dropout, tokens.output_attentions)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
-        return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out), weights, last
+        return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out, tokens.context), weights, last
 
 
 class MLP(nn.Module):
@@ -228,11 +232,12 @@ class MLP(nn.Module):
     cfg: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """Map `x [B, T, D]` to `[B, T, D]`."""
         cfg = self.cfg
-        gate, up = _project(self, x, "gate_up_proj", (cfg.intermediate_size,) * 2, cfg.mlp_bias, cfg)
-        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(_gated(cfg.hidden_act)(gate, up))
+        gate, up = _project(self, x, context, "gate_up_proj", (cfg.intermediate_size,) * 2, cfg.mlp_bias)
+        gated = _gated(cfg.hidden_act)(gate, up)
+        return Linear(cfg.hidden_size, cfg.mlp_bias, cfg, name="down_proj")(gated, context)
 
 
 @functools.cache
@@ -256,7 +261,7 @@ class DecoderLayer(nn.Module):
         x = x + attended
         normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="post_attention_layernorm")(x)
         with jax.named_scope("mlp"):
-            return x + MLP(cfg, name="mlp")(normed), weights, last
+            return x + MLP(cfg, name="mlp")(normed, tokens.context), weights, last
 
 
 class Layers(nn.Module):
@@ -338,6 +343,7 @@ class CausalLM(nn.Module):
         logits_to_keep: int | jax.Array = 0,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        context: Context = UNKNOWN,
     ) -> ModelOutput:
         """Run the model on T new tokens per row. Attention dropout is on if a "dropout" rng is given.
 
@@ -359,6 +365,7 @@ class CausalLM(nn.Module):
             logits_to_keep: n for the last n positions, 0 for all, or int32[B, n] positions per row.
             output_hidden_states: return them.
             output_attentions: return them.
+            context: what is known about the weights.
 
         Raises:
             InputError: shapes that do not fit, or a write that goes past the cache's end or leaves a gap. If the
@@ -377,8 +384,9 @@ class CausalLM(nn.Module):
             cache_position=cache_position,
             key_mask=key_mask,
             output_attentions=output_attentions,
+            context=context,
         )
-        logits = self.head(_keep(out.last, logits_to_keep))
+        logits = self.head(_keep(out.last, logits_to_keep), context)
         return ModelOutput(
             logits=logits,
             loss=None if labels is None else mean_loss(logits, labels),
@@ -406,14 +414,14 @@ class CausalLM(nn.Module):
         cache_position: jax.Array | int | None = None,
         key_mask: jax.Array | None = None,
         output_attentions: bool = False,
+        context: Context = UNKNOWN,
     ) -> Hidden:
         """Run the model up to its head; the arguments are those of `__call__`."""
         x = self._inputs(ids, inputs_embeds)
         batch, steps, _ = x.shape
         mask = _mask(attention_mask, batch, steps)
-        tokens, cache, overflow = self._place(
-            mask, x.dtype, cache, cache_position, position_ids, segment_ids, key_mask, output_attentions
-        )
+        tokens, cache, overflow = self._place(mask, x.dtype, cache, cache_position, position_ids, segment_ids, key_mask)
+        tokens = dataclasses.replace(tokens, context=context, output_attentions=output_attentions)
         states, attentions, cache = self.model(x, tokens, cache)
         if overflow is not None:
             states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
@@ -421,10 +429,11 @@ class CausalLM(nn.Module):
             attentions = map(cache.by_token, attentions)
         return Hidden(tuple(states), cache, tuple(attentions) if output_attentions else None)
 
-    def head(self, x: jax.Array) -> jax.Array:
+    def head(self, x: jax.Array, context: Context = UNKNOWN) -> jax.Array:
         """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
         with jax.named_scope("lm_head"):
-            logits = self.model.embed_tokens.attend(x) if self.cfg.tie_word_embeddings else self.lm_head(x)
+            apply = self.model.embed_tokens.attend if self.cfg.tie_word_embeddings else self.lm_head
+            logits = apply(x, context)
         return logits.astype(jnp.float32)
 
     def _place(
@@ -436,7 +445,6 @@ class CausalLM(nn.Module):
         position_ids: jax.Array | None,
         segment_ids: jax.Array | None,
         key_mask: jax.Array | None,
-        output_attentions: bool,
     ) -> tuple[_Tokens, KVCache | None, jax.Array | None]:
         """Place the new tokens, `mask bool[B, T]`, in their rows and in the cache.
 
@@ -472,7 +480,7 @@ class CausalLM(nn.Module):
                 raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
             orders = [hide_keys(key_mask, keys) for keys in orders]
         visible = Visibility(order, tuple(orders), first, start=start)
-        return _Tokens(cos, sin, slots, visible, output_attentions), cache, overflow
+        return _Tokens(cos, sin, slots, visible), cache, overflow
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
         if (ids is None) == (inputs_embeds is None):
@@ -534,9 +542,9 @@ def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> Hidden:
     return _apply(CausalLM(cfg), params, ids, method="hidden", **inputs)
 
 
-def head(cfg: ModelConfig, params, x: jax.Array) -> jax.Array:
+def head(cfg: ModelConfig, params, x: jax.Array, context: Context = UNKNOWN) -> jax.Array:
     """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
-    return _apply(CausalLM(cfg), params, x, method="head")
+    return _apply(CausalLM(cfg), params, x, context=context, method="head")
 
 
 def _apply(module: CausalLM, params, x: jax.Array | None, **inputs) -> Any:  # flax's annotation allows a pair too

@@ -168,7 +168,6 @@ class ModelConfig:
         qk_norm: queries and keys are normed.
         windows: for each layer the number of tokens that a token attends to, including itself; None for all.
         dtype: the dtype of the checkpoint's weights.
-        divided: not part of a checkpoint: whether its weights are divided over a mesh; see `linear`.
     """
 
     model_type: str
@@ -192,7 +191,6 @@ class ModelConfig:
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     dtype: str = "float32"
-    divided: bool | None = dataclasses.field(default=None, repr=False)
 
     @property
     def context_length(self) -> int:
@@ -256,7 +254,7 @@ class ModelConfig:
             del config["head_dim"]
         config |= {rule: getattr(self, name) for name, rule in family.biases.items() if isinstance(rule, str)}
         config |= family.windows.write(config, self.windows)
-        if ModelConfig.from_hf(config) != dataclasses.replace(self, divided=None):
+        if ModelConfig.from_hf(config) != self:
             raise ConfigError(f"a config.json of model_type {self.model_type} cannot express {self}")
         return config
 

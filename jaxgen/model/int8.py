@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxgen.model import lanes
 from jaxgen.model.barriers import NEW_CPU_PRODUCTS, in_branch
+from jaxgen.model.context import Context
 from jaxgen.model.linear import in_one_piece, product
 
 LARGEST = 127  # -128 is not used, so that negation is exact
@@ -52,9 +53,9 @@ class Int8:
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 
-    def product(self, rows: jax.Array, divided: bool | None) -> jax.Array:
+    def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
-        out: jax.Array = _product(rows, self.values, divided)  # pyright: ignore[reportAssignmentType]
+        out: jax.Array = _product(rows, self.values, context.divided)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
@@ -83,7 +84,7 @@ def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool | None):
 def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
     """Differentiate in the rows, in their dtype; whole numbers have no gradient."""
     values, like = operands
-    to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T, divided)
+    to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T, Context(divided))
     return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)
 
 
@@ -91,7 +92,7 @@ _product.defvjp(_keep_operands, _gradients)
 
 
 def _converted(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Array:
-    return product(rows, values.astype(rows.dtype), divided)
+    return product(rows, values.astype(rows.dtype), Context(divided))
 
 
 def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxgen.model import lanes
 from jaxgen.model.barriers import NEW_CPU_PRODUCTS, rounded
+from jaxgen.model.context import UNKNOWN, Context
 from jaxgen.model.weights import Weight
 
 # On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
@@ -26,27 +27,24 @@ _LONGEST_SUM = 9472
 
 
 def linear(
-    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, *, divided: bool | None = None
+    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, context: Context = UNKNOWN
 ) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch stores it.
 
     Products are accumulated in float32. float32 operands are never rounded to a shorter format, as in torch,
     regardless of `jax_default_matmul_precision`.
-
-    `divided`: whether the weight is divided over a mesh, which not all forms of a product on a CPU allow; None if that
-    is not known.
     """
-    out = product(x.reshape(-1, x.shape[-1]), weight, divided)
+    out = product(x.reshape(-1, x.shape[-1]), weight, context)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None, :]
     return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def product(rows: jax.Array, weight: jax.Array | Weight, divided: bool | None = None) -> jax.Array:
+def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = UNKNOWN) -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F]."""
     if isinstance(weight, Weight):
-        return weight.product(rows, divided)
-    return _product(rows, weight, divided)
+        return weight.product(rows, context)
+    return _product(rows, weight, context.divided)
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
@@ -105,7 +103,7 @@ def _cpu_product(rows: int, weight: jax.Array, divided: bool | None) -> Callable
 
 
 def in_one_piece(divided: bool | None) -> bool:
-    """Return True if the weight of a product on a CPU is on one device: see `linear`.
+    """Return True if the weight of a product on a CPU is on one device: see `Context`.
 
     Under the caller's jit that is not known, unless this machine's CPU is only one device.
     """

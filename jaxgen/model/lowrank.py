@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxgen.model.context import Context
 from jaxgen.model.linear import look_up, product
 
 
@@ -39,10 +40,10 @@ class LowRank:
         outputs, inputs = spec or (None, None)
         return LowRank(spec, PartitionSpec(None, inputs), PartitionSpec(outputs, None))  # pyright: ignore
 
-    def product(self, rows: jax.Array, divided: bool | None) -> jax.Array:
+    def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
-        narrow = product(rows, self.a, divided).astype(rows.dtype)
-        return product(rows, self.weight, divided) + product(narrow, self.b, divided)
+        narrow = product(rows, self.a, context).astype(rows.dtype)
+        return product(rows, self.weight, context) + product(narrow, self.b, context)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows `ids int32[B, T]`: `[B, T, D]`."""

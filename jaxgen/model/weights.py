@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxgen.errors import InputError
+from jaxgen.model.context import Context
 
 
 @runtime_checkable
@@ -35,8 +36,8 @@ class Weight(Protocol):
         """Return the `PartitionSpec` of each of its arrays, in a tree like this one, if the matrix's is `spec`."""
         ...
 
-    def product(self, rows: jax.Array, divided: bool | None) -> jax.Array:
-        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]; `divided` as in `linear`."""
+    def product(self, rows: jax.Array, context: Context) -> jax.Array:
+        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
         ...
 
     def look_up(self, ids: jax.Array) -> jax.Array:

@@ -99,7 +99,7 @@ def with_draft(run: Run, assistant: Assistant | None) -> Run:
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params
-        model = dataclasses.replace(model_of(assistant.cfg), divided=run.model.divided)
+        model = model_of(assistant.cfg)
         settings = {name: getattr(assistant.cfg, name) for name in _SETTINGS}
     elif early is not None:
         params, settings = run.params, {}
@@ -107,4 +107,4 @@ def with_draft(run: Run, assistant: Assistant | None) -> Run:
     else:
         return run
     cfg = run.cfg.replace(model=model, **settings, **{name: OPTIONS[name].default for name in _UNUSED})
-    return dataclasses.replace(run, draft=Run(params, cfg, Extensions(), run.sizes, mesh=run.mesh))
+    return dataclasses.replace(run, draft=Run(params, cfg, Extensions(), run.sizes, run.context, mesh=run.mesh))

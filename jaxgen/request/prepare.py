@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
-from jaxgen.config.generation_config import GenerationConfig, model_of, warn, warn_unused
+from jaxgen.config.generation_config import GenerationConfig, warn, warn_unused
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
@@ -24,6 +24,7 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.row_options import OptionValues
 from jaxgen.model.cache import KVCache
+from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
@@ -85,7 +86,6 @@ def prepare(
     Raises:
         InputError, ConfigError, TypeError: a faulty call.
     """
-    model = model_of(cfg)
     ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)
     has_ids = not (inputs.ids is None and embeds is not None)
     mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
@@ -112,9 +112,8 @@ def prepare(
         capacity = capacity_for(new_tokens, recorded=records(cfg))
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
-        model = dataclasses.replace(model, divided=mesh is not None)
-    sizes = Sizes(prompts, capacity, slots, needs)
-    run = with_draft(Run(params, normal_form(cfg, model=model), extensions, sizes, mesh=mesh), assistant)
+    sizes, context = Sizes(prompts, capacity, slots, needs), Context(mesh is not None if eager else None)
+    run = with_draft(Run(params, normal_form(cfg), extensions, sizes, context, mesh=mesh), assistant)
     run, options = _without_options(run)
     # The program's arguments must be arrays, so Python numbers become arrays.
     options = jax.tree.map(np.asarray if eager else jnp.asarray, options)

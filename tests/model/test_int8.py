@@ -10,6 +10,7 @@ from demo.corpus import conversations
 from jaxgen import Tokenizer, score
 from jaxgen.demo import PATH
 from jaxgen.model import int8 as int8_module
+from jaxgen.model.context import UNKNOWN, Context
 from jaxgen.model.int8 import Int8
 from jaxgen.model.linear import linear, look_up
 from tests.support.outliers import with_outliers
@@ -38,7 +39,7 @@ def test_products_are_those_of_the_matrix(dtype, count, divided):
     weight, matrix = int8(dtype)
     x = rows(count, dtype)
     exact = np.asarray(x, np.float64) @ matrix.T.astype(np.float64)
-    found = np.asarray(jax.jit(lambda x, weight: weight.product(x, divided))(x, weight))
+    found = np.asarray(jax.jit(lambda x, weight: weight.product(x, Context(divided)))(x, weight))
     # Two 8-bit numbers are within 1/254 of a 254th of the largest entry; float32 sums are within a few units.
     size = np.abs(np.asarray(x, np.float64)).max(axis=1, keepdims=True) * np.abs(matrix).sum(axis=1)
     within = 1e-6 if dtype == jnp.float32 or count > 8 else 0.5 / 127 / 254
@@ -50,7 +51,7 @@ def test_the_order_of_operands_changes_no_bit(monkeypatch):
     x, results, programs = rows(4, jnp.bfloat16), [], []
     for largest in (0, weight.values.size):
         monkeypatch.setattr(int8_module, "_LARGEST_LEFT", largest)
-        product = jax.jit(lambda x, weight: weight.product(x, None))
+        product = jax.jit(lambda x, weight: weight.product(x, UNKNOWN))
         results.append(product(x, weight))
         programs.append(product.trace(x, weight).lower().as_text())
     assert "optimization_barrier" not in programs[0]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgen.model import lanes
+from jaxgen.model.context import Context
 from jaxgen.model.linear import linear
 
 # Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, Llama 1B and 8B.
@@ -105,6 +106,6 @@ def test_only_a_cpu_multiplies_in_lanes():
     x, weight = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((40, 128), jnp.bfloat16)
     for platform in ("cpu", "cuda", "tpu"):
         for divided in (False, True, None):  # in the tests, a CPU is several devices
-            traced = jax.jit(linear, static_argnames="divided").trace(x, weight, divided=divided)
+            traced = jax.jit(linear).trace(x, weight, None, Context(divided))
             program = traced.lower(lowering_platforms=(platform,)).as_text()
             assert ("reduce_precision" in program) == (platform == "cpu" and divided is False)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxgen.model import linear as linear_module
 from jaxgen.model.barriers import in_branch
+from jaxgen.model.context import Context
 from jaxgen.model.linear import linear, look_up, product
 from tests.support.compilations import compilations
 
@@ -22,7 +23,7 @@ def test_product(shape, divided, dtype):
     x, weight, bias = (jnp.asarray(rng.normal(size=s), dtype) for s in (shape, (40, 24), (40,)))
     wide = [np.asarray(value, np.float64) for value in (x, weight, bias)]
     expected = wide[0] @ wide[1].T + wide[2]
-    out = jax.jit(lambda x, weight, bias: linear(x, weight, bias, divided=divided))(x, weight, bias)
+    out = jax.jit(lambda x, weight, bias: linear(x, weight, bias, Context(divided)))(x, weight, bias)
     assert out.dtype == x.dtype
     assert out.shape == expected.shape
     rounding = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
@@ -50,7 +51,7 @@ def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkey
 def test_gradients_of_few_rows(rows, dtype, divided):
     rng = np.random.default_rng(1)
     x, weight, change = (jnp.asarray(rng.normal(size=s), dtype) for s in ((rows, 24), (40, 24), (rows, 40)))
-    _, pull = jax.vjp(lambda x, weight: linear(x, weight, divided=divided), x, weight)
+    _, pull = jax.vjp(lambda x, weight: linear(x, weight, None, Context(divided)), x, weight)
     to_x, to_weight = jax.jit(pull)(change)
     wide = [np.asarray(value, np.float64) for value in (x, weight, change)]
     close = {"rtol": 0.02, "atol": 0.05} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
@@ -59,7 +60,7 @@ def test_gradients_of_few_rows(rows, dtype, divided):
 
 
 def weight_is_first(x, weight, platform="cpu", divided=None):
-    traced = jax.jit(lambda x, weight: linear_module.linear(x, weight, divided=divided)).trace(x, weight)
+    traced = jax.jit(lambda x, weight: linear_module.linear(x, weight, None, Context(divided))).trace(x, weight)
     return "reduce_precision" in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -87,7 +88,7 @@ def test_few_16_bit_rows_are_the_left_operand_unless_they_are_wide(rows, feature
 def test_a_product_may_be_the_result_of_a_branch(dtype):
     """There, XLA before jax 0.10.1 swaps the operands in spite of a barrier, and cannot multiply bfloat16 ones then."""
     x, weight = jnp.ones((3, 24), dtype), jnp.ones((40, 24), dtype)
-    found = jax.jit(functools.partial(in_branch, functools.partial(product, divided=False)))(x, weight)
+    found = jax.jit(functools.partial(in_branch, functools.partial(product, context=Context(False))))(x, weight)
     np.testing.assert_array_equal(found, jnp.full((3, 40), 24.0))
 
 
@@ -115,7 +116,7 @@ def test_a_second_eager_call_compiles_nothing(divided):
     ids = jnp.zeros((1, 1), jnp.int32)
 
     def both():
-        return linear(x, weight, divided=divided), look_up(ids, weight)
+        return linear(x, weight, None, Context(divided)), look_up(ids, weight)
 
     both()
     with compilations() as count:

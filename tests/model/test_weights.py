@@ -8,6 +8,7 @@ import pytest
 
 from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, generate
 from jaxgen.model import causal_lm
+from jaxgen.model.context import Context
 from jaxgen.model.linear import linear, look_up, product
 from jaxgen.model.lowrank import LowRank
 from jaxgen.model.weights import Weight
@@ -41,8 +42,8 @@ class Halves:
     def specs(self, spec):
         return Halves(spec, spec)
 
-    def product(self, rows, divided):
-        return jnp.concatenate([product(rows, part, divided) for part in (self.upper, self.lower)], axis=1)
+    def product(self, rows, context):
+        return jnp.concatenate([product(rows, part, context) for part in (self.upper, self.lower)], axis=1)
 
     def look_up(self, ids):
         return jnp.concatenate([self.upper, self.lower])[ids]
@@ -98,7 +99,7 @@ class TestKinds:
         weight, matrix = low_rank(40, 24, dtype)
         assert (weight.shape, weight.dtype) == ((40, 24), dtype)
         x = jnp.asarray(np.random.default_rng(3).normal(size=(rows, 24)), dtype)
-        out = jax.jit(lambda x, weight: linear(x, weight, divided=divided))(x, weight)
+        out = jax.jit(lambda x, weight: linear(x, weight, None, Context(divided)))(x, weight)
         assert out.dtype == dtype
         expected = np.asarray(x, np.float64) @ matrix.T
         rounding = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
