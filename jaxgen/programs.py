@@ -97,7 +97,9 @@ class Program:
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
         on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit takes no options
-        key = (self, structure, static, on_cpu, tuple([_form(leaf) for leaf in leaves]))
+        # An array of jax has its form as an attribute; isinstance would take longer.
+        forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
+        key = (self, structure, static, on_cpu, tuple(forms))
         return PROGRAMS.get(key, lambda: self.jit(on_cpu))(*args, **kwargs)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
@@ -127,9 +129,8 @@ def cpu_compiler_options() -> dict[str, Any]:
 
 
 def _form(leaf: Any) -> Hashable:
-    """Return what a program depends on of an argument."""
-    aval = getattr(leaf, "aval", None)  # of jax's arrays; isinstance would take longer
-    return (np.shape(leaf), getattr(leaf, "dtype", type(leaf))) if aval is None else aval
+    """Return what a program depends on of an argument that is not an array of jax."""
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 
 def _only_cpus() -> bool:

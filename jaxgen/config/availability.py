@@ -87,7 +87,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
     vocab = model_of(cfg).vocab_size
     for name, option in TRACED.items():
         value = getattr(cfg, name)
-        if not option.is_on(value):
+        if value is option.kind.neutral or not option.is_on(value):
             continue
         values = option.kind.prompt_count(value)
         if values is not None and values != prompts:

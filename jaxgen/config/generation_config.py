@@ -47,6 +47,7 @@ _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 DOLA_PENALTY = 1.2
 _NAMES = (*OPTIONS, "model")
 _STATIC = tuple(name for name in _NAMES if name not in TRACED)
+_PER_PROMPT = {name: option for name, option in TRACED.items() if option.kind.per_prompt and not option.host}
 _OF_SOME_MODES = tuple(option for option in OPTIONS.values() if option.modes is not None)
 _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 
@@ -160,10 +161,11 @@ class GenerationConfig(GenerationOptions):
         A value is a pytree of arrays with one entry for all prompts or one for each. In the config, `IN_REQUEST` stands
         for it, so that the option is still on.
         """
+        given = vars(self)
         values = {
-            name: option.kind.leaf(getattr(self, name))
-            for name, option in TRACED.items()
-            if option.kind.per_prompt and self.on(name) and not option.host
+            name: option.kind.leaf(given[name])
+            for name, option in _PER_PROMPT.items()
+            if given[name] is not option.kind.neutral and option.is_on(given[name])
         }
         config = object.__new__(type(self))
         vars(config).update(self._without_derived() | dict.fromkeys(values, IN_REQUEST))
@@ -345,7 +347,7 @@ def refuse_values(cfg: GenerationConfig, names: Collection[str] = OPTIONS) -> No
         if option.name not in names:
             continue
         value = getattr(cfg, option.name)
-        if option.is_given(value) and value not in option.offered:
+        if value is not option.default and option.is_given(value) and value not in option.offered:
             text = f"{option.name}={value!r} {option.refused}"
             if option.name in cfg._inherited.names:
                 text += f". The checkpoint sets it: remove it there, or use cfg.replace({option.name}={option.default})"
@@ -398,7 +400,11 @@ def warn_unused(cfg: GenerationConfig) -> None:
     """
     inherited = cfg._inherited.names
     values = [(option, getattr(cfg, option.name)) for option in cfg.unread() if option.name not in inherited]
-    given = [f"{option.name}={value}" for option, value in values if not is_tracer(value) and option.is_given(value)]
+    given = [
+        f"{option.name}={value}"
+        for option, value in values
+        if value is not option.default and not is_tracer(value) and option.is_given(value)
+    ]
     if given:
         warn(f"{cfg.mode} does not read {', '.join(given)}")
     penalty = cfg.repetition_penalty

@@ -36,8 +36,13 @@ def check_call(params, cfg: GenerationConfig) -> None:
     wanted = expected_shapes(model, given)
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in wanted]
-    reasons = {name: mismatch(given[name], shape) for name, shape in wanted.items() if name in given}
-    problems += [f"{name} {reason}" for name, reason in reasons.items() if reason is not None]
+    dtype = np.dtype(model.dtype)
+    for name, shape in wanted.items():
+        leaf = given.get(name)
+        if isinstance(leaf, jax.Array) and leaf.shape == shape and leaf.dtype == dtype:
+            continue
+        if leaf is not None and (reason := mismatch(leaf, shape)) is not None:
+            problems.append(f"{name} {reason}")
     dtype = None if problems else given["model.embed_tokens.weight"].dtype
     if dtype is not None and dtype != model.dtype:
         problems.append(

@@ -20,16 +20,16 @@ def without_gradient(tree: T) -> T:
     a rule for derivatives and not a check of the arrays.
     """
     leaves, structure = jax.tree.flatten(tree)
-    places = [place for place, leaf in enumerate(leaves) if _may_have_gradient(leaf)]
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     if not places:
         return tree
     for place, leaf in zip(places, _constant([leaves[place] for place in places]), strict=True):
         leaves[place] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-def _may_have_gradient(x: Any) -> bool:
-    return isinstance(x, Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @jax.custom_jvp

@@ -23,7 +23,7 @@ from jaxgen.model.config import ModelConfig
 
 def is_traced(*trees) -> bool:
     """Return True if an array in the trees is traced by the caller's own transformation."""
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+    return bool([leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Tracer)])
 
 
 def _array(x, message: str) -> Array:
