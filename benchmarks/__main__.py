@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from jaxgen.errors import JaxgenError
+
 PROGRAMS = (
     "accelerator",
     "checkpoint",
@@ -17,7 +19,18 @@ PROGRAMS = (
 
 
 def main(words: list[str]) -> None:
-    """Run the subcommand that the first word names."""
+    """Run the subcommand that the first word names; a wrong path or a faulty checkpoint is one line."""
+    try:
+        _run(words)
+    except JaxgenError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+
+
+def _run(words: list[str]) -> None:
     if words and words[0] in PROGRAMS:
         sys.argv = [f"python -m benchmarks {words[0]}", *words[1:]]
         importlib.import_module(f"benchmarks.{words[0]}").main()

@@ -254,7 +254,12 @@ def _arguments() -> argparse.Namespace:
         help="contains the environment of transformers, if it is not this one",
     )
     parser.add_argument("--size", choices=SIZES, default="full", help="tiny: a rehearsal with a tiny model")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.minutes <= 0:
+        parser.error(f"--minutes must be above 0, got {args.minutes:g}")
+    if args.environments is not None and not args.environments.is_dir():
+        parser.error(f"--environments {args.environments} is not a directory")
+    return args
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import numpy as np
 from benchmarks import hlo, measure
 from benchmarks.modes import MODES
 from benchmarks.targets import CHIPS, FORMS, compile_generate, device_for
-from jaxgen import GenerationConfig, JaxgenError, ModelConfig
+from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.cli import arguments
 from jaxgen.config.generation_config import model_of
 from jaxgen.model.causal_lm import param_shapes
@@ -39,26 +38,21 @@ _LARGE = 1_000_000  # bytes
 def main() -> None:
     """Compile, and print what was found."""
     args = _arguments()
-    try:
-        model = ModelConfig.from_hf(json.loads((args.config / "config.json").read_text()))
-        model = dataclasses.replace(model, dtype=args.dtype)
-        cfg = GenerationConfig(
-            **{"model": model, "max_new_tokens": args.new_tokens, "eos_token_id": 1, "pad_token_id": 0},
-            **{"cache_dtype": args.cache_dtype, **MODES[args.mode]},
-        )
-        start = time.perf_counter()
-        compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt, args.form)
-        text = report(args, cfg, compiled, time.perf_counter() - start)
-        print(text)
-        parts = [args.config.resolve().name, args.mode, str(args.rows), args.form, *filter(None, [args.cache_dtype])]
-        file = f"compile-{'-'.join(parts)}.md"
-        (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
-        if args.hlo:
-            args.hlo.write_text(compiled.as_text())
-    except JaxgenError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: {error.filename}: {error.strerror}")
+    model = ModelConfig.from_hf(json.loads((args.config / "config.json").read_text()))
+    model = dataclasses.replace(model, dtype=args.dtype)
+    cfg = GenerationConfig(
+        **{"model": model, "max_new_tokens": args.new_tokens, "eos_token_id": 1, "pad_token_id": 0},
+        **{"cache_dtype": args.cache_dtype, **MODES[args.mode]},
+    )
+    start = time.perf_counter()
+    compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt, args.form)
+    text = report(args, cfg, compiled, time.perf_counter() - start)
+    print(text)
+    parts = [args.config.resolve().name, args.mode, str(args.rows), args.form, *filter(None, [args.cache_dtype])]
+    file = f"compile-{'-'.join(parts)}.md"
+    (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
+    if args.hlo:
+        args.hlo.write_text(compiled.as_text())
 
 
 def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: float) -> str:

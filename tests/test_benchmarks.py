@@ -127,6 +127,34 @@ def test_faulty_requests_are_refused(words, message, model, tmp_path, capsys):
     assert message in f"{error.value}{capsys.readouterr().err}"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["profile", "--model", "nowhere"], "error: nowhere is not a directory"),
+        (["compile", "--target", "h100", "--config", "nowhere"], "error: nowhere/config.json: No such file"),
+        (["accelerator", "5", "--results", "x"], "invalid choice: 5"),
+        (["accelerator", "1", "--results", "x", "--minutes", "0"], "--minutes must be above 0, got 0"),
+        (
+            ["accelerator", "1", "--results", "x", "--environments", "nowhere"],
+            "--environments nowhere is not a directory",
+        ),
+        (["accelerator", "1", "--results", __file__], "File exists"),
+    ],
+)
+def test_faulty_words_are_one_line(words, message):
+    done = subprocess.run([sys.executable, "-m", "benchmarks", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr
+
+
+def test_transformers_in_this_environment_needs_no_other(monkeypatch):
+    monkeypatch.setattr(program, "find_spec", lambda name: name == "transformers")
+    assert program.Program(program.spec("transformers"), None, None, None).command[0] == sys.executable
+    with pytest.raises(SystemExit, match="llama_cpp is not installed here"):
+        program.Program(program.spec("llama.cpp"), None, None, None)
+
+
 def test_programs_have_names_that_people_say():
     names = ["jaxgen", "jaxgen:int8", "jaxgen:float32", "transformers", "transformers:compile", "llama.cpp:q8_0"]
     spoken = ["jaxgen", "jaxgen, 8-bit", "jaxgen float32", "transformers", "transformers, torch.compile"]

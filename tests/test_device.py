@@ -46,7 +46,7 @@ MODES_AND_FORMS = [*((name, "plain") for name in MODES), ("greedy", "fused"), ("
 
 @pytest.fixture(scope="module")
 def outputs():
-    """What every mode generates here and on the CPU, as futures: their programs are compiled at the same time."""
+    """Outputs of every mode here and on the CPU, as futures, so that their programs are compiled concurrently."""
 
     def run(name, form):
         cfg = CFG.replace(**MODES[name])

@@ -1,4 +1,4 @@
-"""What a decode mode declares, so that the trunk need not know its name."""
+"""Declarations of the decode modes, so that the trunk need not know them by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxgen.config.generation_config import GenerationConfig
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a decode mode needs of the trunk with some options; all of it is static.
+    """Requirements of a decode mode with the options of a config; all of them static.
 
     Attributes:
         sequences: rows in the loop per prompt.
@@ -27,7 +27,7 @@ class Needs:
 
 
 class Declared:
-    """Base of decode modes: what holds whatever the options are.
+    """Base of the decode modes, with the properties that do not depend on options.
 
     Attributes:
         takes_draft: a draft model may be passed; then `Assisted` is the mode.

@@ -17,7 +17,7 @@ from jaxgen.decoding.keys import prompt_keys
 from jaxgen.decoding.needs import Needs
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.context import UNKNOWN, Context
+from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.sharding import ROWS, constrain, rows_on
 from jaxgen.shapes import repeat_rows
 
@@ -53,9 +53,9 @@ class Request:
     negative_mask: Array | None = None
 
     def complete(self) -> Request:
-        """Return the request with an own entry for each prompt in everything but the cache.
+        """Return the request in which each prompt has its own entry in every array but those of the cache.
 
-        So any of the prompts are one index into each array.
+        Any of the prompts can then be selected by indexing each array.
         """
         prompts = self.ids.shape[0]
         return dataclasses.replace(
@@ -101,7 +101,7 @@ class Run:
             `Rows.options`.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
-        context: what every pass tells the weights.
+        context: the context of every pass.
         draft: in assisted generation, the run of the model that drafts tokens; else None. Only its model and the
             settings of drafting are read: tokens are chosen by this run.
         mesh: the mesh that the parameters are divided over, or None.
@@ -111,7 +111,7 @@ class Run:
     cfg: GenerationConfig
     extensions: Extensions
     sizes: Sizes = flax.struct.field(pytree_node=False)
-    context: Context = UNKNOWN
+    context: Context = NO_CONTEXT
     draft: Run | None = None
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
 

@@ -32,7 +32,7 @@ from jaxgen.model.attention import Part, attention
 from jaxgen.model.barriers import recomputed
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.context import UNKNOWN, Context
+from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, key_order, row_order
@@ -101,7 +101,7 @@ class _Tokens:
     sin: jax.Array
     slots: jax.Array | None
     visible: Visibility
-    context: Context = UNKNOWN
+    context: Context = NO_CONTEXT
     output_attentions: bool = flax.struct.field(pytree_node=False, default=False)
 
 
@@ -343,7 +343,7 @@ class CausalLM(nn.Module):
         logits_to_keep: int | jax.Array = 0,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
-        context: Context = UNKNOWN,
+        context: Context = NO_CONTEXT,
     ) -> ModelOutput:
         """Run the model on T new tokens per row. Attention dropout is on if a "dropout" rng is given.
 
@@ -414,7 +414,7 @@ class CausalLM(nn.Module):
         cache_position: jax.Array | int | None = None,
         key_mask: jax.Array | None = None,
         output_attentions: bool = False,
-        context: Context = UNKNOWN,
+        context: Context = NO_CONTEXT,
     ) -> Hidden:
         """Run the model up to its head; the arguments are those of `__call__`."""
         x = self._inputs(ids, inputs_embeds)
@@ -429,7 +429,7 @@ class CausalLM(nn.Module):
             attentions = map(cache.by_token, attentions)
         return Hidden(tuple(states), cache, tuple(attentions) if output_attentions else None)
 
-    def head(self, x: jax.Array, context: Context = UNKNOWN) -> jax.Array:
+    def head(self, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
         """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
         with jax.named_scope("lm_head"):
             apply = self.model.embed_tokens.attend if self.cfg.tie_word_embeddings else self.lm_head
@@ -542,7 +542,7 @@ def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> Hidden:
     return _apply(CausalLM(cfg), params, ids, method="hidden", **inputs)
 
 
-def head(cfg: ModelConfig, params, x: jax.Array, context: Context = UNKNOWN) -> jax.Array:
+def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
     """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
     return _apply(CausalLM(cfg), params, x, context=context, method="head")
 

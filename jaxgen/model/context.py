@@ -1,4 +1,4 @@
-"""What the layers share in one pass, besides the tokens."""
+"""Information about one pass for the layers and their weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import flax.struct
 
 @flax.struct.dataclass
 class Context:
-    """What a pass tells every weight.
+    """Information about one pass that every weight receives.
 
     Attributes:
         divided: whether the weights are divided over a mesh, which not all forms of a product allow; None if that is
@@ -17,4 +17,4 @@ class Context:
     divided: bool | None = flax.struct.field(pytree_node=False, default=None)
 
 
-UNKNOWN = Context()
+NO_CONTEXT = Context()

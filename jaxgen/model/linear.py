@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxgen.model import lanes
 from jaxgen.model.barriers import NEW_CPU_PRODUCTS, rounded
-from jaxgen.model.context import UNKNOWN, Context
+from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.weights import Weight
 
 # On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
@@ -27,7 +27,7 @@ _LONGEST_SUM = 9472
 
 
 def linear(
-    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, context: Context = UNKNOWN
+    x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, context: Context = NO_CONTEXT
 ) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch stores it.
 
@@ -40,7 +40,7 @@ def linear(
     return out.astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = UNKNOWN) -> jax.Array:
+def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = NO_CONTEXT) -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F]."""
     if isinstance(weight, Weight):
         return weight.product(rows, context)

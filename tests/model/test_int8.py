@@ -10,7 +10,7 @@ from demo.corpus import conversations
 from jaxgen import Tokenizer, score
 from jaxgen.demo import PATH
 from jaxgen.model import int8 as int8_module
-from jaxgen.model.context import UNKNOWN, Context
+from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.int8 import Int8
 from jaxgen.model.linear import linear, look_up
 from tests.support.outliers import with_outliers
@@ -51,7 +51,7 @@ def test_the_order_of_operands_changes_no_bit(monkeypatch):
     x, results, programs = rows(4, jnp.bfloat16), [], []
     for largest in (0, weight.values.size):
         monkeypatch.setattr(int8_module, "_LARGEST_LEFT", largest)
-        product = jax.jit(lambda x, weight: weight.product(x, UNKNOWN))
+        product = jax.jit(lambda x, weight: weight.product(x, NO_CONTEXT))
         results.append(product(x, weight))
         programs.append(product.trace(x, weight).lower().as_text())
     assert "optimization_barrier" not in programs[0]
