@@ -14,6 +14,7 @@ PROGRAMS = (
     "processors",
     "profile",
     "scale",
+    "slots",
     "workarounds",
 )
 

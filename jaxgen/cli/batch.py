@@ -89,7 +89,7 @@ def write_answers(
     The answer to a line depends on its place in the input, not on the other lines or on the batch size. One that cannot
     continue, because all tokens are banned for example, has the reason in `error`. `file`: None for stdout.
     """
-    keys = prompt_keys(session.key, len(lines)) if session.cfg.do_sample else None
+    keys = prompt_keys(session.key, len(lines)) if session.cfg.on("do_sample") else None
     progress = _Progress(len(lines), session.stats)
     for first in range(start, len(lines), batch_size):
         part = lines[first : first + batch_size]

@@ -242,7 +242,7 @@ class _Conversation:
     def ask(self, message: str) -> None:
         """Answer a message."""
         session = self.session
-        key = jax.random.fold_in(session.key, self.answers) if session.cfg.do_sample else session.key
+        key = jax.random.fold_in(session.key, self.answers) if session.cfg.on("do_sample") else session.key
         dropped = self.chat.ask(message, dataclasses.replace(session, key=key))
         self.answers += 1
         if dropped:

@@ -163,9 +163,9 @@ class GenerationConfig(GenerationOptions):
         """
         given = vars(self)
         values = {
-            name: option.kind.leaf(given[name])
+            name: leaf
             for name, option in _PER_PROMPT.items()
-            if given[name] is not option.kind.neutral and option.is_on(given[name])
+            if given[name] is not option.kind.neutral and (leaf := option.kind.leaf(given[name])) is not None
         }
         config = object.__new__(type(self))
         vars(config).update(self._without_derived() | dict.fromkeys(values, IN_REQUEST))
@@ -230,7 +230,7 @@ class GenerationConfig(GenerationOptions):
         if self.constraints is not None or self.force_words_ids is not None:
             mode = CONSTRAINED
         elif self.num_beams == 1:
-            if self.do_sample:
+            if self.on("do_sample"):
                 mode = SAMPLE
             elif self.on("penalty_alpha") and (not isinstance(self.top_k, int) or self.top_k > 1):
                 mode = CONTRASTIVE
@@ -239,7 +239,7 @@ class GenerationConfig(GenerationOptions):
         elif self.num_beam_groups > 1:
             mode = GROUP_BEAM
         else:
-            mode = BEAM_SAMPLE if self.do_sample else BEAM
+            mode = BEAM_SAMPLE if self.on("do_sample") else BEAM
         others = {"prompt_lookup_num_tokens": PROMPT_LOOKUP, "assistant_early_exit": ASSISTED, "dola_layers": DOLA}
         chosen = [name for name in others if getattr(self, name) is not None]
         if len(chosen) > 1:
@@ -250,7 +250,7 @@ class GenerationConfig(GenerationOptions):
 
     def unread(self) -> list[Option]:
         """Return the options that the decode mode does not read."""
-        modes = {self.mode, SAMPLE} if self.do_sample else {self.mode}
+        modes = {self.mode, SAMPLE} if self.on("do_sample") else {self.mode}
         return [option for option in _OF_SOME_MODES if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):
@@ -263,8 +263,11 @@ class GenerationConfig(GenerationOptions):
         # Without max_length, max_new_tokens sizes the arrays of a program that is traced with this config.
         sized = isinstance(self.max_new_tokens, int) and self.max_length == OPTIONS["max_length"].default
         static = {"max_new_tokens": self.max_new_tokens} if sized else {}
+        if isinstance(self.do_sample, bool):
+            static["do_sample"] = self.do_sample
         # In contrastive search, top_k sizes arrays too.
-        if self.on("penalty_alpha") and isinstance(self.top_k, int) and not self.do_sample and self.num_beams == 1:
+        draws_or_beams = self.on("do_sample") or self.num_beams > 1
+        if self.on("penalty_alpha") and isinstance(self.top_k, int) and not draws_or_beams:
             static["top_k"] = self.top_k
         given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
         leaves = [
@@ -369,8 +372,10 @@ def _check(cfg: GenerationConfig) -> None:
     if cfg.top_logprobs and cfg.output_logprobs is None:
         raise ConfigError(f"top_logprobs={cfg.top_logprobs} needs output_logprobs='logits' or 'scores'")
     if cfg.num_beams > 1:
+        if not isinstance(cfg.do_sample, bool):
+            raise ConfigError("do_sample with one value per prompt works with num_beams=1: set it to True or False")
         _check_beams(cfg)
-    elif cfg.num_return_sequences > 1 and not cfg.do_sample:
+    elif cfg.num_return_sequences > 1 and not is_tracer(cfg.do_sample) and not np.all(cfg.do_sample):
         raise ConfigError(
             f"num_return_sequences={cfg.num_return_sequences}: {cfg.mode} has one result per prompt; "
             "set do_sample=True, or num_beams"

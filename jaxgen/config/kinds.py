@@ -227,6 +227,33 @@ class Text(Static):
 
 
 @dataclasses.dataclass(frozen=True)
+class Flags(Flag):
+    """True or False, which are part of the program, or one per prompt. Leaf: bool[B], or None for all prompts."""
+
+    traced = per_prompt = True
+
+    def is_off(self, value: Any) -> bool:
+        return value is False
+
+    def parse(self, name: str, value: Any) -> Any:
+        if isinstance(value, bool | np.bool_):
+            return bool(value)
+        array: Any = value if is_tracer(value) else np.asarray(value)
+        if array.dtype != bool or array.ndim != 1:
+            raise TypeError(f"{name} must be True or False, or a list of one per prompt, got {value!r}")
+        return array
+
+    def leaf(self, value: Any) -> Any:
+        return None if isinstance(value, bool) else value
+
+    def prompt_count(self, value: Any) -> int | None:
+        return None if isinstance(value, bool) else value.shape[0]
+
+    def per_prompt_value(self, values: Iterable[Any]) -> list[bool]:
+        return np.ravel(list(values)).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
 class _Number(Kind):
     """A finite number, or one per prompt. Leaf: a scalar or `[B]`.
 

@@ -20,6 +20,7 @@ from jaxgen.config.kinds import (
     Choice,
     DecayPair,
     Flag,
+    Flags,
     Integer,
     Kind,
     Layers,
@@ -192,7 +193,13 @@ class GenerationOptions:
         examples=([1, 2], [3]),
     )
     # Choosing a token
-    do_sample: bool = _choice(Flag(), "draw tokens; otherwise the most likely one is chosen", command=True)
+    do_sample: Any = _choice(
+        Flags(),
+        "draw tokens; otherwise the most likely one is chosen. One value for all prompts is static",
+        differs="may have one value per prompt",
+        command=True,
+        examples=([True], [False]),
+    )
     num_return_sequences: int = _choice(
         StaticInteger(1, least=1),
         "the number of sequences to draw per prompt",
@@ -428,6 +435,13 @@ class GenerationOptions:
         TokenId(per_prompt=False), "the id that follows a row's end; by default the first eos id", examples=(0, 1)
     )
     bos_token_id: int | None = _output(StaticInteger(None), "the token to start from if no prompt is given", host=True)
+    slots: int | None = _output(
+        StaticInteger(None, least=1),
+        "decode at most this many sequences at a time; when one ends, the next one takes its place",
+        since="jaxgen",
+        modes=(GREEDY, SAMPLE, DOLA),
+        command=True,
+    )
     prefill_chunk_size: int | None = _output(
         StaticInteger(None, least=1),
         "process prompts in pieces of this many tokens, to save memory",

@@ -21,8 +21,7 @@ from jax import lax
 from jaxgen.decoding import guidance
 from jaxgen.decoding.drafting import Draft, drafter_of
 from jaxgen.decoding.forward import Forward, run_model
-from jaxgen.decoding.loop import Decoded, Prefilled, Progress
-from jaxgen.decoding.needs import Declared
+from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import Sample, SampleState, record_layers
@@ -51,7 +50,7 @@ class AssistedState:
         return self.sample.finished
 
 
-class Assisted(Declared):
+class Assisted(Mode):
     """Greedy search or sampling with a draft."""
 
     drafts = replays = True

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
-from jaxgen.decoding.loop import Decoded, Prefilled, Progress
-from jaxgen.decoding.needs import Declared, Needs
+from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
+from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
@@ -106,7 +106,7 @@ class BeamState:
         return jnp.all(self.beams.rows.history.done)
 
 
-class BeamSearch(Declared):
+class BeamSearch(Mode):
     """Beam search, and beam sampling if there is a key. Each prompt has one search."""
 
     def needs(self, cfg: GenerationConfig) -> Needs:

@@ -21,8 +21,8 @@ from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.kinds import is_tracer
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
-from jaxgen.decoding.loop import Decoded, Prefilled, Progress
-from jaxgen.decoding.needs import Declared, Needs
+from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
+from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
@@ -58,7 +58,7 @@ class ContrastiveState:
         return jnp.all(self.rows.history.done)
 
 
-class ContrastiveSearch(Declared):
+class ContrastiveSearch(Mode):
     """Contrastive search. Each row has k candidates per step, at most `Needs.candidates`."""
 
     replays = True

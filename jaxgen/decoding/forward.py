@@ -44,16 +44,27 @@ class ModelInputs:
     position_ids: jax.Array | None = None
     key_mask: jax.Array | None = None
 
+    @property
+    def length(self) -> jax.Array:
+        """int32[streams * rows], the number of tokens of each row."""
+        return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
+
     def columns(self, first: jax.Array, size: int) -> ModelInputs:
-        """Return `size` columns from column `first` on."""
+        """Return `size` columns from column `first` on, int32[], or int32[rows]; a row has no tokens after its last."""
+        if first.ndim:
+            column = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+            within = column < self.mask.shape[1]
+            column = jnp.where(within, column, 0)
+            columns = self._map_columns(jax.vmap(lambda row, column: row[column]), column)
+            return dataclasses.replace(columns, mask=columns.mask & within)
         return self._map_columns(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1))
 
     def padded(self, width: int) -> ModelInputs:
         """Return the inputs padded to `width` columns."""
         return self._map_columns(lambda x: pad_axis(x, 1, width))
 
-    def _map_columns(self, change: Callable[[jax.Array], jax.Array]) -> ModelInputs:
-        changed = jax.tree.map(change, dataclasses.replace(self, key_mask=None))
+    def _map_columns(self, change: Callable[..., jax.Array], *arguments: jax.Array) -> ModelInputs:
+        changed = jax.tree.map(lambda x: change(x, *arguments), dataclasses.replace(self, key_mask=None))
         return dataclasses.replace(changed, key_mask=self.key_mask)
 
 
@@ -99,15 +110,23 @@ def run_model(
         all_logits: return the logits of all positions, not only those of each row's last token.
         following: extra slots that generation will add, for the hook's attention mask.
     """
-    inputs = ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds)
-    if run.extensions.hook is not None:
-        inputs, rows = _before(run, rows, tokens, cache, following)
+    inputs, rows = inputs_of(run, rows, tokens, cache, following)
     last = jnp.maximum(tokens.length - 1, 0)
     chunk = run.cfg.prefill_chunk_size
     if chunk is not None and chunk < tokens.ids.shape[1] and not all_logits:
         return _in_chunks(run, inputs, cache, last, chunk), rows
     start = 0 if cache_is_empty else None
-    return _in_one_pass(run, inputs, cache, None if all_logits else last, start), rows
+    return in_one_pass(run, inputs, cache, None if all_logits else last, start), rows
+
+
+def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[ModelInputs, Rows]:
+    """Return the inputs for `tokens`, which the hook may change, and the rows with its new state.
+
+    Arguments are those of `run_model`.
+    """
+    if run.extensions.hook is not None:
+        return _before(run, rows, tokens, cache, following)
+    return ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds), rows
 
 
 def observe(
@@ -177,14 +196,13 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
     return result
 
 
-def _needs_states(run: Run) -> bool:
-    return run.extensions.hook is not None or run.needs.layer_states
-
-
-def _in_one_pass(
+def in_one_pass(
     run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
-    """Run all tokens at once, from slot `start` on; return the logits of `column int32[rows]`, or of all columns."""
+    """Run all tokens at once, from slot `start` on; return the logits of `column int32[rows]`, or of all columns.
+
+    Without `start`, each row's tokens follow those in its cache.
+    """
     if inputs.mask.shape[1] == 1:
         column = None
     out = forward(
@@ -198,14 +216,14 @@ def _in_one_pass(
         cache=cache,
         cache_position=start,
         logits_to_keep=0 if column is None else column[:, None],
-        output_hidden_states=run.cfg.output_hidden_states or _needs_states(run) or run.needs.final_states,
+        output_hidden_states=run.cfg.output_hidden_states or run.reads_states or run.needs.final_states,
         output_attentions=run.cfg.output_attentions,
         context=run.context,
     )
     assert out.cache is not None
     hidden = out.hidden_states[-1] if run.needs.final_states and out.hidden_states is not None else None
     states: tuple[jax.Array, ...] = ()
-    if _needs_states(run) and out.hidden_states is not None:
+    if run.reads_states and out.hidden_states is not None:
         states = out.hidden_states
         if column is not None:
             states = tuple(jnp.take_along_axis(x, column[:, None, None], axis=1) for x in out.hidden_states)
@@ -221,7 +239,7 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
     def one(number: jax.Array, so_far: Forward) -> Forward:
         first = number * chunk
         column = jnp.clip(last - first, 0, chunk - 1)
-        read = _in_one_pass(run, inputs.columns(first, chunk), so_far.cache, column)
+        read = in_one_pass(run, inputs.columns(first, chunk), so_far.cache, column)
         is_here = (last // chunk == number)[:, None, None]
         logits, states = jax.tree.map(
             lambda new, old: jnp.where(is_here, new, old), (read.logits, read.states), (so_far.logits, so_far.states)
@@ -231,7 +249,7 @@ def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, c
             hidden = lax.dynamic_update_slice_in_dim(hidden, read.hidden, first, axis=1)
         return dataclasses.replace(so_far, logits=logits, states=states, cache=read.cache, hidden=hidden)
 
-    layers = model.num_hidden_layers + 1 if _needs_states(run) else 0
+    layers = model.num_hidden_layers + 1 if run.reads_states else 0
     logits = jnp.zeros((rows, 1, model.vocab_size), jnp.float32)
     states = tuple(jnp.zeros((rows, 1, model.hidden_size), model.dtype) for _ in range(layers))
     hidden = None

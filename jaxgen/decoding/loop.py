@@ -6,8 +6,9 @@ rows or replace them. No token is run through the model twice, and the last toke
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import flax.struct
 import jax
@@ -30,37 +31,52 @@ from jaxgen.model.sharding import REPLICATED, constrain
 from jaxgen.shapes import repeat_rows, resize_axis
 
 
-class Mode(Protocol):
+class Mode(abc.ABC):
     """A decode mode: how rows are extended. One file each.
 
-    It declares what the trunk must know about it, as `Declared` says. Its state is a pytree with `finished`, bool[],
-    True when no row needs another step.
+    Its state is a pytree with `finished`, bool[], True when no row needs another step.
+
+    Attributes:
+        takes_draft: a draft model may be passed; then `Assisted` is the mode.
+        drafts: it reads drafted tokens.
+        replays: `score(of="scores")` can compute its scores: they depend on nothing but the row's tokens.
+        refills: rows may leave, and others take their place; it then has `enter` and `insert`.
+        no_cache: why it cannot begin with a cache; empty if it can.
     """
 
-    takes_draft: bool
-    drafts: bool
-    replays: bool
-    no_cache: str
+    takes_draft: bool = False
+    drafts: bool = False
+    replays: bool = False
+    refills: bool = False
+    no_cache: str = ""
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Return what it needs with these options."""
-        ...
+        """Return what it needs with these options.
 
+        Raises:
+            ConfigError: options that the mode cannot have.
+        """
+        return Needs(sequences=cfg.num_return_sequences)
+
+    def start(self, run: Run, request: Request) -> Any:
+        """Return the state after the prompts have been read."""
+        return self.begin(run, prefill(run, request))
+
+    @abc.abstractmethod
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
         """Return the state after the prompts have been read; it may include the first token of each row."""
-        ...
 
+    @abc.abstractmethod
     def step(self, run: Run, state: Any) -> Any:
         """Return the state after another step, which appends 0 to n tokens to each row."""
-        ...
 
+    @abc.abstractmethod
     def finish(self, run: Run, state: Any) -> Decoded:
         """Return the result; rows may be unfinished."""
-        ...
 
+    @abc.abstractmethod
     def progress(self, run: Run, state: Any) -> Progress:
         """Return the tokens so far, for a streamer."""
-        ...
 
 
 @flax.struct.dataclass
@@ -114,7 +130,7 @@ class Decoded:
         reasons: int32[rows], a `StopReason` each.
         recording: the per-step records that the config requests.
         logprobs: of the generated tokens, `[rows, N, ...]`; None unless asked for.
-        continuation: the cache to continue from.
+        continuation: the cache to continue from; None if rows were replaced.
         sequences_scores: float32[rows], of beam search; else None.
         beam_indices: int32[rows, N], of beam search; else None.
         drafted: int32[rows], the number of drafted tokens, of assisted generation; else None.
@@ -125,7 +141,7 @@ class Decoded:
     lengths: jax.Array
     reasons: jax.Array
     recording: Recording
-    continuation: Continuation
+    continuation: Continuation | None
     logprobs: LogProbs | None = None
     sequences_scores: jax.Array | None = None
     beam_indices: jax.Array | None = None
@@ -144,8 +160,7 @@ class Decoded:
 
 def decode(run: Run, request: Request, mode: Mode) -> Decoded:
     """Run a mode from the prompts to the end."""
-    state = mode.begin(run, prefill(run, request))
-    return finish(run, advance(run, state, mode), mode)
+    return finish(run, advance(run, mode.start(run, request), mode), mode)
 
 
 def finish(run: Run, state: Any, mode: Mode) -> Decoded:
@@ -157,7 +172,8 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
     recording = run.cut(recording)
     if run.mesh is not None and run.mesh.is_multi_process:
         recording = constrain(recording, run.mesh, REPLICATED)
-    return dataclasses.replace(decoded, recording=recording, continuation=_cut(run, continuation))
+    continuation = None if continuation is None else _cut(run, continuation)
+    return dataclasses.replace(decoded, recording=recording, continuation=continuation)
 
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
@@ -193,7 +209,7 @@ def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
 def prefill(run: Run, request: Request) -> Prefilled:
     """Run each prompt through the model once, however many sequences will continue it."""
     request = request.complete()
-    prompt, cache, rows = _open(run, request)
+    prompt, cache, rows = open_prompts(run, request)
     rows = begin_hook(run, rows)
     with jax.named_scope("prefill"):
         empty = request.cache is None
@@ -210,8 +226,11 @@ def continuation_of(run: Run, request: Request) -> Continuation:
     return _cut(run, Continuation(kv, prefilled.rows.cache_ids, history.total_length))
 
 
-def _open(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
-    """Return the tokens to read, the cache that receives them, and the rows before anything is generated."""
+def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
+    """Return the tokens to read, the cache that receives them, and the rows before anything is generated.
+
+    `request` is complete. With guidance, the tokens and the cache have the rows of both streams.
+    """
     prompt = Tokens.align(request.ids, request.mask, request.embeds)
     cache_ids, total = _all_tokens(run, request.cache, prompt)
     known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
@@ -258,4 +277,5 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
         kv = run.pad(kv.expand(run.sizes.prompts // kv.rows))
     if guidance.streams(run.cfg) > 1:
         return guidance.with_empty_rows(kv, prompts)
-    return kv.fork(prompts // kv.rows, width) if kv.rows < prompts else kv
+    is_shared = kv.rows < prompts or run.cfg.slots is not None
+    return kv.fork(prompts // kv.rows, width) if is_shared else kv

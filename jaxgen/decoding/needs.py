@@ -1,10 +1,8 @@
-"""Declarations of the decode modes, so that the trunk need not know them by name."""
+"""What a decode mode requires of the trunk."""
 
 from __future__ import annotations
 
 import dataclasses
-
-from jaxgen.config.generation_config import GenerationConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,27 +22,3 @@ class Needs:
     heads: int = 1
     layer_states: bool = False
     final_states: bool = False
-
-
-class Declared:
-    """Base of the decode modes, with the properties that do not depend on options.
-
-    Attributes:
-        takes_draft: a draft model may be passed; then `Assisted` is the mode.
-        drafts: it reads drafted tokens.
-        replays: `score(of="scores")` can compute its scores: they depend on nothing but the row's tokens.
-        no_cache: why it cannot begin with a cache; empty if it can.
-    """
-
-    takes_draft: bool = False
-    drafts: bool = False
-    replays: bool = False
-    no_cache: str = ""
-
-    def needs(self, cfg: GenerationConfig) -> Needs:
-        """Return what it needs with these options.
-
-        Raises:
-            ConfigError: options that the mode cannot have.
-        """
-        return Needs(sequences=cfg.num_return_sequences)

@@ -117,12 +117,21 @@ class Rows(RowState):
         forked = dataclasses.replace(self, keys=None).map_rows(lambda x: repeat_rows(x, x.shape[0] * copies))
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
+    def sequence(self, number: jax.Array) -> Rows:
+        """Return sequence `number int32[rows]` of each row, with the key that it has in `fork`."""
+        keys = None if self.keys is None else jax.vmap(jax.random.fold_in)(self.keys, number)
+        return dataclasses.replace(self, keys=keys)
+
     def select(self, rows: jax.Array, groups: int = 1) -> Rows:
         """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt.
 
         `groups`: into how many equal parts the rows are cut, each row coming from its own; see `shapes.take`.
         """
         return self.map_rows(lambda x: take(x, rows, groups))
+
+    def take(self, rows: jax.Array) -> Rows:
+        """Return rows `rows int32[n]` with what their prompts own; no two rows belong to one prompt."""
+        return jax.tree.map(lambda x: x[rows], self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].

@@ -52,6 +52,11 @@ class Request:
     negative_ids: Array | None = None
     negative_mask: Array | None = None
 
+    def select(self, prompts: jax.Array) -> Request:
+        """Return the prompts of these numbers, int32[n], of a complete request; the cache must be shared by all."""
+        selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
+        return dataclasses.replace(selected, cache=self.cache)
+
     def complete(self) -> Request:
         """Return the request in which each prompt has its own entry in every array but those of the cache.
 
@@ -126,6 +131,11 @@ class Run:
         return self.sizes.needs
 
     @property
+    def reads_states(self) -> bool:
+        """True if the mode or the hook reads the hidden states of all layers at each row's last token."""
+        return self.extensions.hook is not None or self.needs.layer_states
+
+    @property
     def capacity(self) -> int:
         """The maximum number of tokens that a row can generate, N."""
         return self.sizes.capacity
@@ -139,6 +149,10 @@ class Run:
     def prompts(self) -> int:
         """The number of prompts in the loop: rounded up to a multiple of the mesh's axis `data`."""
         return rows_on(self.mesh, self.sizes.prompts)
+
+    def of_prompts(self, prompts: int) -> Run:
+        """Return the run of another number of prompts."""
+        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, prompts=prompts))
 
     def pad(self, tree: Any) -> Any:
         """Return arrays `[B, ...]` with as many rows as there are prompts in the loop, and divided over the mesh.

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
-from jaxgen.decoding.loop import Decoded, Prefilled, Progress
-from jaxgen.decoding.needs import Declared
+from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import failure
+from jaxgen.decoding.stopping import StopReason, failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.model.cache import KVCache
+from jaxgen.model.sharding import ROWS, constrain
 
 _BLOCK = 512
 
@@ -50,19 +50,36 @@ class SampleState:
         return jnp.all(self.rows.history.done)
 
 
-class Sample(Declared):
+class Sample(Mode):
     """Sampling, or greedy search if there is no key: `GenerationMixin._sample` and `_greedy_search`."""
 
-    takes_draft = replays = True
+    takes_draft = replays = refills = True
 
     def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
         """Choose the first token of each sequence."""
         copies = run.needs.sequences
         rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
-        # One sequence per prompt shares nothing: with all slots in one part, a step has fewer and larger products.
-        cache = cache.grow(run.capacity) if copies == 1 else cache.fork(copies, run.capacity)
+        if copies == 1:
+            return self.enter(run, Prefilled(rows, prefilled.read))
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
-        return SampleState(self.extend(run, rows, read, 0, rows.live), cache)
+        return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
+
+    def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
+        """Choose the first token of rows that are sequences already, none of which shares its prompt's slots."""
+        rows, read = prefilled.rows, prefilled.read
+        # With all slots in one part, a step has fewer and larger products.
+        return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
+
+    def empty(self, run: Run, rows: Rows, cache: KVCache, count: int) -> SampleState:
+        """Return the state of `count` rows that have ended, of the form that entering `rows` with `cache` have."""
+        ended = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
+        slots = cache.empty_rows(count * guidance.streams(run.cfg), cache.slots + run.capacity)
+        return SampleState(constrain(ended, run.mesh, ROWS), slots)
+
+    def insert(self, run: Run, state: SampleState, source: SampleState, rows: jax.Array) -> SampleState:
+        """Return the state with row i of `source` in place of row `rows[i]`, int32[n]."""
+        of_cache = guidance.rows_of_cache(run.cfg, rows, state.rows.count)
+        return SampleState(state.rows.insert(source.rows, rows), state.cache.insert(source.cache, of_cache))
 
     def step(self, run: Run, state: SampleState) -> SampleState:
         """Run each row's last token through the model and choose the next."""
@@ -106,6 +123,8 @@ def choose(rows: Rows, scores: jax.Array) -> Choice:
     """Choose the next token of each row from its processed scores, `scores float32[rows, V]`."""
     with jax.named_scope("choose"):
         token = greedy(scores) if rows.keys is None else draw(rows.keys, rows.history.step, scores)
+        if "do_sample" in rows.options:
+            token = jnp.where(rows.options["do_sample"], token, greedy(scores))
         failed = failure(jnp.max(scores, axis=-1))
     return Choice(token, scores, failed)
 

@@ -42,7 +42,7 @@ def build_transform(
     allowed: Any = None,
     mesh: Mesh | None = None,
 ) -> Transform:
-    """Return transformers' processors and warpers as one function.
+    """Return transformers' processors and warpers as one function. Rows that do not sample get no warpers.
 
     Args:
         cfg: the options; those that are on are applied.
@@ -59,12 +59,13 @@ def build_transform(
     steps += [functools.partial(_checked, processor) for processor in custom]
     renormalizing = _processors(RENORMALIZE, options)
     steps += renormalizing
-    warping = _warpers(options) if cfg.do_sample else []
+    draws, samples = cfg.on("do_sample"), options.table("do_sample")
+    warping = _warpers(options) if draws else []
     first_cut = int(cfg.on("temperature"))  # the first warper, which removes nothing
 
     def transform(history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
-        scores = _apply(steps, history, scores)
-        if not cfg.do_sample or not (warping or renormalizing):
+        processed = scores = _apply(steps, history, scores)
+        if not draws or not (warping or renormalizing):
             return scores
         # A warper could remove a NaN like any other token, and a traced temperature may be 0.
         invalid = jnp.any(jnp.isnan(scores), axis=-1, keepdims=True)
@@ -74,7 +75,8 @@ def build_transform(
         scores = _apply(warping[first_cut:], history, tempered)
         if given is not None:
             scores = jnp.where(jnp.arange(scores.shape[1])[None, :] == given[:, None], tempered, scores)
-        return jnp.where(invalid, jnp.nan, _apply(renormalizing, history, scores))
+        warped = jnp.where(invalid, jnp.nan, _apply(renormalizing, history, scores))
+        return warped if samples is None else jnp.where(samples[:, None], warped, processed)
 
     return transform
 

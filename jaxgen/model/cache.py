@@ -91,13 +91,17 @@ class KVCache:
         """
         if copies < 1 or slots < 1:
             raise InputError(f"a fork needs at least one copy and one slot, got copies={copies}, slots={slots}")
-        _, heads, _, size = self.keys[0].shape
-        rows, kind = self.rows * copies, (len(self.keys), self.dtype, self.int8)
+        rows = self.rows * copies
         if not shared:
-            return self._empty((rows, heads, slots, size), *kind, prefix=self)
-        empty = self._empty((self.rows, heads, slots * copies, size), *kind, prefix=self)
+            return dataclasses.replace(self.empty_rows(rows, slots), prefix=self)
+        empty = dataclasses.replace(self.empty_rows(self.rows, slots * copies), prefix=self)
         length, owners = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, slots), jnp.int32)
         return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
+
+    def empty_rows(self, rows: int, slots: int) -> KVCache:
+        """Return an empty cache of this kind with other sizes, which extends the same prefix."""
+        _, heads, _, size = self.keys[0].shape
+        return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, self.int8, self.prefix)
 
     def grow(self, slots: int) -> KVCache:
         """Return a copy with `slots` more slots; rows do not share theirs."""

@@ -82,6 +82,29 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
         )
 
 
+def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: Extensions, mode: Mode) -> None:
+    """Raise an error for what is not offered while rows leave and enter."""
+    if not mode.refills:
+        what = "an assistant" if mode.drafts else cfg.mode
+        raise ConfigError(f"slots={cfg.slots} works with greedy search and sampling, not with {what}: leave slots out")
+    records = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    for name in records:
+        if getattr(cfg, name):
+            raise ConfigError(
+                f"{name} is not offered with slots={cfg.slots}: use output_logprobs, or run fewer prompts without slots"
+            )
+    if isinstance(extensions.allowed, HostFunction):
+        raise ConfigError(
+            f"prefix_allowed_tokens_fn is called with a row's number, and with slots={cfg.slots} rows change: use a "
+            "TokenAutomaton"
+        )
+    if cache is not None and cache.rows != 1:
+        raise InputError(
+            f"with slots={cfg.slots} the cache must have one row, which all prompts share, and it has {cache.rows}: "
+            "leave slots out, or run the prompts of each row by themselves"
+        )
+
+
 def check_processes(mesh: Mesh | None, cfg: GenerationConfig, extensions: Extensions) -> None:
     """Raise an error for what only a single process can do."""
     if mesh is None or not mesh.is_multi_process:
@@ -124,7 +147,7 @@ def check_room(extensions: Extensions, cfg: GenerationConfig, budget: np.ndarray
 
 def check_key(key, cfg: GenerationConfig, prompts: int):
     """Return the key for sampling, None for greedy search."""
-    if not cfg.do_sample:
+    if not cfg.on("do_sample"):
         return None
     if key is None:
         raise InputError("key is None, but sampling needs a key: pass jax.random.key(seed), or one key per prompt")

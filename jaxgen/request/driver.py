@@ -51,7 +51,7 @@ prefill_only = Program(loop.continuation_of)
 
 @program(static_argnames=["mode"])
 def _start(run: Run, request: Request, *, mode: Mode):
-    state = mode.begin(run, loop.prefill(run, request))
+    state = mode.start(run, request)
     return state, loop.progress(run, state, mode)
 
 

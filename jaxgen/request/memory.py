@@ -155,6 +155,7 @@ def _of_config(cfg: GenerationConfig, needs: Needs) -> dict[str, Any]:
         "final_states": needs.final_states,
         "records": bool(cfg.output_scores) + bool(cfg.output_logits),
         "cache_dtype": cfg.cache_dtype,
+        "slots": cfg.slots,
     }
 
 
@@ -179,7 +180,8 @@ class _Quantities:
     """The quantities that determine the memory needed.
 
     `sources` are the model and its draft model, if there is one: a checkpoint, which must be loaded, or the config of a
-    model that is in memory. `records` is the number of outputs `[N, rows, V]`; what the mode needs is in `Needs`.
+    model that is in memory. `records` is the number of outputs `[N, rows, V]`; what the mode needs is in `Needs`. With
+    `slots`, that many rows are in memory at a time, and at most as many prompts.
     """
 
     sources: tuple[Checkpoint | ModelConfig, ...]
@@ -195,18 +197,27 @@ class _Quantities:
     new_tokens: int
     records: int
     cache_dtype: str | None
+    slots: int | None = None
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
         model, width, capacity = self._model(self.sources[0]), prompt_bucket(self.width), self._capacity()
-        rows = self.prompts * self.sequences
+        prompts, rows = self._at_a_time()
         stored = sum(self._weights(source) + self._cache(source) for source in self.sources)
         context = 4 * rows * (width + capacity) * model.hidden_size if self.final_states else 0
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
-        scores = (3 if self.on_cpu else 1) * 4 * self.prompts * model.num_attention_heads * width**2
-        attention = scores if all_at_once(width, width) else 0  # else only blocks of the scores
+        scores = (3 if self.on_cpu else 1) * 4 * prompts * model.num_attention_heads * width**2
+        # In slots, or if the prompt is long, there are only blocks of the scores.
+        attention = scores if self.slots is None and all_at_once(width, width) else 0
         logits = 4 * model.vocab_size * rows * (self.candidates * self.heads + self.records * capacity)
         return stored + attention + logits + context
+
+    def _at_a_time(self) -> tuple[int, int]:
+        """Return the number of prompts and of their sequences that are in memory at a time."""
+        rows = self.prompts * self.sequences
+        if self.slots is None:
+            return self.prompts, rows
+        return min(rows, self.slots), min(rows, self.slots)
 
     def _capacity(self) -> int:
         return capacity_for(self.new_tokens, recorded=self.records > 0)
@@ -228,9 +239,9 @@ class _Quantities:
         return weights
 
     def _cache(self, source: Checkpoint | ModelConfig) -> int:
-        model, rows = self._model(source), self.prompts * self.sequences * self.candidates
-        prompts = cache_bytes(model, self.prompts, prompt_bucket(self.width), self.cache_dtype)
-        return prompts + cache_bytes(model, rows, self._capacity(), self.cache_dtype)
+        model, (prompts, rows) = self._model(source), self._at_a_time()
+        read = cache_bytes(model, prompts, prompt_bucket(self.width), self.cache_dtype)
+        return read + cache_bytes(model, rows * self.candidates, self._capacity(), self.cache_dtype)
 
     def remedy(self, free: int) -> str:
         """Name what makes the request fit: single changes that suffice, else a combination."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -16,6 +17,7 @@ from jaxgen.config.availability import check_options, normal_form
 from jaxgen.config.generation_config import GenerationConfig, warn, warn_unused
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.continuous import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
@@ -28,7 +30,15 @@ from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program
 from jaxgen.request.assistant import Assistant, check_drafting, with_draft
-from jaxgen.request.checks import check_cache, check_grammar, check_key, check_processes, check_room, warn_infeasible
+from jaxgen.request.checks import (
+    check_cache,
+    check_grammar,
+    check_key,
+    check_processes,
+    check_room,
+    check_slots,
+    warn_infeasible,
+)
 from jaxgen.request.inputs import is_traced, mask_of, negative_prompts, prompts_of
 from jaxgen.shapes import repeat_rows
 
@@ -96,6 +106,9 @@ def prepare(
     mode = mode_of(cfg, assisted=assistant is not None)
     needs = mode.needs(cfg)
     _check(cfg, prompts, cache, mesh, extensions, mode)
+    if cfg.slots is not None:
+        check_slots(cfg, cache, extensions, mode)
+        mode = Continuous(mode, cfg.slots)
     check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None), mode)
     negative_ids, negative_mask = negative_prompts(
         inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask, cfg, prompts, has_ids
@@ -114,18 +127,20 @@ def prepare(
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
     sizes, context = Sizes(prompts, capacity, slots, needs), Context(mesh is not None if eager else None)
     run = with_draft(Run(params, normal_form(cfg), extensions, sizes, context, mesh=mesh), assistant)
-    run, options = _without_options(run)
     # The program's arguments must be arrays, so Python numbers become arrays.
-    options = jax.tree.map(np.asarray if eager else jnp.asarray, options)
+    run, options = _without_options(run, np.asarray if eager else jnp.asarray)
     grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
     request = Request(ids, mask, budget, options, grammar, key, cache, embeds, negative_ids, negative_mask)
     return Prepared(mode, run, request, *given, width, new_tokens)
 
 
-def _without_options(run: Run) -> tuple[Run, OptionValues]:
-    """Return the run without the values that belong to the prompts, and these values; see `Request.options`."""
-    draft, options = (None, {}) if run.draft is None else _without_options(run.draft)
-    cfg, own = run.cfg.split()
+def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
+    """Return the run without the values that belong to the prompts, and these values; see `Request.options`.
+
+    All values become arrays.
+    """
+    draft, options = (None, {}) if run.draft is None else _without_options(run.draft, as_array)
+    cfg, own = jax.tree.map(as_array, run.cfg.split())
     return dataclasses.replace(run, cfg=cfg, draft=draft), options | own
 
 

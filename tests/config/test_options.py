@@ -117,6 +117,7 @@ WORKS = {
     "pad_token_id": ({"pad_token_id": 9, "eos_token_id": 5}, lambda out: out.sequences[0].tolist() == [3, 4, 5, 9, 9]),
     "bos_token_id": ({"prompt": None, "bos_token_id": 10}, tokens(11, 12, 13, 14)),
     "eos_token_id": ({"eos_token_id": [20, 5]}, tokens(4, 5)),
+    "slots": ({"prompt": [1, 2, 3], "slots": 1}, lambda out: out.cache is None and tokens(4, 5, 6, 7)(out)),
     "prefill_chunk_size": ({"prompt": [1, 2, 3], "prefill_chunk_size": 2}, tokens(4, 5, 6, 7)),
     "cache_dtype": ({"cache_dtype": "int8"}, lambda out: out.cache.kv.int8 and generated(out, 0) == [4, 5, 6, 7]),
     "cache_implementation": ({"cache_implementation": "static"}, tokens(4, 5, 6, 7)),

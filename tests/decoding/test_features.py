@@ -55,6 +55,7 @@ ASSISTANT = (random_params(SMALL, seed=1), GenerationConfig(model=SMALL, num_ass
 REFUSED = {
     ("cache=", "contrastive search"): ConfigError,
     **{("streamer", name): InputError for name in BEAMS},
+    **{("slots", name): ConfigError for name in MODES if name not in ("greedy search", "sampling", "DoLa")},
 }
 
 
@@ -183,6 +184,10 @@ def chunks(mode):
     assert all_generated(generate(mode, prefill_chunk_size=2)) == all_generated(generate(mode))
 
 
+def in_slots(mode):
+    assert all_generated(generate(mode, slots=1)) == all_generated(generate(mode))
+
+
 def records(mode):
     options = {"output_scores": True, "output_logits": True, "output_logprobs": "scores", "output_hidden_states": True}
     out = generate(mode, **options, output_attentions=True)
@@ -236,6 +241,7 @@ FEATURES = {
     "out.cache": to_a_cache,
     "inputs_embeds": embeddings,
     "prefill_chunk_size": chunks,
+    "slots": in_slots,
     "scores, logits, states, attentions": records,
     "streamer": streamer,
     "max_time": time_limit,

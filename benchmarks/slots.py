@@ -1,0 +1,138 @@
+"""Compare slots, which sequences leave and enter, with batches that wait for their longest row.
+
+    python -m benchmarks slots --prompts 256 --width 16 64 --answers 1 200 --slots 16
+
+Three programs generate in turn: all prompts in slots; batches of as many rows; and such batches in which every answer
+has the mean length, so that no row waits for another. Lengths are drawn uniformly between the two `--answers`; with
+`--mean`, an answer instead ends by chance after that many tokens on average, at most the second of `--answers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import measure
+from convert import load_hf
+from jaxgen import GenerationConfig, generate
+from jaxgen.cli import arguments
+
+BUNDLED = Path(__file__).parent.parent / "jaxgen" / "demo"
+EOS = 1
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    args = _arguments()
+    params, cfg = load_hf(args.model, dtype=args.dtype)
+    runs = programs(params, cfg, args)
+    tokens = {name: run() for name, run in runs.items()}  # compiles
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    lines = table(args, {name: [tokens[name] / x for x in seconds[name]] for name in runs})
+    print("\n".join(lines))
+    device = jax.devices()[0]
+    folder = measure.folder(args.results, None if device.platform == "cpu" else device.device_kind)
+    file = f"slots-{args.model.resolve().name}-{args.prompts}x{args.sequences}-{args.slots}.md"
+    (folder / file).write_text("\n".join([*lines, ""]), "utf-8")
+
+
+def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[str, Callable[[], int]]:
+    """Return the functions to measure; each returns the number of tokens that it has generated."""
+    rng = np.random.default_rng(0)
+    width, rows = args.width[1], args.slots // args.sequences
+    ids = rng.integers(5, 1000, (args.prompts, width), np.int32)
+    mask = np.arange(width)[None, :] >= width - rng.integers(args.width[0], width + 1, args.prompts)[:, None]
+    keys = jax.random.split(jax.random.key(0), args.prompts)
+    lengths = rng.integers(args.answers[0], args.answers[1] + 1, args.prompts, np.int32)
+    limits = np.full_like(lengths, args.answers[1]) if args.mean else lengths
+    mean = np.full_like(lengths, args.mean or round(np.mean(lengths)))
+    # Without the checkpoint's options, which could cut off the eos id.
+    cfg = GenerationConfig(
+        model=cfg.model, do_sample=True, top_k=0, num_return_sequences=args.sequences, pad_token_id=0
+    )
+    ending = cfg.replace(eos_token_id=EOS) if args.mean else cfg
+    processors = [functools.partial(_end_by_chance, 1 / args.mean)] if args.mean else None
+
+    def run(cfg: GenerationConfig, some: slice, limits: np.ndarray, processors: list | None) -> int:
+        cfg = cfg.replace(max_new_tokens=limits[some])
+        inputs = {"attention_mask": mask[some], "logits_processor": processors}
+        return int(np.sum(generate(params, ids[some], keys[some], cfg, **inputs).lengths))
+
+    def in_batches(cfg: GenerationConfig, limits: np.ndarray, processors: list | None) -> int:
+        starts = range(0, args.prompts, rows)
+        return sum(run(cfg, slice(start, start + rows), limits, processors) for start in starts)
+
+    return {
+        "slots": lambda: run(ending.replace(slots=args.slots), slice(None), limits, processors),
+        "batches": lambda: in_batches(ending, limits, processors),
+        "batches of equal answers": lambda: in_batches(cfg, mean, None),
+    }
+
+
+def table(args: argparse.Namespace, speeds: dict[str, list[float]]) -> list[str]:
+    """Return the tokens per second of each program, and how the slots' compare, as Markdown."""
+    lines = [
+        f"## {args.prompts} prompts x {args.sequences} of {args.model.resolve().name}, {args.slots} slots",
+        "",
+        f"{measure.machine()['cpu']}, jax {jax.__version__}; prompts of {args.width[0]} to {args.width[1]} tokens, "
+        f"answers of {f'{args.mean} on average' if args.mean else args.answers[0]} to {args.answers[1]}; median "
+        f"(smallest to largest) of {args.rounds} rounds.",
+        "",
+        "| program | tokens/s | slots against it |",
+        "|---|---|---|",
+    ]
+    for name, values in speeds.items():
+        ratio = [own / other for own, other in zip(speeds["slots"], values, strict=True)]
+        lines.append(f"| {name} | {_spread(values, 0)} | {_spread(ratio, 2)} |")
+    return lines
+
+
+def _spread(values: list[float], digits: int) -> str:
+    shown = (f"{x:,.{digits}f}" for x in (statistics.median(values), min(values), max(values)))
+    return "{} ({} to {})".format(*shown)
+
+
+def _end_by_chance(chance: float, history, scores: jax.Array) -> jax.Array:
+    """Give the eos id a fixed probability."""
+    is_eos = jnp.arange(scores.shape[1])[None, :] == EOS
+    others = jax.nn.logsumexp(jnp.where(is_eos, -jnp.inf, scores), axis=-1, keepdims=True)
+    return jnp.where(is_eos, others + float(np.log(chance / (1 - chance))), scores)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks slots", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model", type=Path, default=BUNDLED, help="a checkpoint (default: the one in the package)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
+    parser.add_argument("--prompts", type=arguments.count, default=256)
+    parser.add_argument("--width", type=arguments.count, nargs=2, default=[16, 64], help="tokens of a prompt")
+    parser.add_argument("--answers", type=arguments.count, nargs=2, default=[1, 200], help="tokens of an answer")
+    parser.add_argument("--mean", type=arguments.count, help="answers end by chance, after so many tokens on average")
+    parser.add_argument("--sequences", type=arguments.count, default=1, help="answers per prompt")
+    parser.add_argument("--slots", type=arguments.count, default=16)
+    parser.add_argument("--rounds", type=arguments.count, default=5)
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    args = parser.parse_args()
+    if args.slots % args.sequences or args.prompts * args.sequences % args.slots:
+        parser.error("--slots must be a multiple of --sequences and divide the number of answers")
+    if args.width[0] > args.width[1] or args.answers[0] > args.answers[1]:
+        parser.error("--width and --answers are the smallest and the largest number")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Continuous batching: many sequences in a few slots. A sequence that ends leaves its slot to the next one.
+
+A round reads prompts if a slot is free and no prompt is ready, lets sequences enter, and takes steps until a slot can
+be filled. Each of these is a loop of its own inside the loop over rounds, because a `lax.cond` would copy the caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
+from jaxgen.decoding.needs import Needs
+from jaxgen.decoding.pool import Pool
+from jaxgen.decoding.recording import Recording
+from jaxgen.decoding.row_state import RowState
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.model.sharding import rows_on
+
+_STEPS = 8  # of a round at most, so that a streamer need not wait for the end of a row
+_NOBODY = -1
+
+
+@flax.struct.dataclass
+class Answers(RowState):
+    """The results of all sequences, those of prompt 0 first; nothing is generated in those that have not begun.
+
+    Attributes:
+        tokens: int32[rows, N], the generated tokens, then the pad id.
+        lengths: int32[rows], the number of generated tokens.
+        reasons: int32[rows], a `StopReason` each.
+        logprobs: `[rows, N, ...]`; None unless asked for.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    reasons: jax.Array
+    logprobs: LogProbs | None
+
+    @classmethod
+    def of(cls, run: Run, rows: Rows) -> Answers:
+        """Return the results so far of some rows."""
+        tokens = rows.history.generated(run.capacity, run.pad_id)
+        return cls(tokens, rows.history.step, rows.reasons, rows.logprobs)
+
+    @classmethod
+    def empty(cls, run: Run, rows: Rows) -> Answers:
+        """Return the results of all sequences, of which none has begun, with logprobs if `rows` have them."""
+        count = run.prompts * run.needs.sequences
+        none = cls(
+            tokens=jnp.broadcast_to(run.pad_id, (1, run.capacity)),
+            lengths=jnp.zeros(1, jnp.int32),
+            reasons=jnp.full(1, StopReason.NONE, jnp.int32),
+            logprobs=jax.tree.map(lambda x: jnp.zeros_like(x[:1]), rows.logprobs),
+        )
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape[1:])), none)
+
+    def put(self, sequences: jax.Array, answers: Answers) -> Answers:
+        """Store the results of sequences of these numbers, int32[n]; a negative number stores nothing."""
+        count = self.lengths.shape[0]
+        # Each dropped number becomes another one, because the scatter promises unique indices.
+        dropped = count + jnp.arange(sequences.shape[0], dtype=jnp.int32)
+        sequences = jnp.where(sequences >= 0, sequences, dropped)
+
+        def write(x: jax.Array, new: jax.Array) -> jax.Array:
+            return x.at[sequences].set(new, mode="drop", unique_indices=True)
+
+        return jax.tree.map(write, self, answers)
+
+
+@flax.struct.dataclass
+class ContinuousState:
+    """State of continuous batching.
+
+    Attributes:
+        rows: the state of the mode, whose rows are the slots; its rows that have ended are free.
+        sequence: int32[S], the number of the sequence in each slot, -1 if there was none.
+        pool: the prompts that are about to enter.
+        answers: of the sequences that have left their slots.
+        queue: all prompts.
+        finished: bool[], True when all sequences have ended.
+    """
+
+    rows: Any
+    sequence: jax.Array
+    pool: Pool
+    answers: Answers
+    queue: Request
+    finished: jax.Array
+
+    @property
+    def free(self) -> jax.Array:
+        """bool[S], the slots whose row has ended."""
+        return self.rows.rows.history.done
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuous(Mode):
+    """Another mode with rows that leave and enter. The mode must be one that `refills`."""
+
+    mode: Any
+    slots: int
+
+    def needs(self, cfg: GenerationConfig) -> Needs:
+        """Return what the mode needs."""
+        return self.mode.needs(cfg)
+
+    def start(self, run: Run, request: Request) -> ContinuousState:
+        """Return the state in which all slots are free."""
+        queue = request.complete()
+        slots = rows_on(run.mesh, self.slots)
+        pool = Pool.open(run, queue, slots)
+        return ContinuousState(
+            rows=self.mode.empty(run, pool.rows, pool.cache, slots),
+            sequence=jnp.full(slots, _NOBODY, jnp.int32),
+            pool=pool,
+            answers=Answers.empty(run, pool.rows),
+            queue=queue,
+            finished=jnp.zeros((), bool),
+        )
+
+    def begin(self, run: Run, prefilled: Prefilled) -> Any:
+        """Prompts are read when slots are free, so that they cannot be passed on at once."""
+        raise NotImplementedError("continuous batching starts with `start`")
+
+    def step(self, run: Run, state: ContinuousState) -> ContinuousState:
+        """Take a round."""
+        return self._advance(run, self._fill(run, self._read(run, state)))
+
+    def _read(self, run: Run, state: ContinuousState) -> ContinuousState:
+        """Read a chunk of each prompt in the pool, if a slot is free and no prompt is ready."""
+        pool = state.pool
+        wanted = jnp.any(state.free) & ~jnp.any(pool.ready(run)) & pool.has_unread(run)
+
+        def read(carry: tuple[jax.Array, Pool]) -> tuple[jax.Array, Pool]:
+            return jnp.zeros((), bool), carry[1].read_chunk(run)
+
+        pool = lax.while_loop(lambda pool: wanted & pool.can_load(run), lambda pool: pool.load(run, state.queue), pool)
+        return dataclasses.replace(state, pool=lax.while_loop(lambda carry: carry[0], read, (wanted, pool))[1])
+
+    def _fill(self, run: Run, state: ContinuousState) -> ContinuousState:
+        """Let sequences enter while a slot is free and a prompt is ready."""
+
+        def can_enter(state: ContinuousState) -> jax.Array:
+            return jnp.any(state.free) & jnp.any(state.pool.ready(run))
+
+        def enter(state: ContinuousState) -> ContinuousState:
+            slot, place = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready(run)))
+            answers = state.answers.put(state.sequence[slot], Answers.of(run, state.rows.rows.take(slot)))
+            number = state.pool.prompt[place] * run.needs.sequences + state.pool.taken[place]
+            pool, prefilled = state.pool.take(run, place)
+            rows = self.mode.insert(run, state.rows, self.mode.enter(run, prefilled), slot)
+            sequence = state.sequence.at[slot].set(number)
+            return dataclasses.replace(state, rows=rows, sequence=sequence, pool=pool, answers=answers)
+
+        with jax.named_scope("enter"):
+            return lax.while_loop(can_enter, enter, state)
+
+    def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
+        """Take steps until a slot can be filled; at least one, so that no row waits for more than one chunk."""
+        someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run)
+
+        def goes_on(carry: tuple[jax.Array, Any]) -> jax.Array:
+            step, rows = carry
+            can_be_filled = (step > 0) & someone_waits & jnp.any(rows.rows.history.done)
+            return ~rows.finished & ~can_be_filled & (step < _STEPS)
+
+        def step(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            return carry[0] + 1, self.mode.step(run, carry[1])
+
+        rows = lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), state.rows))[1]
+        return dataclasses.replace(state, rows=rows, finished=rows.finished & ~someone_waits)
+
+    def finish(self, run: Run, state: ContinuousState) -> Decoded:
+        """Return the results, without a cache: the keys and values of most sequences have been replaced."""
+        answers = _all_answers(run, state)
+        return Decoded(answers.tokens, answers.lengths, answers.reasons, Recording(), None, answers.logprobs)
+
+    def progress(self, run: Run, state: ContinuousState) -> Progress:
+        """Return the tokens so far."""
+        answers = _all_answers(run, state)
+        ended = answers.reasons != StopReason.NONE
+        longest = jnp.max(answers.lengths)
+        complete = jnp.min(jnp.where(ended, longest, answers.lengths))
+        return Progress(answers.tokens, answers.lengths, ended, complete, state.finished)
+
+
+def _all_answers(run: Run, state: ContinuousState) -> Answers:
+    """Return the results of all sequences, including those in the slots."""
+    return state.answers.put(state.sequence, Answers.of(run, state.rows.rows))

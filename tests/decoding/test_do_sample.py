@@ -1,0 +1,83 @@
+"""`do_sample` per prompt: some rows sample, the others are greedy, in one batch."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgen import ConfigError, GenerationConfig, compute_transition_scores, generate, score
+from tests.support.models import model_config, random_params
+
+MODEL = model_config(vocab_size=320, hidden_size=32)
+PARAMS = random_params(MODEL, scale=0.3)
+IDS = np.random.default_rng(0).integers(40, 120, (6, 9), np.int32)
+SAMPLES = np.array([True, False, False, True, False, True])
+CFG = GenerationConfig(
+    **{"model": MODEL, "max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": 1, "output_logprobs": "scores"},
+    **{"temperature": 1.7, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
+)
+WARPERS = {"top_h": 0.8, "min_p": 0.05, "typical_p": 0.3, "epsilon_cutoff": 0.01, "eta_cutoff": 0.3}
+KEY = jax.random.key(2)
+
+
+def assert_rows_of(out, sampled, greedy) -> None:
+    """Rows that sample are those of a run in which all sample; the others those of greedy search."""
+    for name in ("sequences", "lengths", "stop_reasons"):
+        expected = np.where(SAMPLES.reshape(-1, *[1] * (np.ndim(getattr(out, name)) - 1)), *(
+            np.asarray(getattr(run, name)) for run in (sampled, greedy)
+        ))  # fmt: skip
+        np.testing.assert_array_equal(getattr(out, name), expected, err_msg=name)
+    expected = np.where(SAMPLES[:, None], sampled.logprobs, greedy.logprobs)
+    np.testing.assert_allclose(out.logprobs, expected, atol=2e-5)
+    assert not np.array_equal(sampled.sequences, greedy.sequences), "nothing is compared"
+
+
+@pytest.mark.parametrize("options", [{}, WARPERS, {"renormalize_logits": True}], ids=["few", "all", "renormalised"])
+def test_each_row_is_as_in_a_batch_of_its_kind(options):
+    cfg = CFG.replace(**options)
+    out = generate(PARAMS, IDS, KEY, cfg.replace(do_sample=SAMPLES))
+    greedy = {name: getattr(GenerationConfig(), name) for name in WARPERS | {"temperature": 0, "top_k": 0, "top_p": 0}}
+    assert_rows_of(
+        out, generate(PARAMS, IDS, KEY, cfg.replace(do_sample=True)), generate(PARAMS, IDS, None, cfg.replace(**greedy))
+    )
+
+
+def test_with_drafts():
+    cfg = CFG.replace(prompt_lookup_num_tokens=3)
+    plain, drafted = (generate(PARAMS, IDS, KEY, c.replace(do_sample=SAMPLES)) for c in (CFG, cfg))
+    np.testing.assert_array_equal(plain.sequences, drafted.sequences)
+
+
+def test_other_values_compile_nothing():
+    run = jax.jit(lambda cfg: generate(PARAMS, IDS, KEY, cfg).sequences)
+    first = run(CFG.replace(do_sample=SAMPLES))
+    second = run(CFG.replace(do_sample=~SAMPLES))
+    assert run._cache_size() == 1
+    assert not np.array_equal(first, second)
+
+
+def test_score_recomputes_the_log_probabilities():
+    cfg = CFG.replace(do_sample=SAMPLES)
+    out = generate(PARAMS, IDS, KEY, cfg)
+    width = {"prompt_width": out.prompt_width}
+    again = score(PARAMS, out.sequences, cfg, attention_mask=out.attention_mask, of="scores", **width)
+    np.testing.assert_allclose(out.generated(again).logprobs, out.logprobs, atol=2e-5)
+
+
+def test_recorded_scores_are_those_that_the_token_was_chosen_from():
+    out = generate(PARAMS, IDS, KEY, CFG.replace(do_sample=SAMPLES, output_scores=True))
+    expected = compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+    live = np.arange(8)[None, :] < np.asarray(out.lengths)[:, None]
+    np.testing.assert_allclose(np.where(live, expected, 0), out.logprobs, atol=2e-5)
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="do_sample with one value per prompt works with num_beams=1"):
+        CFG.replace(do_sample=[True, False], num_beams=2)
+    with pytest.raises(ConfigError, match="num_return_sequences=2"):
+        CFG.replace(do_sample=[True, False], num_return_sequences=2)
+    with pytest.raises(TypeError, match="a list of one per prompt"):
+        CFG.replace(do_sample=[1, 0])
+    with pytest.raises(ValueError, match="do_sample has 2 values for 6 prompts"):
+        generate(PARAMS, IDS, KEY, CFG.replace(do_sample=[True, False]))
+    with pytest.raises(ConfigError, match="do_sample has one value per prompt"):
+        CFG.replace(do_sample=[True, False]).to_hf()
