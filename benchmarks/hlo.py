@@ -65,6 +65,8 @@ def count(operations: list[Operation]) -> int:
 def decode_step(program: str, branches: Branches = all_branches) -> list[Operation]:
     """Return the operations of one step of the decode loop of a compiled `generate`, its condition included.
 
+    With slots, that loop is inside another one; XLA's text has the inner loop first.
+
     Raises:
         ValueError: the program has no such loop.
     """

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jaxgen import GenerationConfig, ModelConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.modes import mode_of
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.fused import fuse_projections
 from jaxgen.model.int8 import Int8
@@ -135,5 +134,5 @@ def compile_generate(
         )
     prepared = prepare(params, cfg, inputs, Extensions(), eager=True)
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
-    traced = run_whole.trace(prepared.run, prepared.request, mode=mode_of(cfg))
+    traced = run_whole.trace(prepared.run, prepared.request, mode=prepared.mode)
     return traced.lower(lowering_platforms=(_LOWERED.get(device.platform, device.platform),)).compile()

@@ -19,14 +19,19 @@ from jaxgen.model.causal_lm import RMSNorm
 from jaxgen.programs import Program
 from tests.support.communication import MODEL, check_communication
 from tests.support.models import CONFIG
+from tests.support.slot_loops import copied_caches
 
 pytestmark = pytest.mark.compilers
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampling", "beams"])
+@pytest.mark.parametrize("name", ["greedy", "sampling", "slots", "beams"])
 def test_communication_of_a_step_on_a_tpu(name):
     check_communication(mesh_for(MODEL, "v5e:2x4", 2, 4), name)
+
+
+def test_no_loop_copies_the_cache_of_slots_on_a_tpu():
+    assert copied_caches(device_for("v5e:2x2"), "bfloat16") == {"slots": [], "pool": []}
 
 
 def test_what_a_step_does_on_a_tpu_is_reported(tmp_path):
@@ -66,6 +71,11 @@ def test_a_step_on_an_h100_has_few_operations_and_copies_no_cache(shape, new_tok
     assert float(figures["per layer"]) <= operations
     assert float(figures["bytes written"].removesuffix(" MB")) <= megabytes
     assert figures["of these results of more than 1 MB"] == "0.0 MB"
+
+
+@pytest.mark.usefixtures("_compiler_for_an_h100")
+def test_no_loop_copies_a_cache_of_slots_on_an_h100():
+    assert copied_caches(device_for("h100"), "bfloat16") == {"slots": [], "pool": []}
 
 
 # What is done for the GPU's compiler: a place, a name, and what the compiler would have without it.

@@ -18,6 +18,7 @@ from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.model.int8 import Int8
 from jaxgen.request.driver import run_whole
 from tests.support.models import model_config, slow
+from tests.support.slot_loops import copied_caches
 
 # Sizes that tell the arrays apart: prompt slots, generated slots, blocks of keys and the weights' sides all differ.
 PROMPT, NEW, ROWS = 608, 736, 2
@@ -166,6 +167,11 @@ def test_beams_move_no_cache(dtype):
     compiled, _ = compile_loop(2, dtype, do_sample=False, beams=3)
     lines = decode_loop(parse(compiled.as_text()), into_branches=True, slots=3 * NEW)
     assert results_of_size(lines, {ROWS * 2 * PROMPT * 32, 3 * ROWS * 2 * PROMPT * 32, ROWS * 2 * 3 * NEW * 32}) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
+def test_no_loop_copies_a_cache_of_slots(dtype):
+    assert copied_caches(jax.devices("cpu")[0], dtype) == {"slots": [], "pool": []}
 
 
 @pytest.mark.slow

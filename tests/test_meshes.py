@@ -34,6 +34,7 @@ MODES = {
         **{"do_sample": True, "num_return_sequences": 2, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.1},
         "temperature": [0.7, 0.8, 0.9, 1.0, 1.1, 1.2],
     },
+    "slots": {"slots": 3, "do_sample": True, "num_return_sequences": 2, "max_new_tokens": [3, 8, 1, 5, 8, 2]},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "beam sampling": {"num_beams": 3, "do_sample": True},
     "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},

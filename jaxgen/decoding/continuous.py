@@ -177,7 +177,8 @@ class Continuous(Mode):
         def step(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             return carry[0] + 1, self.mode.step(run, carry[1])
 
-        rows = lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), state.rows))[1]
+        with jax.named_scope("decode"):
+            rows = lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), state.rows))[1]
         return dataclasses.replace(state, rows=rows, finished=rows.finished & ~someone_waits)
 
     def finish(self, run: Run, state: ContinuousState) -> Decoded:

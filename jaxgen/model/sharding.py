@@ -188,8 +188,9 @@ def largest(
         value, place = (jnp.take_along_axis(part, order, axis=1) for part in rest)
         return value, place
 
-    values, divided = x if values is None else values, PartitionSpec("data", None, _ALL)
-    return jax.shard_map(of_part, mesh=mesh, in_specs=(divided, divided), out_specs=ROWS, check_vma=False)(x, values)
+    values, over = x if values is None else values, None if rows % mesh.shape["data"] else "data"
+    divided, result = PartitionSpec(over, None, _ALL), PartitionSpec(over)
+    return jax.shard_map(of_part, mesh=mesh, in_specs=(divided, divided), out_specs=result, check_vma=False)(x, values)
 
 
 def _check_parts(model: ModelConfig, parts: int) -> None:

@@ -14,6 +14,7 @@ from tests.support.models import model_config
 STEPS = {
     "greedy": ({}, 1),
     "sampling": ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}, 1),
+    "slots": ({"slots": 8, "do_sample": True, "top_p": 0.8}, 1),
     "beams": ({"num_beams": 4}, 4),
     "beam sampling": ({"num_beams": 4, "do_sample": True}, 4),
     "groups": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, 4),
