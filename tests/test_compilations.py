@@ -97,13 +97,14 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
     ids, key = [[1, 2, 3], [4, 5, 6]], jax.random.key(0)
 
     def config(which):
-        fields = {}
+        fields = {"do_sample": True}
         for name, option in VALUES.items():
             value, other = option.examples[which], option.examples[1 - which]
-            fields[name] = (
-                option.kind.per_prompt_value([value, other]) if per_prompt and option.kind.per_prompt else value
-            )
-        return GenerationConfig(model=MODEL, do_sample=True, **fields)
+            if per_prompt and option.kind.per_prompt:
+                fields[name] = option.kind.per_prompt_value([value, other])
+            elif name != "do_sample":  # one value for all prompts chooses the mode, which is static
+                fields[name] = value
+        return GenerationConfig(model=MODEL, **fields)
 
     mask = np.ones((2, 3), int)
     first = generate(PARAMS, ids, key, config(0), attention_mask=mask)
