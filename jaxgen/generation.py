@@ -115,16 +115,19 @@ def generate(
     """
     check_call(params, cfg)
     refuse_unavailable(cfg)
-    draft, cfg = open_assistant(assistant, cfg)
+    draft = None
+    if assistant is not None:
+        draft, cfg = open_assistant(assistant, cfg)
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
     )
     extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
     if streamer is not None:
         _check_streamer(streamer, cfg)
-    params, cfg, inputs = without_gradient(params), without_gradient(cfg), without_gradient(inputs)
-    extensions, draft = without_gradient(extensions), without_gradient(draft)
-    traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
+    arguments = (params, cfg, inputs, extensions, draft)
+    traced = is_traced(arguments) or under_jit()
+    if traced:
+        params, cfg, inputs, extensions, draft = map(without_gradient, arguments)
     on_host = {"streamer": streamer, "max_time": cfg.max_time, "token_healing": cfg.token_healing or None}
     for name, value in on_host.items():
         if traced and value is not None:
@@ -179,24 +182,21 @@ def prefill(
 def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:
     """Return the caller's functions and the automaton of the stop strings; the arguments are those of `generate`."""
     return Extensions(
-        processors=functions("logits_processor", logits_processor),
-        criteria=functions("stopping_criteria", stopping_criteria),
-        stop_strings=_stop_strings(cfg, tokenizer),
-        hook=_hook(hook),
+        processors=() if logits_processor is None else functions("logits_processor", logits_processor),
+        criteria=() if stopping_criteria is None else functions("stopping_criteria", stopping_criteria),
+        stop_strings=None if cfg.stop_strings is None else _stop_strings(cfg, tokenizer),
+        hook=None if hook is None else _hook(hook),
     )
 
 
-def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings | None:
-    if cfg.stop_strings is None:
-        return None
+def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings:
+    assert cfg.stop_strings is not None
     if tokenizer is None:
         raise InputError("stop_strings are text: pass the tokenizer too, generate(..., tokenizer=tokenizer)")
     return StopStrings.build(cfg.stop_strings, tokenizer, model_of(cfg).vocab_size)
 
 
 def _hook(given):
-    if given is None:
-        return None
     if not isinstance(given, StepHook):
         raise TypeError(f"hook must be an object of a class derived from jaxgen.StepHook, got {given!r}")
     for name, arguments in _HOOK.items():

@@ -204,7 +204,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
         raise ConfigError("of='scores' does not offer token_healing, which changes the prompts: use of='logits'")
     if allowed is not None and not isinstance(allowed, TokenAutomaton):
         raise TypeError(f"prefix_allowed_tokens_fn must be a TokenAutomaton here, got {type(allowed).__name__}")
-    return Extensions(processors=functions("logits_processor", processors), allowed=allowed)
+    return Extensions(processors=functions("logits_processor", processors or ()), allowed=allowed)
 
 
 def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int, traced: bool) -> Replay:
@@ -215,7 +215,8 @@ def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int
     prompts, rest = divmod(rows, cfg.num_return_sequences)
     prompts = rows if rest else prompts
     check_options(cfg, prompts)
-    check_grammar(extensions, cfg, prompts)
+    if isinstance(extensions.allowed, TokenAutomaton):
+        check_grammar(extensions.allowed, cfg, prompts)
     if not is_traced(ids, mask, cfg.eos_token_id):
         _check_rows(cfg, ids, np.asarray(mask), start)
     # Rows longer than the default max_length did not come from generate, so the default limit does not apply.

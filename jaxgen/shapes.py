@@ -42,6 +42,12 @@ def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     return jax.vmap(put_row)(x, index, values)
 
 
+def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
+    """Return bool[rows, V], True for the tokens in each row of `ids int32[rows, n]`."""
+    ids = jnp.where(ids < 0, vocab_size, ids)
+    return jax.vmap(lambda row: jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop"))(ids)
+
+
 def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Add `values float32[B, n]` to the places `index int32[B, n]` of each row of `x [B, N]`.
 

@@ -18,7 +18,7 @@ from jaxgen.request.assistant import open_assistant
 from jaxgen.request.checks import check_call
 from jaxgen.request.driver import compile_for
 from jaxgen.request.memory import check_call_memory
-from jaxgen.request.prepare import CallInputs, prepare, records
+from jaxgen.request.prepare import CallInputs, prepare
 
 
 def warmup(
@@ -68,11 +68,13 @@ def warmup(
         raise TypeError("prefix_allowed_tokens_fn must be a TokenAutomaton here: a function is compiled in each call")
     if cfg.token_healing:
         raise InputError("programs with token_healing depend on the prompts: leave it out, or call generate itself")
-    draft, cfg = open_assistant(assistant, cfg)
+    draft = None
+    if assistant is not None:
+        draft, cfg = open_assistant(assistant, cfg)
     extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
     extensions = dataclasses.replace(extensions, allowed=prefix_allowed_tokens_fn)
     columns = {prompt_bucket(width) for width in _sizes("widths", widths)}
-    capacities = {capacity_for(length, records(cfg)) for length in _sizes("lengths", lengths)}
+    capacities = {capacity_for(length, cfg.records) for length in _sizes("lengths", lengths)}
     (rows,) = _sizes("prompts", [prompts])
     for width, length in itertools.product(sorted(columns), sorted(capacities)):
         sized = cfg.replace(max_new_tokens=length)

@@ -19,6 +19,7 @@ from jaxgen.errors import ConfigError, InputError, shown
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_HOST = tuple(option.name for option in OPTIONS.values() if option.host)
 # Arguments of transformers' generate(), and what to do here.
 _ELSEWHERE = {
     "input_ids": "pass the prompts as ids, the second argument",
@@ -86,9 +87,9 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
     """Raise an error for values for another number of prompts, or ids that are not in the vocabulary."""
     vocab = model_of(cfg).vocab_size
     for name, option in TRACED.items():
-        value = getattr(cfg, name)
-        if value is option.kind.neutral or not option.is_on(value):
+        if name not in cfg.enabled:
             continue
+        value = getattr(cfg, name)
         values = option.kind.prompt_count(value)
         if values is not None and values != prompts:
             raise InputError(f"{name} has {values} values for {prompts} prompts: pass one per prompt or one for all")
@@ -116,12 +117,8 @@ def _check_ends(name: str, phrases: Sequence[tuple[int, ...]], eos: Sequence[int
 
 def normal_form(cfg: GenerationConfig) -> GenerationConfig:
     """Reset options that the compiled loop does not read, so that they do not change the program; set the pad id."""
-    unread = [*cfg.unread(), *(option for option in OPTIONS.values() if option.host)]
-    unread = {option.name: option.kind.neutral for option in unread}
-    fields = {name: neutral for name, neutral in unread.items() if getattr(cfg, name) is not neutral}
-    if cfg.pad_token_id is None:
-        fields["pad_token_id"] = _first_eos(cfg.eos_token_id)
-    return cfg.replace(**fields)
+    cfg = cfg.reset([*_HOST, *[option.name for option in cfg.unread()]])
+    return cfg if cfg.on("pad_token_id") else cfg.replace(pad_token_id=_first_eos(cfg.eos_token_id))
 
 
 def _first_eos(eos: Any) -> Any:

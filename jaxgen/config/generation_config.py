@@ -14,7 +14,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import numpy as np
@@ -123,6 +123,10 @@ class GenerationConfig(GenerationOptions):
     update = _Instead("replace(...) returns a changed copy")
 
     _inherited = _Inherited()
+    # The names of the options that are on.
+    enabled: ClassVar[frozenset[str]] = frozenset(
+        name for name, option in OPTIONS.items() if option.is_on(option.default)
+    )
 
     def __post_init__(self):
         given = {option.name: getattr(self, option.name) for option in OPTIONS.values()}
@@ -132,10 +136,9 @@ class GenerationConfig(GenerationOptions):
         _refuse_endless(self)
 
     def _set(self, fields: Mapping[str, Any]) -> None:
-        for name, value in fields.items():
-            if name != "model":
-                value = OPTIONS[name].parse(value)
-            object.__setattr__(self, name, value)
+        values = {name: OPTIONS[name].parse(value) for name, value in fields.items() if name != "model"}
+        on = {name for name, value in values.items() if OPTIONS[name].is_on(value)}
+        vars(self).update(fields | values, enabled=self.enabled.difference(values) | on)
         if self.model is not None and not isinstance(self.model, ModelConfig):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
         _check(self)
@@ -147,8 +150,7 @@ class GenerationConfig(GenerationOptions):
             ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
         """
         _refuse_unknown(fields)
-        config = object.__new__(type(self))
-        vars(config).update(self._without_derived(), _inherited=_Inherited(self._inherited.names.difference(fields)))
+        config = self._changed({"_inherited": _Inherited(self._inherited.names.difference(fields))})
         config._set(fields)
         refuse_values(config, fields)
         if "eos_token_id" in fields or _vocabulary(config) != _vocabulary(self):
@@ -165,15 +167,22 @@ class GenerationConfig(GenerationOptions):
         values = {
             name: leaf
             for name, option in _PER_PROMPT.items()
-            if given[name] is not option.kind.neutral and (leaf := option.kind.leaf(given[name])) is not None
+            if name in self.enabled and (leaf := option.kind.leaf(given[name])) is not None
         }
-        config = object.__new__(type(self))
-        vars(config).update(self._without_derived() | dict.fromkeys(values, IN_REQUEST))
-        return config, values
+        return self._changed(dict.fromkeys(values, IN_REQUEST)), values
 
-    def _without_derived(self) -> dict[str, Any]:
-        """Return the attributes without those that are computed from others."""
-        return {name: value for name, value in vars(self).items() if name not in ("_flat", "mode")}
+    def reset(self, names: Collection[str]) -> GenerationConfig:
+        """Return a copy with these options at their neutral values, unchecked."""
+        return self._changed(
+            {name: OPTIONS[name].kind.neutral for name in names} | {"enabled": self.enabled.difference(names)}
+        )
+
+    def _changed(self, attributes: Mapping[str, Any]) -> GenerationConfig:
+        """Return a copy with other attributes; those that are computed from others are left out."""
+        config = object.__new__(type(self))
+        kept = {name: value for name, value in vars(self).items() if name not in ("_flat", "mode")}
+        vars(config).update(kept | attributes)
+        return config
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
@@ -218,7 +227,17 @@ class GenerationConfig(GenerationOptions):
 
     def on(self, name: str) -> bool:
         """True if an option is on, that is, not at its neutral value."""
-        return OPTIONS[name].is_on(getattr(self, name))
+        return name in self.enabled
+
+    @property
+    def constrained(self) -> bool:
+        """True if there are `constraints` or `force_words_ids`."""
+        return self.constraints is not None or self.force_words_ids is not None
+
+    @property
+    def records(self) -> bool:
+        """True if values of each step are requested."""
+        return bool(self.output_scores or self.output_logits or self.output_attentions or self.output_hidden_states)
 
     @functools.cached_property
     def mode(self) -> str:
@@ -227,7 +246,7 @@ class GenerationConfig(GenerationOptions):
         Raises:
             ConfigError: an option that chooses a mode, with another mode that it does not work with.
         """
-        if self.constraints is not None or self.force_words_ids is not None:
+        if self.constrained:
             mode = CONSTRAINED
         elif self.num_beams == 1:
             if self.on("do_sample"):
@@ -269,19 +288,20 @@ class GenerationConfig(GenerationOptions):
         draws_or_beams = self.on("do_sample") or self.num_beams > 1
         if self.on("penalty_alpha") and isinstance(self.top_k, int) and not draws_or_beams:
             static["top_k"] = self.top_k
-        given = [(option.kind, None if name in static else values[name]) for name, option in TRACED.items()]
+        on = [name in self.enabled and name not in static for name in TRACED]
         leaves = [
-            None if value is kind.neutral else value if value is IN_REQUEST else kind.leaf(value)
-            for kind, value in given
+            (value if (value := values[name]) is IN_REQUEST else option.kind.leaf(value)) if is_on else None
+            for is_on, (name, option) in zip(on, TRACED.items(), strict=True)
         ]
-        return tuple(leaves), (tuple([values[name] for name in _STATIC]), tuple(static.items()), self._inherited)
+        fixed = tuple([values[name] for name in _STATIC])
+        return tuple(leaves), (fixed, tuple(static.items()), self._inherited, self.enabled)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
         """Build from what `tree_flatten` returned; values may be placeholders of jax and are not checked."""
         config = object.__new__(cls)
-        values, sized, inherited = static
-        vars(config).update(zip(_STATIC, values, strict=True), _inherited=inherited)
+        values, sized, inherited, enabled = static
+        vars(config).update(zip(_STATIC, values, strict=True), _inherited=inherited, enabled=enabled)
         for (name, option), leaf in zip(TRACED.items(), leaves, strict=True):
             vars(config)[name] = option.kind.neutral if leaf is None else leaf
         vars(config).update(sized)
@@ -383,7 +403,7 @@ def _check(cfg: GenerationConfig) -> None:
 
 
 def _check_beams(cfg: GenerationConfig) -> None:
-    if cfg.constraints is not None or cfg.force_words_ids is not None:
+    if cfg.constrained:
         name = "constraints" if cfg.constraints is not None else "force_words_ids"
         if cfg.do_sample or cfg.num_beam_groups != 1:
             raise ConfigError(f"{name} works with plain beam search: set do_sample=False and num_beam_groups=1")

@@ -79,7 +79,7 @@ class Kind:
         return value is None
 
     def leaf(self, value: Any) -> Any:
-        """Return the arrays of a traced value in normal form, or None if the option is off."""
+        """Return the arrays of a traced value in normal form, of an option that is on; None if they are static."""
         return value
 
     def prompt_count(self, value: Any) -> int | None:
@@ -316,8 +316,6 @@ class _Number(Kind):
         return self.neutral if self.is_off(number) else number
 
     def leaf(self, value: Any) -> Any:
-        if self.is_off(value):
-            return None
         return self.array_dtype(value) if isinstance(value, int | float) else value
 
     def prompt_count(self, value: Any) -> int | None:
@@ -381,7 +379,7 @@ class DecayPair(Kind):
         return pair
 
     def leaf(self, value: Any) -> Any:
-        return None if value is None else (self._start.leaf(value[0]), self._factor.leaf(value[1]))
+        return self._start.leaf(value[0]), self._factor.leaf(value[1])
 
     def prompt_count(self, value: Any) -> int | None:
         return None if value is None else self._start.prompt_count(value[0]) or self._factor.prompt_count(value[1])

@@ -94,7 +94,7 @@ def _read(run: Run, sample: SampleState, draft: Draft) -> tuple[Forward, Rows]:
     column = jnp.arange(1 + draft.tokens.shape[1], dtype=jnp.int32)[None, :]
     ids = jnp.concatenate([rows.history.last(1), draft.tokens], axis=1)
     tokens = Tokens(ids, (column <= draft.count[:, None]) & rows.live[:, None])
-    return run_model(run, rows, guidance.stack(run.cfg, tokens), sample.cache, all_logits=True)
+    return run_model(run, rows, tokens, sample.cache, all_logits=True)
 
 
 def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[Rows, jax.Array]:

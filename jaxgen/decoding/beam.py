@@ -131,7 +131,7 @@ class BeamSearch(Mode):
     def step(self, run: Run, state: BeamState) -> BeamState:
         """Run each beam's last token through the model and choose the next beams."""
         rows = state.beams.rows
-        tokens = guidance.stack(run.cfg, Tokens(rows.history.last(1), rows.live[:, None]))
+        tokens = Tokens(rows.history.last(1), rows.live[:, None])
         read, rows = run_model(run, rows, tokens, state.cache)
         recording = state.recording.put_layers(rows.history.step, rows.live, read.out, 0, read.cache.offset)
         beams = dataclasses.replace(state.beams, rows=rows)

@@ -38,7 +38,7 @@ class ConstrainedBeamSearch(BeamSearch):
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:
         """Choose the next beams; see `BeamSearch.grow`. The scores to record include those of the beams."""
-        table, count = _table(run), beams.scores.shape[1]
+        table, count = ConstraintTable.of(run.cfg), beams.scores.shape[1]
         step = Step.begin(run, beams, logits, process(run, beams.rows, log_probs))
         with jax.named_scope("choose"):
             candidates = step.candidates(None)
@@ -130,12 +130,6 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])
     chosen = jnp.take_along_axis(places_in_order, jnp.argsort(rank, axis=1, stable=True)[:, :count], axis=1)
     return jnp.where(jnp.any(new, axis=1, keepdims=True), chosen, best)
-
-
-def _table(run: Run) -> ConstraintTable:
-    table = ConstraintTable.of(run.cfg)
-    assert table is not None
-    return table
 
 
 def _state(rows: Rows) -> ConstraintState:

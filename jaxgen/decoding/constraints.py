@@ -51,11 +51,9 @@ class ConstraintTable:
     ids: jax.Array
 
     @classmethod
-    def of(cls, cfg: GenerationConfig) -> ConstraintTable | None:
-        """Return the constraints of a config whose values are arrays; None if it has none."""
+    def of(cls, cfg: GenerationConfig) -> ConstraintTable:
+        """Return the constraints of a config that has some, whose values are arrays."""
         tables = [jnp.asarray(ids) for ids in (cfg.constraints, cfg.force_words_ids) if ids is not None]
-        if not tables:
-            return None
         _, alternatives, width = (max(sizes) for sizes in zip(*(ids.shape for ids in tables), strict=True))
 
         def resize(ids: jax.Array) -> jax.Array:

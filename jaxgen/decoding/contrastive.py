@@ -162,7 +162,7 @@ def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCac
     flat, added = tokens.reshape(-1), repeat_rows(live, candidates.count)
     eos = RowOptions(run.cfg, candidates.options).eos(candidates.count)
     history = candidates.history.push(flat, added, run.extensions.allowed, eos)  # the hook may read it
-    inputs = guidance.stack(run.cfg, Tokens(flat[:, None], added[:, None]))
+    inputs = Tokens(flat[:, None], added[:, None])
     return run_model(run, dataclasses.replace(candidates, history=history), inputs, cache)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.decoding.forward import run_model
+from jaxgen.decoding.forward import run_model, run_prompts
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
@@ -106,7 +106,7 @@ class DraftModel:
         width = history.ids.shape[1] - run.capacity
         prompt = Tokens.of_length(_known(drafting, history.ids[:, :width]), history.prompt_length)
         cache = KVCache.create(drafting.model, rows.count, width, run.cfg.cache_dtype)
-        read, _ = run_model(drafting, rows, prompt, cache, cache_is_empty=True)
+        read, _ = run_prompts(drafting, rows, prompt, cache, cache_is_empty=True)
         wanted = jnp.full(rows.count, drafting.cfg.num_assistant_tokens, jnp.int32)
         return DraftState(read.cache.grow(run.capacity), wanted)
 

@@ -67,10 +67,8 @@ def as_pytree(value: Any) -> Any:
     return StaticCallable(value) if len(leaves) == 1 and leaves[0] is value else value
 
 
-def functions(name: str, given: Sequence[Callable] | None) -> tuple[Any, ...]:
+def functions(name: str, given: Sequence[Callable]) -> tuple[Any, ...]:
     """Check a list of functions and return pytrees that can be called."""
-    if given is None:
-        return ()
     if callable(given):
         raise TypeError(f"{name} must be a list of functions: pass [function]")
     if not isinstance(given, Sequence) or not all(map(callable, given)):

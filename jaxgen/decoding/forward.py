@@ -89,40 +89,49 @@ class Forward:
     hidden: jax.Array | None = None
 
 
-def run_model(
-    run: Run,
-    rows: Rows,
-    tokens: Tokens,
-    cache: KVCache,
-    *,
-    cache_is_empty: bool = False,
-    all_logits: bool = False,
-    following: int = 0,
+def run_prompts(
+    run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, cache_is_empty: bool, following: int = 0
 ) -> tuple[Forward, Rows]:
-    """Run `tokens`, whose rows are those of the cache, through the model.
+    """Run the prompts through the model, whole or in chunks; return the logits of each row's last token.
 
     Args:
         run: the constants.
         rows: returned with the hook's new state.
-        tokens: the tokens to read.
+        tokens: the prompts, of all streams.
         cache: the preceding tokens; extended by `tokens`.
         cache_is_empty: there are no preceding tokens; on a CPU, this saves the scores of later keys.
-        all_logits: return the logits of all positions, not only those of each row's last token.
         following: extra slots that generation will add, for the hook's attention mask.
     """
     inputs, rows = inputs_of(run, rows, tokens, cache, following)
     last = jnp.maximum(tokens.length - 1, 0)
     chunk = run.cfg.prefill_chunk_size
-    if chunk is not None and chunk < tokens.ids.shape[1] and not all_logits:
+    if chunk is not None and chunk < tokens.ids.shape[1]:
         return _in_chunks(run, inputs, cache, last, chunk), rows
-    start = 0 if cache_is_empty else None
-    return in_one_pass(run, inputs, cache, None if all_logits else last, start), rows
+    return in_one_pass(run, inputs, cache, last, 0 if cache_is_empty else None), rows
+
+
+def run_model(
+    run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, all_logits: bool = False
+) -> tuple[Forward, Rows]:
+    """Run the newest tokens of each row through the model, in all streams.
+
+    Args:
+        run: the constants.
+        rows: returned with the hook's new state.
+        tokens: the tokens to read, a few for each row.
+        cache: the preceding tokens; extended by `tokens`.
+        all_logits: return the logits of all positions, not only those of each row's last token.
+    """
+    if run.guided:
+        tokens = guidance.stack(run.cfg, tokens)
+    inputs, rows = inputs_of(run, rows, tokens, cache)
+    return in_one_pass(run, inputs, cache, None if all_logits else jnp.maximum(tokens.length - 1, 0)), rows
 
 
 def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[ModelInputs, Rows]:
     """Return the inputs for `tokens`, which the hook may change, and the rows with its new state.
 
-    Arguments are those of `run_model`.
+    Arguments are those of `run_prompts`.
     """
     if run.extensions.hook is not None:
         return _before(run, rows, tokens, cache, following)
@@ -137,21 +146,21 @@ def observe(
     The scores are the logits, or what `score` makes of them, after guidance. The hook sees the column first and may
     change its logits; the hook's state changes only in the rows that are `live bool[rows]`.
     """
-    logits, states = read.logits[:, column], tuple(x[:, column] for x in read.states)
+    logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
     hook = run.extensions.hook
     if hook is not None:
         history, state = guidance.stack(run.cfg, rows.history), guidance.join(rows.hook)
         changed, state = _pair("after", hook.after(state, history, StepOutput(logits, states)), StepOutput)
         logits, rows = changed.logits, _with_hook(run, rows, state, live)
     scores = logits if score is None else score(logits, states)
-    return guidance.conditional_part(run.cfg, logits), guidance.guide(run.cfg, rows.options, scores), rows
+    if run.guided:
+        logits, scores = guidance.conditional_part(run.cfg, logits), guidance.guide(run.cfg, rows.options, scores)
+    return logits, scores, rows
 
 
 def begin_hook(run: Run, rows: Rows) -> Rows:
     """Return the rows with the first state of the user's hook."""
-    hook: StepHook | None = run.extensions.hook
-    if hook is None:
-        return rows
+    hook: StepHook = run.extensions.hook
     state = hook.init(guidance.stack(run.cfg, rows.history))
     count = rows.count * guidance.streams(run.cfg)
     for leaf in jax.tree.leaves(state):

@@ -45,8 +45,6 @@ def join(trees: tuple[Any, ...]) -> Any:
 
 def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
     """Stack the negative prompts under the prompts; by default a prompt's last token is its negative prompt."""
-    if streams(run.cfg) == 1:
-        return prompt
     negative = Tokens(prompt.last(), jnp.ones((prompt.ids.shape[0], 1), bool))
     if request.negative_ids is not None and request.negative_mask is not None:
         negative = run.pad(Tokens.align(request.negative_ids, request.negative_mask))
@@ -72,9 +70,7 @@ def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
 
 
 def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> jax.Array:
-    """Return the guided scores, float32[rows, V], from those of all streams."""
-    if streams(cfg) == 1:
-        return scores
+    """Return the guided scores, float32[rows, V], from those of both streams."""
     conditional, unconditional = split(cfg, scores)
     scale = RowOptions(cfg, options).number("guidance_scale")
     # A scale of 1 is off: with one scale per prompt, that prompt keeps its scores.

@@ -18,7 +18,7 @@ from jax import lax
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import UNKNOWN, Continuation
-from jaxgen.decoding.forward import Forward, begin_hook, run_model
+from jaxgen.decoding.forward import Forward, begin_hook, run_prompts
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording, columns_of
@@ -152,7 +152,7 @@ class Decoded:
     def of(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
         """Return the result of rows whose cache has all of their tokens but the last."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
-        kv = guidance.conditional(run.cfg, cache)
+        kv = guidance.conditional(run.cfg, cache) if run.guided else cache
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
         tokens = history.generated(run.capacity, run.pad_id)
         return cls(tokens, history.step, rows.reasons, recording, continuation, rows.logprobs)
@@ -210,20 +210,21 @@ def prefill(run: Run, request: Request) -> Prefilled:
     """Run each prompt through the model once, however many sequences will continue it."""
     request = request.complete()
     prompt, cache, rows = open_prompts(run, request)
-    rows = begin_hook(run, rows)
+    if run.extensions.hook is not None:
+        rows = begin_hook(run, rows)
     with jax.named_scope("prefill"):
         empty = request.cache is None
-        read, rows = run_model(run, rows, prompt, cache, cache_is_empty=empty, following=run.capacity)
-    columns = columns_of(run.pad(request.mask), prompt.length[: rows.count])
-    rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
+        read, rows = run_prompts(run, rows, prompt, cache, cache_is_empty=empty, following=run.capacity)
+    if run.cfg.records:
+        columns = columns_of(run.pad(request.mask), prompt.length[: rows.count])
+        rows = dataclasses.replace(rows, recording=Recording.begin(run.cfg, run.capacity, read.out, columns))
     return Prefilled(rows, read)
 
 
 def continuation_of(run: Run, request: Request) -> Continuation:
     """Run the prompts through the model and return the cache, with nothing generated."""
     prefilled = prefill(run, request)
-    history, kv = prefilled.rows.history, guidance.conditional(run.cfg, prefilled.read.cache)
-    return _cut(run, Continuation(kv, prefilled.rows.cache_ids, history.total_length))
+    return _cut(run, Continuation(prefilled.read.cache, prefilled.rows.cache_ids, prefilled.rows.history.total_length))
 
 
 def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
@@ -236,7 +237,9 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
     known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
     known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
     rows = Rows.begin(run, request, known, cache_ids, total)
-    read = guidance.with_negative(run, request, run.pad(_after_pending(run, request.cache, prompt)))
+    read = run.pad(prompt if request.cache is None else _after_pending(run, request.cache, prompt))
+    if run.guided:
+        read = guidance.with_negative(run, request, read)
     return read, _cache_for(run, request.cache, run.prompts, read.ids.shape), rows.pad(run)
 
 
@@ -256,9 +259,9 @@ def _all_tokens(run: Run, given: Continuation | None, prompt: Tokens) -> tuple[j
     return Tokens(prompt.ids, prompt.mask).after(cached).ids, total
 
 
-def _after_pending(run: Run, given: Continuation | None, prompt: Tokens) -> Tokens:
+def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
     """Prepend the pending token, if any: the last generated one, which has not been through the model yet."""
-    if given is None or given.tokens is None:
+    if given.tokens is None:
         return prompt
     rows = prompt.ids.shape[0]
     token, pending = (repeat_rows(x, rows)[:, None] for x in given.pending())
@@ -275,7 +278,7 @@ def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[
     kv = (given if is_padded else given.without_padding()).kv.flatten(run.sizes.slots)
     if is_expanded(kv.rows, run.sizes.prompts, run.mesh):
         kv = run.pad(kv.expand(run.sizes.prompts // kv.rows))
-    if guidance.streams(run.cfg) > 1:
+    if run.guided:
         return guidance.with_empty_rows(kv, prompts)
     is_shared = kv.rows < prompts or run.cfg.slots is not None
     return kv.fork(prompts // kv.rows, width) if is_shared else kv

@@ -148,7 +148,9 @@ def _open(run: Run, queue: Request, prompts: jax.Array) -> tuple[ModelInputs, Ro
     """Return the inputs of some prompts of the queue, int32[R], their rows, and the cache before they are read."""
     run = run.of_prompts(prompts.shape[0])
     tokens, cache, rows = open_prompts(run, queue.select(prompts))
-    inputs, rows = inputs_of(run, begin_hook(run, rows), tokens, cache, following=run.capacity)
+    if run.extensions.hook is not None:
+        rows = begin_hook(run, rows)
+    inputs, rows = inputs_of(run, rows, tokens, cache, following=run.capacity)
     return inputs, rows, cache
 
 

@@ -83,7 +83,7 @@ class Rows(RowState):
         ids = jnp.pad(known.ids, ((0, 0), (0, run.capacity)))
         history = History.begin(run.cfg, ids, known.length, budget, request.grammar, unknown=total - known.length)
         stop_strings = run.extensions.stop_strings
-        constraints = ConstraintTable.of(run.cfg)
+        constraints = ConstraintTable.of(run.cfg) if run.cfg.constrained else None
         return cls(
             history=dataclasses.replace(history, done=reasons != StopReason.NONE),
             reasons=reasons,
@@ -92,7 +92,7 @@ class Rows(RowState):
             stop_strings=None if stop_strings is None else stop_strings.begin(history.ids, history.length),
             constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
-            logprobs=_no_logprobs(run.cfg, prompts, run.capacity),
+            logprobs=None if run.cfg.output_logprobs is None else _no_logprobs(run.cfg, prompts, run.capacity),
             recording=Recording(),
             cache_ids=cache_ids,
         )
@@ -167,10 +167,13 @@ class Rows(RowState):
         """
         live &= self.live
         added = live & (failed == StopReason.NONE)
-        # A failed step is recorded too: its scores show why.
-        recording = self.recording.put(self.history.step, live, logits, scores)
-        rows = self.append(run, tokens, added, scores).with_logprobs(run, added, logits, scores)
-        return dataclasses.replace(rows.end(live & ~added, failed), recording=recording)
+        rows = self.append(run, tokens, added, scores)
+        if run.cfg.output_logprobs is not None:
+            rows = rows.with_logprobs(run, added, logits, scores)
+        if run.cfg.records:  # a failed step too: its scores show why
+            recording = self.recording.put(self.history.step, live, logits, scores)
+            rows = dataclasses.replace(rows, recording=recording)
+        return rows.end(live & ~added, failed)
 
     def append(self, run: Run, tokens: jax.Array, added: jax.Array, scores: jax.Array) -> Rows:
         """Append a token to each row that is `added bool[rows]`, and set the reasons of the rows that end.
@@ -196,8 +199,8 @@ class Rows(RowState):
                 met = pipeline.call("stopping_criteria", criterion, history, scores)
                 stops["CRITERION"] = stops.get("CRITERION", False) | _checked(met, self.count)
             constraints = self.constraints
-            if (table := ConstraintTable.of(run.cfg)) is not None and constraints is not None:
-                constraints = table.push(constraints, tokens, added)
+            if constraints is not None:
+                constraints = ConstraintTable.of(run.cfg).push(constraints, tokens, added)
             rows = dataclasses.replace(self, history=history, stop_strings=stop_strings, constraints=constraints)
             return rows.end(added, first_reason(**stops))
 
@@ -209,8 +212,7 @@ class Rows(RowState):
 
     def with_logprobs(self, run: Run, added: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
         """Add the log-probability of the newest token of each row that is `added`; arguments are those of `push`."""
-        if self.logprobs is None:
-            return self
+        assert self.logprobs is not None
         source = logits if run.cfg.output_logprobs == "logits" else scores
         result = logprobs_of(source, self.history.last(1)[:, 0], added, run.cfg.top_logprobs)
         logprobs = jax.tree.map(lambda x, new: put_step(x, self.history.step - 1, added, new), self.logprobs, result)
@@ -233,9 +235,7 @@ def fork(tree: Tree, copies: int) -> Tree:
     return jax.tree.map(lambda x: repeat_rows(x, x.shape[0] * copies), tree)
 
 
-def _no_logprobs(cfg: GenerationConfig, rows: int, capacity: int) -> LogProbs | None:
-    if cfg.output_logprobs is None:
-        return None
+def _no_logprobs(cfg: GenerationConfig, rows: int, capacity: int) -> LogProbs:
     zeros = jnp.zeros((rows, capacity), jnp.float32)
     if not cfg.top_logprobs:
         return LogProbs(zeros)

@@ -131,6 +131,11 @@ class Run:
         return self.sizes.needs
 
     @property
+    def guided(self) -> bool:
+        """True if the model reads each row in two streams; see `guidance`."""
+        return self.cfg.on("guidance_scale")
+
+    @property
     def reads_states(self) -> bool:
         """True if the mode or the hook reads the hidden states of all layers at each row's last token."""
         return self.extensions.hook is not None or self.needs.layer_states

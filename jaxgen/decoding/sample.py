@@ -58,9 +58,10 @@ class Sample(Mode):
     def begin(self, run: Run, prefilled: Prefilled) -> SampleState:
         """Choose the first token of each sequence."""
         copies = run.needs.sequences
-        rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
         if copies == 1:
-            return self.enter(run, Prefilled(rows, prefilled.read))
+            first = jnp.zeros(prefilled.rows.count, jnp.int32)
+            return self.enter(run, Prefilled(prefilled.rows.sequence(first), prefilled.read))
+        rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
@@ -85,9 +86,10 @@ class Sample(Mode):
         """Run each row's last token through the model and choose the next."""
         rows = state.rows
         # A finished row reads nothing, so that its cache stays as it is.
-        tokens = guidance.stack(run.cfg, Tokens(rows.history.last(1), rows.live[:, None]))
+        tokens = Tokens(rows.history.last(1), rows.live[:, None])
         read, rows = run_model(run, rows, tokens, state.cache)
-        rows = record_layers(rows, read, 0, rows.live, read.cache.offset)
+        if run.cfg.records:
+            rows = record_layers(rows, read, 0, rows.live, read.cache.offset)
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache)
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:

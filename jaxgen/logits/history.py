@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.logits.processors import token_set
-from jaxgen.shapes import put, short_repr
+from jaxgen.shapes import put, short_repr, token_set
 
 
 @flax.struct.dataclass

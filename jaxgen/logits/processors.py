@@ -262,9 +262,3 @@ def force(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
     """
     forced = rows[:, None] & jnp.any(tokens, axis=-1, keepdims=True)
     return jnp.where(forced, jnp.where(tokens, 0.0, BANNED), scores)
-
-
-def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Return bool[rows, V], True for the tokens in each row of `ids int32[rows, n]`."""
-    ids = jnp.where(ids < 0, vocab_size, ids)
-    return jax.vmap(lambda row: jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop"))(ids)

@@ -10,9 +10,8 @@ from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import TRACED
-from jaxgen.logits import processors
 from jaxgen.logits.history import History
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import repeat_rows, token_set
 
 # Values of the enabled options, `{name: [rows, ...]}`. They follow a row like its tokens.
 OptionValues = dict[str, Any]
@@ -57,7 +56,7 @@ class RowOptions:
 
     def ids(self, name: str) -> jax.Array:
         """A set of ids as bool[rows, V]."""
-        return processors.token_set(self.values[name], self._vocab)
+        return token_set(self.values[name], self._vocab)
 
     def eos(self, rows: int) -> jax.Array:
         """The ids that end a row, as bool[rows, V]; empty if the option is off."""
@@ -71,7 +70,7 @@ class RowOptions:
 
     def token(self, name: str) -> jax.Array:
         """An id as bool[rows, V]."""
-        return processors.token_set(self.number(name), self._vocab)
+        return token_set(self.number(name), self._vocab)
 
     def biases(self) -> tuple[jax.Array, jax.Array]:
         """The biased sequences `[rows, S, W]` and their biases `[rows, S]`."""
@@ -99,7 +98,7 @@ class RowOptions:
         here = forced[..., 0] == history.length[:, None]
         # If several entries have the same position, the last one wins, as in a dict.
         last = here & (jnp.cumsum(here[:, ::-1], axis=-1)[:, ::-1] == 1)
-        return processors.token_set(jnp.where(last, forced[..., 1], -1), self._vocab), jnp.any(here, axis=-1)
+        return token_set(jnp.where(last, forced[..., 1], -1), self._vocab), jnp.any(here, axis=-1)
 
     @property
     def _vocab(self) -> int:

@@ -10,7 +10,6 @@ import flax.struct
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Run
 from jaxgen.errors import ConfigError, InputError
@@ -31,7 +30,7 @@ class Assistant:
     cfg: GenerationConfig
 
 
-def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, GenerationConfig]:
+def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant, GenerationConfig]:
     """Check the `assistant` of a call; return it with all settings of drafting, and the call's config without them.
 
     Raises:
@@ -39,8 +38,6 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant | None, 
         ConfigError: the decode mode cannot have an assistant, or the assistant's config has no model.
         TypeError: it is not `(params, cfg)`.
     """
-    if assistant is None:
-        return None, cfg
     if not isinstance(assistant, tuple | list) or len(assistant) != 2:
         raise TypeError(f"assistant must be (params, cfg), as load_hf returns, got {type(assistant).__name__}")
     params, own = assistant
@@ -69,10 +66,8 @@ def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
         )
 
 
-def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool, mode: Mode) -> None:
+def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool) -> None:
     """Raise an error for a call that no tokens can be drafted for; `has_ids` says that all tokens' ids are known."""
-    if not mode.drafts:
-        return
     threshold = OPTIONS["assistant_confidence_threshold"]
     values = None if assistant is None else threshold.kind.prompt_count(assistant.cfg.assistant_confidence_threshold)
     if values not in (None, prompts):
@@ -95,16 +90,14 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
 
 
 def with_draft(run: Run, assistant: Assistant | None) -> Run:
-    """Return the run with the run of its draft model, if it has one."""
+    """Return the run with the run of its draft model: the assistant, or else the model's own first layers."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params
         model = model_of(assistant.cfg)
         settings = {name: getattr(assistant.cfg, name) for name in _SETTINGS}
-    elif early is not None:
+    else:
         params, settings = run.params, {}
         model = dataclasses.replace(run.model, num_hidden_layers=early, windows=run.model.windows[:early])
-    else:
-        return run
     cfg = run.cfg.replace(model=model, **settings, **{name: OPTIONS[name].default for name in _UNUSED})
     return dataclasses.replace(run, draft=Run(params, cfg, Extensions(), run.sizes, run.context, mesh=run.mesh))

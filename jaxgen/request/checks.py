@@ -9,7 +9,6 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn
 from jaxgen.config.options import OPTIONS
@@ -18,6 +17,7 @@ from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.decoding.loop import Mode
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.fused import expected_shapes
 from jaxgen.model.weights import mismatch
 
@@ -33,7 +33,9 @@ def check_call(params, cfg: GenerationConfig) -> None:
     if set(params) == {"params"}:
         raise InputError('params must be the tree itself, without the outer {"params": ...}')
     given: dict[str, Any] = dict(flax.traverse_util.flatten_dict(params, sep="."))
-    wanted = expected_shapes(model, given)
+    wanted = param_shapes(model)
+    if given.keys() != wanted.keys():
+        wanted = expected_shapes(model, given)
     problems = [f"{name} is missing" for name in wanted if name not in given]
     problems += [f"{name} is unexpected" for name in given if name not in wanted]
     dtype = np.dtype(model.dtype)
@@ -105,10 +107,8 @@ def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: E
         )
 
 
-def check_processes(mesh: Mesh | None, cfg: GenerationConfig, extensions: Extensions) -> None:
-    """Raise an error for what only a single process can do."""
-    if mesh is None or not mesh.is_multi_process:
-        return
+def check_processes(cfg: GenerationConfig, extensions: Extensions) -> None:
+    """Raise an error for what several processes cannot do."""
     if cfg.max_time is not None:
         raise ConfigError("max_time cannot stop several processes at the same step: leave it out")
     if isinstance(extensions.allowed, HostFunction):
@@ -118,11 +118,9 @@ def check_processes(mesh: Mesh | None, cfg: GenerationConfig, extensions: Extens
         )
 
 
-def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -> None:
+def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int) -> None:
     """Raise an error for an automaton built for another vocabulary, or stacked for another number of prompts."""
-    if not isinstance(extensions.allowed, TokenAutomaton):
-        return
-    tokens, starts = extensions.allowed.classes.shape[0], extensions.allowed.start.size
+    tokens, starts = automaton.classes.shape[0], automaton.start.size
     vocab = model_of(cfg).vocab_size
     if tokens != vocab:
         raise InputError(
@@ -132,11 +130,9 @@ def check_grammar(extensions: Extensions, cfg: GenerationConfig, prompts: int) -
         raise InputError(f"the automaton is stacked for {starts} prompts and there are {prompts}: stack one for each")
 
 
-def check_room(extensions: Extensions, cfg: GenerationConfig, budget: np.ndarray) -> None:
+def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndarray) -> None:
     """Raise an error if an automaton's shortest text exceeds the budget."""
-    if not isinstance(extensions.allowed, TokenAutomaton):
-        return
-    least = np.asarray(extensions.allowed.shortest)[np.asarray(extensions.allowed.start)]
+    least = np.asarray(automaton.shortest)[np.asarray(automaton.start)]
     least = np.broadcast_to(least, budget.shape)
     if len(rows := np.flatnonzero(least > budget)):
         text = "the text that token_healing takes back" if cfg.token_healing else "the constraint's shortest text"

@@ -102,17 +102,18 @@ def prepare(
     prompts, width = ids.shape
     key = check_key(inputs.key, cfg, prompts)
     mesh = mesh_of(params)
-    cache = _continuation(inputs.cache, mesh, eager)
+    cache = None if inputs.cache is None else _continuation(inputs.cache, mesh, eager)
     mode = mode_of(cfg, assisted=assistant is not None)
     needs = mode.needs(cfg)
     _check(cfg, prompts, cache, mesh, extensions, mode)
     if cfg.slots is not None:
         check_slots(cfg, cache, extensions, mode)
         mode = Continuous(mode, cfg.slots)
-    check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None), mode)
-    negative_ids, negative_mask = negative_prompts(
-        inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask, cfg, prompts, has_ids
-    )
+    if mode.drafts:
+        check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
+    negative_ids, negative_mask = inputs.negative_prompt_ids, inputs.negative_prompt_attention_mask
+    if cfg.on("guidance_scale") or negative_ids is not None or negative_mask is not None:
+        negative_ids, negative_mask = negative_prompts(negative_ids, negative_mask, cfg, prompts, has_ids)
     warn_unused(cfg)
 
     cached = None if cache is None else _cached_tokens(cache, prompts, eager)
@@ -122,11 +123,13 @@ def prepare(
     slots = 0 if cache is None else _slots(cfg, cache, mask, cached, negative_mask, mesh, eager)
     capacity = new_tokens
     if eager:
-        capacity = capacity_for(new_tokens, recorded=records(cfg))
+        capacity = capacity_for(new_tokens, recorded=cfg.records)
         ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
         negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
     sizes, context = Sizes(prompts, capacity, slots, needs), Context(mesh is not None if eager else None)
-    run = with_draft(Run(params, normal_form(cfg), extensions, sizes, context, mesh=mesh), assistant)
+    run = Run(params, normal_form(cfg), extensions, sizes, context, mesh=mesh)
+    if assistant is not None or run.cfg.assistant_early_exit is not None:
+        run = with_draft(run, assistant)
     # The program's arguments must be arrays, so Python numbers become arrays.
     run, options = _without_options(run, np.asarray if eager else jnp.asarray)
     grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
@@ -156,17 +159,17 @@ def _check(
     check_options(cfg, prompts)
     if cache is not None:
         check_cache(cache, cfg, prompts, extensions, mode)
-    check_processes(mesh, cfg, extensions)
-    check_grammar(extensions, cfg, prompts)
+    if mesh is not None and mesh.is_multi_process:
+        check_processes(cfg, extensions)
+    if isinstance(extensions.allowed, TokenAutomaton):
+        check_grammar(extensions.allowed, cfg, prompts)
 
 
 _wrapped = Program(Continuation.of)
 
 
-def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation | None:
+def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:
     """Return the cache of a call with the ids of its tokens; on the mesh, if there is one."""
-    if cache is None:
-        return None
     if not isinstance(cache, Continuation | KVCache):
         raise TypeError(
             f"cache must be the cache of an earlier output, or a jaxgen.KVCache, got {type(cache).__name__}"
@@ -178,11 +181,6 @@ def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation | None:
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
     """int32[B], the number of tokens before each prompt."""
     return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
-
-
-def records(cfg: GenerationConfig) -> bool:
-    """Return True if the config requests values of each step."""
-    return bool(cfg.output_scores or cfg.output_logits or cfg.output_attentions or cfg.output_hidden_states)
 
 
 def _widened(x: Array | None) -> Array | None:
@@ -247,7 +245,8 @@ def _budget(
         budget = budget if eager else jnp.minimum(budget, new_tokens)
     if not is_traced(lengths, budget):
         warn_infeasible(cfg, np.asarray(lengths), np.asarray(budget))
-        check_room(extensions, cfg, np.asarray(budget))
+        if isinstance(extensions.allowed, TokenAutomaton):
+            check_room(extensions.allowed, cfg, np.asarray(budget))
     return new_tokens, budget
 
 

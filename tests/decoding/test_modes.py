@@ -138,7 +138,9 @@ def run(mode, copies=1, assistant=None, **options):
         stop_strings=StopStrings.build([STOP], TOKENIZER, MODEL.vocab_size),
         hook=Nudge(jnp.float32(2.5)),
     )
-    draft, cfg = open_assistant(assistant, cfg)
+    draft = None
+    if assistant is not None:
+        draft, cfg = open_assistant(assistant, cfg)
     prepared = prepare(PARAMS, cfg, CallInputs(ids, KEY, mask), extensions, eager=True, assistant=draft)
     return output(prepared, run_whole(prepared.run, prepared.request, mode=mode))
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxgen import GenerationConfig, History
 from jaxgen.logits.pipeline import build_transform
-from jaxgen.logits.processors import token_set
 from jaxgen.logits.row_options import option_values
+from jaxgen.shapes import token_set
 from tests.support.models import model_config
 
 
