@@ -166,18 +166,20 @@ def decode(run: Run, request: Request, mode: Mode) -> Decoded:
 def finish(run: Run, state: Any, mode: Mode) -> Decoded:
     """Return the result for the prompts of the request; what every process needs of it is on all devices."""
     decoded = mode.finish(run, state)
+    if run.mesh is None:
+        return decoded
     recording, continuation = decoded.recording, decoded.continuation
     decoded = run.cut(dataclasses.replace(decoded, recording=Recording(), continuation=None))
     decoded = constrain(decoded, run.mesh, REPLICATED)
     recording = run.cut(recording)
-    if run.mesh is not None and run.mesh.is_multi_process:
+    if run.mesh.is_multi_process:
         recording = constrain(recording, run.mesh, REPLICATED)
     continuation = None if continuation is None else _cut(run, continuation)
     return dataclasses.replace(decoded, recording=recording, continuation=continuation)
 
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
-    """Leave the loop's padding out of the tokens; keys and values stay where they are."""
+    """Leave the mesh's padding out of the tokens; keys and values stay where they are."""
     tokens, count = run.cut((continuation.tokens, continuation.count))
     tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
     return dataclasses.replace(continuation, tokens=tokens, count=count)
@@ -186,6 +188,8 @@ def _cut(run: Run, continuation: Continuation) -> Continuation:
 def progress(run: Run, state: Any, mode: Mode) -> Progress:
     """Return the tokens so far of the prompts of the request, on all devices."""
     now = mode.progress(run, state)
+    if run.mesh is None:
+        return now
     tokens, lengths, ended = run.cut((now.tokens, now.lengths, now.ended))
     now = dataclasses.replace(now, tokens=tokens, lengths=lengths, ended=ended)
     return constrain(now, run.mesh, REPLICATED)
@@ -232,24 +236,26 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
 
     `request` is complete. With guidance, the tokens and the cache have the rows of both streams.
     """
-    prompt = Tokens.align(request.ids, request.mask, request.embeds)
-    cache_ids, total = _all_tokens(run, request.cache, prompt)
-    known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
-    known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))  # processors see no embeddings
+    read = known = prompt = Tokens.align(request.ids, request.mask, request.embeds)
+    cache_ids, total = prompt.ids, prompt.length
+    if request.cache is not None:
+        read, (cache_ids, total) = _after_pending(run, request.cache, prompt), _all_tokens(run, request.cache, prompt)
+        known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
+    if known.embeds is not None or request.cache is not None:  # processors see no embeddings
+        known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))
     rows = Rows.begin(run, request, known, cache_ids, total)
-    read = run.pad(prompt if request.cache is None else _after_pending(run, request.cache, prompt))
+    if run.mesh is not None:
+        read, rows = run.pad(read), rows.pad(run)
     if run.guided:
         read = guidance.with_negative(run, request, read)
-    return read, _cache_for(run, request.cache, run.prompts, read.ids.shape), rows.pad(run)
+    return read, _cache_for(run, request.cache, rows.count, read.ids.shape), rows
 
 
-def _all_tokens(run: Run, given: Continuation | None, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
+def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
     """Return the ids of all tokens of each prompt, int32[B, W], those of its cache first, and their number, int32[B].
 
     The ids are None if those in the cache are not known.
     """
-    if given is None:
-        return jnp.where(prompt.mask, prompt.ids, 0), prompt.length
     prompts = prompt.ids.shape[0]
     count = repeat_rows(given.count, prompts)
     total = count + prompt.length

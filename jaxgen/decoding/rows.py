@@ -181,16 +181,17 @@ class Rows(RowState):
         Arguments are those of `push`.
         """
         extensions = run.extensions
-        options = RowOptions(run.cfg, self.options)
-        eos = options.eos(self.count)
         with jax.named_scope("stop"):
-            history = self.history.push(tokens, added, extensions.allowed, eos)
-            stops = {"EOS": is_eos(tokens, options.table("eos_token_id")), "LENGTH": history.step >= history.budget}
-            if isinstance(extensions.allowed, TokenAutomaton) and history.grammar is not None:
+            automaton, eos = extensions.allowed, None
+            if isinstance(automaton, TokenAutomaton):
+                eos = RowOptions(run.cfg, self.options).eos(self.count)
+            history = self.history.push(tokens, added, automaton, eos)
+            stops = {"EOS": is_eos(tokens, self.options.get("eos_token_id")), "LENGTH": history.step >= history.budget}
+            if isinstance(automaton, TokenAutomaton) and eos is not None and history.grammar is not None:
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
                 # With an empty budget, a text to which a token could be added ends for its length.
                 remaining = jnp.maximum(history.budget - history.step, 1)
-                stops["COMPLETE"] = endless & extensions.allowed.exhausted(history.grammar, remaining)
+                stops["COMPLETE"] = endless & automaton.exhausted(history.grammar, remaining)
             stop_strings = self.stop_strings
             if extensions.stop_strings is not None and stop_strings is not None:
                 following, stops["STOP_STRING"] = extensions.stop_strings.push(stop_strings, tokens)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.keys import prompt_keys
@@ -22,6 +23,7 @@ from jaxgen.model.sharding import ROWS, constrain, rows_on
 from jaxgen.shapes import repeat_rows
 
 Array = Any  # jax's inside a program, numpy's before it
+_PROCESSORS = frozenset(option.name for option in OPTIONS.values() if option.stage)
 
 
 @flax.struct.dataclass
@@ -129,6 +131,12 @@ class Run:
     def needs(self) -> Needs:
         """What the decode mode needs."""
         return self.sizes.needs
+
+    @property
+    def changes_scores(self) -> bool:
+        """True if something changes the scores before a token is chosen."""
+        extensions = self.extensions
+        return bool(extensions.processors or extensions.allowed is not None or self.cfg.enabled & _PROCESSORS)
 
     @property
     def guided(self) -> bool:

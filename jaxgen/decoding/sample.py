@@ -133,6 +133,8 @@ def choose(rows: Rows, scores: jax.Array) -> Choice:
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
     """Apply the processors, and the warpers if tokens are drawn, to `scores float32[rows, V]`."""
+    if not run.changes_scores:
+        return scores
     extensions = run.extensions
     with jax.named_scope("process"):
         transform = build_transform(run.cfg, rows.options, extensions.processors, extensions.allowed, run.mesh)

@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.logits import processors
+from jaxgen.shapes import token_set
 from tests.support.compilations import compilations
 from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
 from tests.support.rows import history_of, process
@@ -319,7 +320,7 @@ def test_ban_allow_and_force(scores, tokens, rows):
 @check(max_examples=30)
 @given(hnp.arrays(np.int32, (ROWS, 5), elements=st.integers(-1, VOCAB - 1)))
 def test_token_set(ids):
-    each = np.asarray(processors.token_set(jnp.asarray(ids), VOCAB))
+    each = np.asarray(token_set(jnp.asarray(ids), VOCAB))
     for row, out in zip(ids, each, strict=True):
         np.testing.assert_array_equal(np.flatnonzero(out), sorted(set(row[row >= 0].tolist())))
 
