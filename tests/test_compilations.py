@@ -9,6 +9,7 @@ from jaxgen.config.options import SAMPLE, TRACED
 from tests.support.compilations import compilations
 from tests.support.models import left_pad, model_config, random_params, slow
 from tests.support.streamers import Collector
+from tests.support.tokenizers import byte_level
 
 MODEL = model_config(num_hidden_layers=1, max_position_embeddings=1024)
 PARAMS = random_params(MODEL)
@@ -112,6 +113,16 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
         second = generate(PARAMS, ids, key, config(1), attention_mask=mask)
     assert count[0] == 0
     assert first.sequences.tolist() != second.sequences.tolist()
+
+
+def test_other_stop_strings_of_the_prompts_compile_nothing():
+    tok, ids = byte_level(), [[1, 2, 3], [4, 5, 6]]
+    cfg = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0)
+    warmup(PARAMS, cfg.replace(stop_strings=[["!"], None]), [3], [4], prompts=2, tokenizer=tok)
+    with compilations() as count:
+        for sets in ([["a"], ["bc", "d"]], [None, None], [["e" * 30], ["f" * 30, "g"]], [["h"], ["h"]]):
+            generate(PARAMS, ids, None, cfg.replace(stop_strings=sets), attention_mask=np.ones((2, 3)), tokenizer=tok)
+    assert count[0] == 0
 
 
 @pytest.mark.parametrize(

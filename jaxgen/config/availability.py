@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxgen.config.constraints import ConstraintTable
 from jaxgen.config.generation_config import GenerationConfig, model_of, refuse_values
 from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import MODES, OPTIONS, TRACED
+from jaxgen.config.options import MODES, OPTIONS
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError, shown
 
@@ -86,7 +86,7 @@ def _refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn
 def check_options(cfg: GenerationConfig, prompts: int) -> None:
     """Raise an error for values for another number of prompts, or ids that are not in the vocabulary."""
     vocab = model_of(cfg).vocab_size
-    for name, option in TRACED.items():
+    for name, option in OPTIONS.items():
         if name not in cfg.enabled:
             continue
         value = getattr(cfg, name)

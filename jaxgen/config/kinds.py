@@ -209,18 +209,33 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or several strings."""
+    """A string or several strings; or a list that has several strings or None for each prompt."""
 
     type_name = "str or list"
+    per_prompt = True
 
-    def parse(self, name: str, value: Any) -> str | tuple[str, ...]:
+    def parse(self, name: str, value: Any) -> Any:
         value = frozen(value)
-        strings = (value,) if isinstance(value, str) else value
-        if not isinstance(strings, tuple) or not all(isinstance(string, str) for string in strings):
-            raise TypeError(f"{name} must be a string or a list of them, got {value!r}")
-        if not strings or "" in strings:
-            raise ConfigError(f"{name} must not be empty, got {value!r}: leave it out for no stop strings")
+        several = self.prompt_count(value) is not None
+        for strings in self.sets(value):
+            if several and strings is None:
+                continue
+            if not isinstance(strings, tuple) or not all(isinstance(string, str) for string in strings):
+                form = "a string, a list of strings, or a list that has a list of strings or None for each prompt"
+                raise TypeError(f"{name} must be {form}, got {value!r}")
+            if not strings or "" in strings:
+                remedy = "use None for a prompt without any" if several else "leave it out for no stop strings"
+                raise ConfigError(f"{name} must not be empty, got {value!r}: {remedy}")
         return value
+
+    def prompt_count(self, value: Any) -> int | None:
+        return len(value) if isinstance(value, tuple) and not all(isinstance(x, str) for x in value) else None
+
+    def sets(self, value: Any) -> tuple[Any, ...]:
+        """Return the strings of each prompt, None for one without; or those of all prompts, as the only entry."""
+        if self.prompt_count(value) is not None:
+            return value
+        return ((value,) if isinstance(value, str) else value,)
 
 
 # --- Traced values ----------------------------------------------------------------------------------------------------

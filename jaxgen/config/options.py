@@ -175,7 +175,7 @@ class GenerationOptions:
         host=True,
         command=True,
     )
-    stop_strings: str | tuple[str, ...] | None = _length(
+    stop_strings: str | tuple[str, ...] | tuple[tuple[str, ...] | None, ...] | None = _length(
         Text(),
         "texts that end a row once its newest token completes one",
         hf="StopStringCriteria",
@@ -184,6 +184,7 @@ class GenerationOptions:
         of_tokens=True,
         host=True,
         command="; can be given several times",
+        examples=(["\n"], ["END", "."]),
     )
     eos_token_id: Any = _length(
         TokenIds(),

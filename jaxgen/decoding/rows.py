@@ -42,7 +42,7 @@ class Rows(RowState):
         reasons: int32[rows], a `StopReason` each.
         options: the options of the row's prompt, by name.
         keys: key[rows], or None for greedy search.
-        stop_strings: int32[rows], how much of a stop string has been generated; None without stop strings.
+        stop_strings: int32[rows], the states of the stop strings' automaton; None without stop strings.
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
         logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless asked for.
@@ -82,14 +82,17 @@ class Rows(RowState):
         reasons = first_reason(BAD_ID=wrong, LENGTH=budget <= 0)
         ids = jnp.pad(known.ids, ((0, 0), (0, run.capacity)))
         history = History.begin(run.cfg, ids, known.length, budget, request.grammar, unknown=total - known.length)
-        stop_strings = run.extensions.stop_strings
+        stop_strings = None
+        if run.extensions.stop_strings is not None:
+            assert request.stop_strings is not None
+            stop_strings = run.extensions.stop_strings.begin(request.stop_strings, history.ids, history.length)
         constraints = ConstraintTable.of(run.cfg) if run.cfg.constrained else None
         return cls(
             history=dataclasses.replace(history, done=reasons != StopReason.NONE),
             reasons=reasons,
             options=request.options,
             keys=request.key,
-            stop_strings=None if stop_strings is None else stop_strings.begin(history.ids, history.length),
+            stop_strings=stop_strings,
             constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
             logprobs=None if run.cfg.output_logprobs is None else _no_logprobs(run.cfg, prompts, run.capacity),

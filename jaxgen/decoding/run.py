@@ -36,6 +36,7 @@ class Request:
         budget: int32[B], the maximum number of tokens to generate per prompt.
         options: values of options that are on, each for all prompts or `[B, ...]`; see `GenerationConfig.split`.
         grammar: int32[] or int32[B], the first state of the token automaton; None without one.
+        stop_strings: int32[] or int32[B], the first state of the stop strings' automaton; None without stop strings.
         key: one key, `key[B]`, or None for greedy search.
         cache: the tokens before the prompts, with B rows or a divisor of B; or None.
         embeds: `[B, P, D]`, or None.
@@ -48,6 +49,7 @@ class Request:
     budget: Array
     options: OptionValues
     grammar: Array | None = None
+    stop_strings: Array | None = None
     key: jax.Array | None = None
     cache: Continuation | None = None
     embeds: Array | None = None
@@ -65,10 +67,11 @@ class Request:
         Any of the prompts can then be selected by indexing each array.
         """
         prompts = self.ids.shape[0]
+        states = {"grammar": self.grammar, "stop_strings": self.stop_strings}
         return dataclasses.replace(
             self,
             options=repeat_values(self.options, prompts),
-            grammar=None if self.grammar is None else repeat_rows(jnp.atleast_1d(self.grammar), prompts),
+            **jax.tree.map(lambda state: repeat_rows(jnp.atleast_1d(state), prompts), states),
             key=None if self.key is None else prompt_keys(self.key, prompts),
         )
 

@@ -2,13 +2,16 @@
 
 The strings become an Aho-Corasick automaton over bytes, which runs over the bytes of each new token. Token and
 character boundaries therefore do not matter, and no table of states times vocabulary is needed: the tables that depend
-on the tokenizer are made once, and those that depend on the strings are small. All tables are traced and the
-automaton's size is rounded up, so other strings of a similar size run the same program.
+on the tokenizer are made once, and those that depend on the strings are small. Several sets of strings share one table,
+each with its own automaton: a row's state alone says which strings end it. All tables are traced and the number of
+states is rounded up, so other strings of a similar size run the same program.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -21,16 +24,19 @@ import numpy as np
 from jax import lax
 
 from jaxgen.buckets import power_of_two
+from jaxgen.config.kinds import Text
 from jaxgen.errors import InputError
 from jaxgen.text.lines import encoded
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 
 SMALLEST = 64  # states
+# The values of the option `stop_strings`.
+Strings = str | Sequence[str] | Sequence[Sequence[str] | None]
 
 
 @flax.struct.dataclass
 class StopStrings:
-    """Automaton of the stop strings, one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
+    """Automata of sets of stop strings, one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
 
     A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", not in "stop" + "at", where
     it was found one token earlier. It may begin in the prompt. The text of a token is that of `Tokenizer.token_bytes`:
@@ -40,9 +46,10 @@ class StopStrings:
     Attributes:
         text: uint8[n], the bytes of all tokens, concatenated.
         offsets: int32[V + 1], where the bytes of each token begin; the last is n.
-        goto: int32[S, 256], the state after each byte; state 0 is the start.
+        goto: int32[S, 256], the state after each byte; zeros in the padding.
         found: bool[S], True if a stop string ends in this state.
-        longest: int32[], the bytes of the longest stop string, less than S.
+        longest: int32[], the bytes of the longest stop string of all sets, less than S.
+        start: int32[] or int32[B], the first state, for all prompts or for each.
     """
 
     text: jax.Array
@@ -50,43 +57,52 @@ class StopStrings:
     goto: jax.Array
     found: jax.Array
     longest: jax.Array
+    start: jax.Array
 
     @classmethod
-    def build(cls, strings: str | Sequence[str], tokenizer: Tokenizer, vocab_size: int | None = None) -> StopStrings:
-        """Build the tables of one or several stop strings.
+    def build(
+        cls, strings: Strings, tokenizer: Tokenizer, vocab_size: int | None = None, *, capacity: int | None = None
+    ) -> StopStrings:
+        """Build the tables of the stop strings of all prompts, or of each.
 
-        `vocab_size` is the model's, by default the tokenizer's; ids beyond the tokenizer's have no text.
+        Prompts with the same strings share their states. `vocab_size` is the model's, by default the tokenizer's; ids
+        beyond the tokenizer's have no text. `capacity` is the number of states, if more strings will be added.
 
         Raises:
-            InputError: no string, an empty one, or one that no sequence of tokens produces.
-            TypeError: `strings` is neither a str nor a list of them.
+            ConfigError: no string, or an empty one.
+            InputError: a string that no sequence of tokens produces, or more states than `capacity`.
+            TypeError: `strings` is not a value of the option `stop_strings`.
         """
         check_tokenizer(tokenizer)
-        patterns = _patterns(strings)
         vocabulary = _vocabulary(tokenizer, vocab_size)
-        for pattern in patterns:
-            if not vocabulary.has.issuperset(pattern):
-                raise InputError(
-                    f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
-                )
-        goto, found = _automaton(patterns)
-        return cls(
-            text=jnp.asarray(vocabulary.text),
-            offsets=jnp.asarray(vocabulary.offsets),
-            goto=jnp.asarray(goto),
-            found=jnp.asarray(found),
-            longest=jnp.asarray(max(map(len, patterns)), jnp.int32),
-        )
+        empty = np.zeros((0, 256), np.int32), np.zeros(0, bool)
+        tables = _tables(strings, vocabulary.text, *empty, capacity)
+        return cls(text=jnp.asarray(vocabulary.text), offsets=jnp.asarray(vocabulary.offsets), **tables)
 
-    def begin(self, ids: jax.Array, length: jax.Array) -> jax.Array:
-        """Return the state int32[rows] after the prompts, the first `length int32[rows]` of `ids int32[rows, W]`."""
+    def add(self, strings: Strings) -> tuple[StopStrings, jax.Array]:
+        """Return the tables with further strings, and their first states: int32[], or int32[B] with one set per prompt.
+
+        All states keep their numbers and all arrays their shapes, so rows in flight continue as before, in the same
+        program. `start` is unchanged. Errors are those of `build`; strings that are added again need states again.
+        """
+        goto, found = np.asarray(self.goto), np.asarray(self.found)
+        used = int(np.max(goto)) + 1  # each automaton has a transition to its last state
+        tables = _tables(strings, np.asarray(self.text), goto[:used], found[:used], len(found))
+        longest = max(self.longest, tables["longest"], key=int)
+        return dataclasses.replace(self, **tables | {"longest": longest, "start": self.start}), tables["start"]
+
+    def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
+        """Return the states int32[rows] after the prompts.
+
+        The first states are `start int32[rows]`, the prompts the first `length int32[rows]` of `ids int32[rows, W]`.
+        """
         last = self._last_bytes(ids, length)
 
         def step(back: jax.Array, state: jax.Array) -> jax.Array:
             column = last.shape[1] - self.longest + back
             return self._follow(state, lax.dynamic_index_in_dim(last, column, axis=1, keepdims=False))
 
-        return lax.fori_loop(0, self.longest, step, jnp.zeros_like(length))
+        return lax.fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the states after one more token, int32[rows], and whether a stop string ends in it, bool[rows]."""
@@ -130,7 +146,6 @@ class StopStrings:
 class _Vocabulary(NamedTuple):
     text: np.ndarray
     offsets: np.ndarray
-    has: frozenset[int]  # the bytes that occur
 
 
 _VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[int | None, _Vocabulary]] = weakref.WeakKeyDictionary()
@@ -150,23 +165,53 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
         made[vocab_size] = _Vocabulary(
             np.frombuffer(text or b"\0", np.uint8),  # a gather needs at least one element
             np.concatenate([[0], np.cumsum([len(token) for token in tokens])]).astype(np.int32),
-            frozenset(text),
         )
     return made[vocab_size]
 
 
-def _patterns(strings: str | Sequence[str]) -> list[bytes]:
-    strings = [strings] if isinstance(strings, str) else strings
-    if not isinstance(strings, Sequence) or not all(isinstance(string, str) for string in strings):
-        raise TypeError(f"stop_strings must be a str or a list of str, got {strings!r}")
-    if not strings or "" in strings:
-        raise InputError(f"stop_strings must not be empty, got {strings!r}: leave it out to use none")
-    return [encoded("a string of stop_strings", string) for string in strings]
+def _tables(
+    strings: Strings, text: np.ndarray, goto: np.ndarray, found: np.ndarray, capacity: int | None
+) -> dict[str, jax.Array]:
+    """Return the tables with the automata of further strings, one for each distinct set, after those in use.
+
+    `text` has the bytes of all tokens. `longest` and `start` are those of the further strings.
+    """
+    given, possible = Text().parse("stop_strings", strings), text.tobytes()
+    sets = [tuple(sorted({encoded("a string of stop_strings", x) for x in own or ()})) for own in Text().sets(given)]
+    patterns = list(itertools.chain(*sets))
+    for pattern in patterns:
+        if not all(byte in possible for byte in pattern):
+            raise InputError(
+                f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
+            )
+    parts, first, used = [(goto, found)], {}, len(found)
+    for own in dict.fromkeys(sets):
+        goto, found = _automaton(own)
+        parts.append((goto + used, found))
+        first[own], used = used, used + len(found)
+    capacity = power_of_two(used, SMALLEST) if capacity is None else capacity
+    if used > capacity:
+        raise InputError(
+            f"the stop strings need {used} states together, and the table's capacity is {capacity}: build it with a "
+            "larger capacity, or add fewer"
+        )
+    parts.append((np.zeros((capacity - used, 256), np.int32), np.zeros(capacity - used, bool)))
+    goto, found = map(np.concatenate, zip(*parts, strict=True))
+    start = [first[own] for own in sets]
+    return {
+        "goto": jnp.asarray(goto),
+        "found": jnp.asarray(found),
+        "longest": jnp.asarray(max(map(len, patterns), default=0), jnp.int32),
+        "start": jnp.asarray(start[0] if Text().prompt_count(given) is None else start, jnp.int32),
+    }
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `goto` and `found` of the automaton (Aho and Corasick 1975), their size rounded up to a power of two."""
-    states = power_of_two(1 + sum(map(len, patterns)), SMALLEST)
+    """Return `goto` and `found` of the automaton of a set of strings (Aho and Corasick 1975); state 0 is the start.
+
+    Without strings it has one state, which every byte leaves unchanged.
+    """
+    states = 1 + sum(map(len, patterns))
     goto, found = np.zeros((states, 256), np.int32), np.zeros(states, bool)
     used = 1
     for pattern in patterns:
@@ -178,7 +223,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             state = goto[state, byte]
         found[state] = True
     # A state without a transition for a byte takes that of its longest proper suffix. Shorter states come first.
-    suffix = np.zeros(states, np.int32)
+    goto, found, suffix = goto[:used], found[:used], np.zeros(used, np.int32)
     queue = collections.deque(int(child) for child in goto[0] if child)
     while queue:
         state = queue.popleft()

@@ -7,6 +7,7 @@ traced and their sizes rounded up to powers of two, so another grammar of a simi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -143,10 +144,11 @@ class TokenAutomaton:
         return _padded(classes, *restricted(transitions, accepting, start, useful))
 
     @classmethod
-    def stack(cls, automata: Sequence[TokenAutomaton]) -> TokenAutomaton:
+    def stack(cls, automata: Sequence[TokenAutomaton], *, capacity: tuple[int, int] | None = None) -> TokenAutomaton:
         """Join one automaton per prompt into one table, `start` one state per prompt.
 
         Prompts that share an automaton (the same object) share its states. All must have the same vocabulary.
+        `capacity` is the number of states and that of classes of tokens, if more automata will be added.
         """
         if not automata:
             raise InputError("there is no automaton to stack: pass one per prompt")
@@ -162,8 +164,8 @@ class TokenAutomaton:
         needed = sum(map(_used_states, parts.values())) * len(example)
         if needed > LARGEST_TABLE:
             raise InputError(
-                f"the automata of {len(automata)} prompts have {needed} transitions together, and at most "
-                f"{LARGEST_TABLE} are supported: stack fewer"
+                f"{len(parts)} automata have {needed} transitions together, and at most {LARGEST_TABLE} are supported: "
+                "stack fewer"
             )
         offset, total = {}, 0
         tables, accepting = [], []
@@ -174,7 +176,21 @@ class TokenAutomaton:
             accepting.append(np.asarray(automaton.accepting)[:states])
             offset[key], total = total, total + states
         start = np.concatenate([np.atleast_1d(automaton.start) + offset[id(automaton)] for automaton in automata])
-        return _padded(joint, np.concatenate(tables), np.concatenate(accepting), start)
+        return _padded(joint, np.concatenate(tables), np.concatenate(accepting), start, capacity)
+
+    def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
+        """Return the table with another automaton, and the `start` of that automaton in the table.
+
+        All states keep their numbers and all arrays their shapes, so rows in flight continue as before, in the same
+        program. `start` is unchanged. An automaton that is added again needs states again.
+
+        Raises:
+            InputError: the vocabulary differs, or the capacity does not suffice.
+        """
+        states, classes = self.transitions.shape
+        joint = self.stack([self, automaton], capacity=(states, classes))
+        start = np.asarray(joint.start)[self.start.size :].reshape(automaton.start.shape)
+        return dataclasses.replace(joint, start=self.start), jnp.asarray(start)
 
     def begin(self, rows: int) -> jax.Array:
         """Return the first state of each row, int32[rows]; with one start per prompt, each `rows` / B times."""
@@ -319,16 +335,26 @@ def _refuse_size(states: int) -> NoReturn:
 
 
 def _used_states(automaton: TokenAutomaton) -> int:
-    """Count the states without the padding: a transition or a start leads to each."""
-    return int(max(np.max(automaton.transitions), np.max(automaton.start))) + 1
+    """Count the states without the padding: each is accepting or has a transition."""
+    used = np.asarray(automaton.accepting) | np.any(np.asarray(automaton.transitions) >= 0, axis=1)
+    return int(np.flatnonzero(used)[-1]) + 1
 
 
-def _padded(classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any) -> TokenAutomaton:
-    """Join equal classes, and pad the tables to powers of two."""
+def _padded(
+    classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any, capacity: Any = None
+) -> TokenAutomaton:
+    """Join equal classes, and pad the tables to `capacity` or powers of two."""
     columns, like = distinct(np.ascontiguousarray(transitions.T))
     classes, transitions = like[classes], transitions[:, columns]
     states, kinds = transitions.shape
-    shape = tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
+    shape = capacity or tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
+    if capacity is not None and math.prod(capacity) > LARGEST_TABLE:
+        raise InputError(f"capacity={capacity} is more than {LARGEST_TABLE} transitions: state a smaller one")
+    if states > shape[0] or kinds > shape[1]:
+        raise InputError(
+            f"the automata need {states} states and {kinds} classes of tokens together, and the table's capacity is "
+            f"{shape[0]} and {shape[1]}: stack with a larger capacity, or add fewer"
+        )
     if math.prod(shape) > LARGEST_TABLE:
         _refuse_size(states)
     table = np.full(shape, -1, np.int32)

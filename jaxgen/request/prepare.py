@@ -133,7 +133,8 @@ def prepare(
     # The program's arguments must be arrays, so Python numbers become arrays.
     run, options = _without_options(run, np.asarray if eager else jnp.asarray)
     grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
-    request = Request(ids, mask, budget, options, grammar, key, cache, embeds, negative_ids, negative_mask)
+    stops = None if extensions.stop_strings is None else extensions.stop_strings.start
+    request = Request(ids, mask, budget, options, grammar, stops, key, cache, embeds, negative_ids, negative_mask)
     return Prepared(mode, run, request, *given, width, new_tokens)
 
 

@@ -114,6 +114,18 @@ def test_values_per_prompt():
         cfg.to_hf()
 
 
+def test_stop_strings_per_prompt():
+    sets = [["\n"], ["END", "."], None]
+    cfg = GenerationConfig(stop_strings=sets)
+    assert cfg.stop_strings == (("\n",), ("END", "."), None)
+    assert cfg == GenerationConfig(stop_strings=cfg.stop_strings)
+    assert GenerationConfig.from_hf({"stop_strings": sets}) == cfg
+    with pytest.raises(ConfigError, match="stop_strings has one value per prompt"):
+        cfg.to_hf()
+    assert GenerationConfig(stop_strings=("a", "b")).to_hf() == {"stop_strings": ["a", "b"]}
+    assert GenerationConfig(stop_strings=[None, None]).on("stop_strings")
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -186,6 +198,9 @@ def test_values_per_prompt():
         ({"watermarking_config": {"greenlist_ratio": 2.0}}, ConfigError, "greenlist_ratio"),
         ({"stop_strings": [1]}, TypeError, "stop_strings"),
         ({"stop_strings": ""}, ConfigError, "stop_strings must not be empty"),
+        ({"stop_strings": [["a"], []]}, ConfigError, "stop_strings must not be empty.*None for a prompt without any"),
+        ({"stop_strings": ["a", ["b"]]}, TypeError, "a list of strings, or a list that has a list of strings or None"),
+        ({"stop_strings": ["a", None]}, TypeError, "a list of strings, or a list that has a list of strings or None"),
         ({"max_time": "x"}, TypeError, "max_time"),
         ({"max_time": -1}, ConfigError, "max_time"),
         ({"prefill_chunk_size": 0}, ConfigError, "prefill_chunk_size"),

@@ -11,6 +11,7 @@ from jaxgen import (
     ConfigError,
     DisjunctiveConstraint,
     GenerationConfig,
+    InputError,
     PhrasalConstraint,
     StopReason,
     WatermarkingConfig,
@@ -19,6 +20,7 @@ from jaxgen import (
 from jaxgen.config.options import OPTIONS
 from jaxgen.config.reference import reference
 from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+from tests.support.tokenizers import byte_level
 
 CFG = counting_config(max_new_tokens=4, pad_token_id=0)
 PARAMS = counting_params(CFG)
@@ -278,6 +280,12 @@ def test_token_healing_needs_a_tokenizer():
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(ValueError, match="stop_strings are text: pass the tokenizer"):
         run(stop_strings="x")
+
+
+def test_stop_strings_for_another_number_of_prompts_are_refused():
+    cfg = CFG.replace(stop_strings=[["!"], None, ["#"]])
+    with pytest.raises(InputError, match="stop_strings has 3 values for 1 prompts: pass one per prompt or one for all"):
+        generate(PARAMS, [[3]], None, cfg, tokenizer=byte_level())
 
 
 # Sampling options together, and those of all modes in three groups: values for three prompts, the second mostly off.

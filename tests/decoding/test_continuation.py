@@ -19,6 +19,7 @@ from tests.support.models import (
     with_layers,
 )
 from tests.support.streamers import Collector
+from tests.support.tokenizers import byte_level
 
 MODEL = model_config()
 PARAMS = random_params(MODEL)
@@ -32,13 +33,13 @@ def start(cfg, key=None, **options):
     return generate(PARAMS, ids, key, cfg, attention_mask=mask, **options)
 
 
-def both(cfg, first, key=None):
+def both(cfg, first, key=None, **given):
     """The rows of a run that goes on, and those of one from the beginning."""
     ids, mask = left_pad(FOLLOWING)
-    on = generate(PARAMS, ids, key, cfg, attention_mask=mask, cache=first.cache)
+    on = generate(PARAMS, ids, key, cfg, attention_mask=mask, cache=first.cache, **given)
     whole = [prompt + generated(first, row) + FOLLOWING[row] for row, prompt in enumerate(PROMPTS)]
     ids, mask = left_pad(whole)
-    anew = generate(PARAMS, ids, key, cfg, attention_mask=mask)
+    anew = generate(PARAMS, ids, key, cfg, attention_mask=mask, **given)
     return [all_generated(out) for out in (on, anew)]
 
 
@@ -56,6 +57,17 @@ def test_going_on_is_beginning_anew(fields):
     first = start(cfg.replace(min_length=0, eos_token_id=None), key)
     on, anew = both(cfg, first, key)
     assert on == anew
+
+
+def test_own_stop_strings_begin_in_the_cache():
+    """A string of each of two prompts, from the last token of the cache to the first new one."""
+    first, tok = start(CFG), byte_level()
+    unstopped, _ = both(CFG, first)
+    text = [tok.decode([*generated(first, row)[-1:], *FOLLOWING[row], *unstopped[row][:1]]) for row in range(3)]
+    assert all(map(str.isascii, text))
+    cfg = CFG.replace(stop_strings=[[text[0]], None, [text[2], text[0]]])
+    on, anew = both(cfg, first, tokenizer=tok)
+    assert on == anew == [unstopped[0][:1], unstopped[1], unstopped[2][:1]]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from jaxgen import (
 )
 from jaxgen.decoding import modes
 from tests.support.goldens import GOLDENS
-from tests.support.models import all_generated, left_pad, model_config, random_params
+from tests.support.models import all_generated, left_pad, model_config, random_params, slow
 from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
 
@@ -114,6 +114,23 @@ def stopping(mode):
     if len(text) == 1 and text != "\ufffd":
         out = generate(mode, stop_strings=text, tokenizer=TOKENIZER)
         assert StopReason.STOP_STRING in out.stop_reasons.tolist()
+
+
+def own_stop_strings(mode):
+    """Each prompt of a batch ends where it ends alone."""
+    rows = (0, 1, 1, 0)
+    plain = all_generated(generate(mode, rows))
+    copies = len(plain) // 4
+    texts = [[TOKENIZER.decode([token]) for token in plain[row * copies][1:]] for row in range(2)]
+    own = [[text for text in texts[row] if text.isascii() and text] or ["a"] for row in range(2)]
+    sets = [own[0], [*own[1], "END"], None, own[1]]
+    together = generate(mode, rows, stop_strings=sets, tokenizer=TOKENIZER)
+    assert all_generated(together) != plain
+    for number, (row, strings) in enumerate(zip(rows, sets, strict=True)):
+        alone = generate(mode, [row], stop_strings=strings, tokenizer=TOKENIZER)
+        part = slice(number * copies, (number + 1) * copies)
+        assert all_generated(together)[part] == all_generated(alone)
+        assert together.stop_reasons[part].tolist() == alone.stop_reasons.tolist()
 
 
 def automaton(mode):
@@ -232,6 +249,7 @@ FEATURES = {
     "processors, your own too": processors,
     "values per prompt": values_per_prompt,
     "stop strings, criteria": stopping,
+    "stop strings per prompt": own_stop_strings,
     "token automaton": automaton,
     "prefix function": prefix_function,
     "token healing": healing,
@@ -266,6 +284,11 @@ def test_feature(feature, mode):
     else:
         with pytest.raises(error):
             FEATURES[feature](mode)
+
+
+@pytest.mark.parametrize("mode", ["sampling", *slow("greedy search", "beam search", "prompt lookup")])
+def test_stop_strings_per_prompt(mode):
+    own_stop_strings(mode)
 
 
 def test_the_page_has_this_table():

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import GenerationConfig, History, StepHook, TokenAutomaton
+from jaxgen import GenerationConfig, History, StepHook, StopReason, TokenAutomaton
 from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.extensions import Extensions, as_pytree
 from jaxgen.decoding.modes import mode_of
 from jaxgen.generation import extensions_of
 from jaxgen.request.driver import prefill_only, run_whole
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
-from tests.support.models import model_config, random_params
+from tests.support.models import model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 
 MODEL = model_config(vocab_size=320, hidden_size=32)
@@ -90,13 +90,53 @@ def test_some_prompts_with_several_own_values():
     check(CFG.replace(do_sample=True, temperature=temperatures, eos_token_id=ends, max_new_tokens=[3, 4, 5, 6, 5, 4]))
 
 
-def test_some_prompts_with_own_grammars_and_stop_strings():
+OWN_STRINGS = [["b", "ca"], ["de", "ff"], None, ["3", "7"], None, ["Q", "AB"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "strings"),
+    [
+        ({}, OWN_STRINGS),
+        *slow(
+            ({}, ["zz", "QQ", "3"]),
+            (MODES["beams"] | {"do_sample": False}, OWN_STRINGS),
+            (MODES["lookup"], OWN_STRINGS),
+        ),
+    ],
+    ids=["own", "shared", "beams", "lookup"],
+)
+def test_some_prompts_with_own_grammars_and_stop_strings(options, strings):
     tok = byte_level()
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{3,8}"]
     automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])
-    cfg = CFG.replace(do_sample=True, stop_strings=["zz", "QQ", "3"])
+    cfg = CFG.replace(**{"num_beams": 1, "do_sample": True, **options}, stop_strings=strings)
     extensions = dataclasses.replace(extensions_of(cfg, None, None, tok, None), allowed=automaton)
     check(cfg, extensions)
+
+
+def test_any_prompts_with_everything_of_their_own():
+    """Any three prompts, in any order and even repeated: the run is the same program for all choices."""
+    tok, rng = byte_level(), np.random.default_rng(5)
+    patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{3,8}"]
+    automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])
+    cfg = CFG.replace(
+        do_sample=True,
+        num_return_sequences=2,
+        stop_strings=OWN_STRINGS,
+        temperature=[0.7, 0.8, 0.9, 1.0, 1.1, 1.2],
+        eos_token_id=[[1], [2], [3, 4], [1, 2], [60], [70, 80]],
+        max_new_tokens=[6, 4, 5, 6, 5, 4],
+    )
+    extensions = dataclasses.replace(extensions_of(cfg, None, None, tok, None), allowed=automaton)
+    prepared, mode = call(cfg, extensions), mode_of(cfg)
+    whole = run_whole(prepared.run, prepared.request, mode=mode)
+    assert StopReason.STOP_STRING in whole.reasons.tolist()
+    complete = prepared.request.complete()
+    for chosen in [rng.permutation(6)[:3] for _ in range(6)] + [rng.integers(0, 6, 3) for _ in range(4)]:
+        part = run_whole(prepared.run.of_prompts(3), complete.select(jnp.asarray(chosen)), mode=mode)
+        rows = (chosen[:, None] * 2 + np.arange(2)).ravel()
+        for name in ("tokens", "lengths", "reasons"):
+            np.testing.assert_array_equal(getattr(part, name), np.asarray(getattr(whole, name))[rows], err_msg=name)
 
 
 def test_some_prompts_with_guidance_a_processor_a_criterion_and_a_hook():

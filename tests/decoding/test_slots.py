@@ -65,7 +65,8 @@ def test_own_grammars_stop_strings_and_penalties():
     tok = byte_level()
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{1,3}"] * 2
     automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])
-    cfg = CFG.replace(**SAMPLING, stop_strings=["zz", "QQ", "3"], repetition_penalty=1.3, min_new_tokens=2)
+    cfg = CFG.replace(**SAMPLING, repetition_penalty=1.3, min_new_tokens=2)
+    cfg = cfg.replace(stop_strings=[["b", "cc"], None, ["e"], ["33", "1"], ["zz"], ["Q", "AB", "Z"]] * 2)
     cfg = cfg.replace(max_new_tokens=BUDGET + 6)
     check(cfg, tokenizer=tok, prefix_allowed_tokens_fn=automaton)
 

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models
 
-from jaxgen.errors import InputError
+from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.stop_strings import StopStrings
 from jaxgen.text.token_bytes import BYTE_OF
 from jaxgen.text.tokenizer import Tokenizer
@@ -45,7 +45,8 @@ def run(stop: StopStrings, ids, prompt_length):
         return jnp.where(pushed, following, state), ends & pushed
 
     columns = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    return jax.lax.scan(step, stop.begin(ids, prompt_length), (columns, ids.T))[1].T
+    start = jnp.broadcast_to(stop.start, prompt_length.shape)
+    return jax.lax.scan(step, stop.begin(start, ids, prompt_length), (columns, ids.T))[1].T
 
 
 def stops(stop: StopStrings, rows: list[list[int]], prompts: list[int], width: int = 48) -> list[list[int]]:
@@ -177,10 +178,11 @@ class TestPrompt:
         ids[0, :2], ids[1, :1], ids[2, :2] = tok.encode("hehe"), tok.encode("hell"), tok.encode("€")[:2]
         length = np.array([2, 1, 2, 0, 12], np.int32)
         begin = jax.jit(StopStrings.begin)
-        narrow = begin(table, ids, length)
+        start = jnp.zeros(5, jnp.int32)
+        narrow = begin(table, start, ids, length)
         other = np.where(np.arange(12)[None] < length[:, None], ids, rng.integers(0, 260, ids.shape)).astype(np.int32)
         wide = np.pad(other, ((0, 0), (0, 500)), constant_values=3)
-        np.testing.assert_array_equal(begin(table, wide, length), narrow)
+        np.testing.assert_array_equal(begin(table, start, wide, length), narrow)
         assert np.all(np.asarray(narrow)[:3] > 0)
         assert np.asarray(narrow)[3] == 0
 
@@ -213,6 +215,106 @@ def test_rows_do_not_know_each_other():
     assert sum(map(len, together)) > 30
 
 
+SETS = [["ab"], None, ["éa", "b"], ["ab"], ["ba", "aé", "é"], None]
+
+
+def form(tree):
+    """Shapes and types, on which it depends whether a jitted function is traced again."""
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+
+
+class TestPerPrompt:
+    def test_each_row_follows_its_own_strings(self):
+        rng = np.random.default_rng(2)
+        rows = rng.integers(0, len(TOKENS), (6, 20)).tolist()
+        prompts = rng.integers(0, 12, 6).tolist()
+        together = stops(StopStrings.build(SETS, MIXED), rows, prompts)
+        for found, strings, row, prompt in zip(together, SETS, rows, prompts, strict=True):
+            assert found == (expected(strings, [TOKENS[i] for i in row], prompt) if strings else [])
+        assert sum(map(len, together)) > 10
+
+    def test_prompts_with_the_same_strings_share_states(self):
+        table = StopStrings.build(SETS, MIXED)
+        start = table.start.tolist()
+        assert start[0] == start[3] != start[2]
+        assert start[1] == start[5]
+        assert StopStrings.build([["a", "b"], ["b", "a", "b"]], MIXED).start.tolist() == [0, 0]
+
+    def test_a_state_without_strings_is_never_left(self):
+        table = StopStrings.build(SETS, MIXED)
+        state = int(table.start[1])
+        assert (np.asarray(table.goto)[state] == state).all()
+        assert not table.found[state]
+
+    def test_strings_for_all_prompts_have_one_start(self):
+        assert StopStrings.build(["a", "b"], MIXED).start.shape == ()
+        assert StopStrings.build([["a", "b"]], MIXED).start.shape == (1,)
+
+
+class TestCapacity:
+    def test_what_is_added_is_found_and_what_was_there_stays(self):
+        rng = np.random.default_rng(3)
+        rows = rng.integers(0, len(TOKENS), (4, 20)).tolist()
+        table = StopStrings.build([None, ["ab"]], MIXED, capacity=100)
+        first = stops(table, rows[:2], [0, 3])
+        starts, sets = list(table.start), [None, ["ab"]]
+        for strings in (["b" * 20, "é"], ["a"], [["éé"], None, ["b"]]):
+            before = table
+            table, start = table.add(strings)
+            used = int(before.goto.max()) + 1
+            np.testing.assert_array_equal(table.goto[:used], before.goto[:used])
+            np.testing.assert_array_equal(table.found[:used], before.found[:used])
+            assert start.shape == ((3,) if isinstance(strings[0], list) else ())
+            starts += np.atleast_1d(start).tolist()
+            sets += strings if start.shape else [strings]
+        assert table.goto.shape == (100, 256)
+        assert stops(table, rows[:2], [0, 3]) == first
+        for start, strings in zip(starts, sets, strict=True):
+            found = stops(table.replace(start=jnp.asarray(start)), rows, [0, 3, 5, 0])
+            for row, prompt, own in zip(rows, [0, 3, 5, 0], found, strict=True):
+                assert own == (expected(strings, [TOKENS[i] for i in row], prompt) if strings else [])
+
+    def test_a_row_in_flight_continues(self):
+        tok = tokenizer_of_bytes([b"a", b"b"])
+        table = StopStrings.build(["aab"], tok, capacity=12)
+        state, _ = table.push(
+            table.begin(table.start[None], jnp.zeros((1, 2), jnp.int32), jnp.asarray([2])), jnp.asarray([0])
+        )
+        table, start = table.add("bbbb")
+        assert start == 4
+        assert table.push(state, jnp.asarray([1]))[1].tolist() == [True]
+
+    def test_adding_compiles_nothing(self):
+        tok, traces = byte_level(), []
+
+        @jax.jit
+        def ends(table, start, tokens):
+            traces.append(None)
+            return table.push(table.begin(start, tokens[None], jnp.asarray([3], jnp.int32)), tokens[3:4])[1]
+
+        tokens = jnp.asarray(tok.encode("llo hello"), jnp.int32)
+        empty = table = StopStrings.build([None], tok, capacity=64)
+        found = [ends(table, table.start, tokens)]
+        with compilations() as count:
+            for strings in ([["hell"]], [["€", "h"]], [["lo h"]], [["a" * 40]]):
+                table, start = table.add(strings)
+                found.append(ends(table, start, tokens))
+                assert form(table) == form(empty)
+        assert (count[0], len(traces)) == (0, 1)
+        assert [bool(x[0]) for x in found] == [False, True, True, True, False]
+
+    def test_too_small_a_capacity(self):
+        table = StopStrings.build([["ab"], None], MIXED, capacity=7)
+        assert table.goto.shape == (7, 256)
+        table, _ = table.add("ab")
+        with pytest.raises(InputError, match=r"need 9 states together, and the table's capacity is 7: build it with a"):
+            table.add("a")
+        with pytest.raises(InputError, match=r"need 4 states together, and the table's capacity is 3: build it with a"):
+            StopStrings.build("aba", MIXED, capacity=3)
+        with pytest.raises(InputError, match="stop_strings has 'x', which this tokenizer's tokens cannot produce"):
+            table.add("x")
+
+
 def test_other_strings_compile_nothing():
     tok = byte_level()
     ids = [tok.encode("hell <|im_end|>")]
@@ -234,7 +336,8 @@ def test_built_inside_of_a_jit_and_outside():
     @jax.jit
     def inside(ids):
         stop = StopStrings.build(["ell"], tok)
-        return stop.push(stop.begin(ids, jnp.zeros(1, jnp.int32)), ids[:, 0])[1]
+        zero = jnp.zeros(1, jnp.int32)
+        return stop.push(stop.begin(zero, ids, zero), ids[:, 0])[1]
 
     assert inside(ids)[0]
     assert stops(StopStrings.build(["ell"], tok), [ids[0].tolist()], [0]) == [[1]]
@@ -264,13 +367,19 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("strings", "error", "message"),
         [
-            ([], InputError, "stop_strings must not be empty"),
-            ("", InputError, "stop_strings must not be empty"),
-            (["a", ""], InputError, "stop_strings must not be empty"),
-            (["a", 3], TypeError, "stop_strings must be a str or a list of str, got .*3"),
-            (b"a", TypeError, "stop_strings must be a str"),
-            (None, TypeError, "stop_strings must be a str"),
-            ({"a"}, TypeError, "stop_strings must be a str"),
+            ([], ConfigError, "stop_strings must not be empty, .*: leave it out for no stop strings"),
+            ("", ConfigError, "stop_strings must not be empty"),
+            (["a", ""], ConfigError, "stop_strings must not be empty"),
+            ([["a"], []], ConfigError, "stop_strings must not be empty, .*: use None for a prompt without any"),
+            ([["a", ""], None], ConfigError, "stop_strings must not be empty"),
+            (["a", 3], TypeError, "stop_strings must be a string, a list of strings, or a list .* prompt, got .*3"),
+            (["a", ["b"]], TypeError, "stop_strings must be a string, a list of strings, or a list .* for each prompt"),
+            (["a", None], TypeError, "stop_strings must be a string"),
+            ([["a"], [["b"]]], TypeError, "stop_strings must be a string"),
+            ([["a"], [None]], TypeError, "stop_strings must be a string"),
+            (b"a", TypeError, "stop_strings must be a string"),
+            (None, TypeError, "stop_strings must be a string"),
+            ({"a"}, TypeError, "stop_strings must be a string"),
             (["\ud800"], InputError, "a string of stop_strings is not valid Unicode"),
         ],
     )

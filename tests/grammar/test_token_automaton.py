@@ -220,10 +220,88 @@ def test_stacks_that_cannot_be(tok):
     assert automaton.begin(3).shape == (3,)
 
 
+WALK = ("(yes|no)!", SCHEMA, "[0-9]{1,3}", "[a-d]{2,6}")
+
+
+def test_a_row_continues_as_before_after_others_were_added(tok):
+    first, second, third, fourth = (automaton_of(grammar, tok) for grammar in WALK)
+    eos, rng = marks(len(tok), tok.eos_token_id), np.random.default_rng(1)
+    remaining = jnp.asarray([60], jnp.int32)
+    table = TokenAutomaton.stack([second], capacity=(2048, 128))
+    state, alone = table.begin(1), second.begin(1)
+    step = jax.jit(lambda table, state: table.allowed(state, eos, remaining))
+    for number in range(30):
+        if number in (7, 11):
+            others = {7: TokenAutomaton.stack([first, third]), 11: fourth}[number]
+            before, shapes = table, jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), table)
+            table, start = table.add(others)
+            assert jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), table) == shapes
+            assert start.shape == others.start.shape
+            np.testing.assert_array_equal(table.start, before.start)
+            for at, own in zip(np.atleast_1d(start), [first, third] if number == 7 else [fourth], strict=True):
+                np.testing.assert_array_equal(step(table, jnp.asarray([at])), step(own, own.begin(1)))
+        may = np.asarray(step(table, state))
+        np.testing.assert_array_equal(may, np.asarray(step(second, alone)))
+        np.testing.assert_array_equal(exhausted(table, state), exhausted(second, alone))
+        tokens = jnp.asarray([rng.choice(np.flatnonzero(may[0] & ~np.asarray(eos)))], jnp.int32)
+        state, alone = push(table, state, tokens, eos), push(second, alone, tokens, eos)
+        np.testing.assert_array_equal(state, alone)
+    assert state[0] >= 0
+
+
+def test_adding_compiles_nothing(tok):
+    traces = []
+
+    @jax.jit
+    def step(table, start, tokens, eos):
+        traces.append(None)
+        state = table.push(start, tokens, eos)
+        return table.allowed(state, eos), table.exhausted(state)
+
+    tokens, eos = np.asarray([5], np.int32), np.zeros(len(tok), bool)
+    table = TokenAutomaton.stack([TokenAutomaton.from_prefixes([""], tok)], capacity=(2048, 128))
+    assert np.asarray(step(table, table.start, tokens, eos)[0]).all()  # this prefix allows everything
+    with compilations() as count:
+        for grammar in WALK:
+            table, start = table.add(automaton_of(grammar, tok))
+            step(table, np.asarray(start)[None], tokens, eos)
+    assert (count[0], len(traces)) == (0, 1)
+
+
+def test_a_start_that_nothing_leads_to_is_not_overwritten(tok):
+    """The start of prefixes may be the state with the highest number."""
+    parts = [TokenAutomaton.from_prefixes(["a"], tok), automaton_of("b", tok), automaton_of("", tok)]
+    table, starts = TokenAutomaton.stack(parts[:1], capacity=(64, 64)), []
+    for part in [*parts, *parts[::-1]]:
+        table, start = table.add(part)
+        starts.append(int(np.ravel(start)[0]))
+    assert len(set(starts)) == 6
+    for part, start in zip([*parts, *parts[::-1]], starts, strict=True):
+        np.testing.assert_array_equal(allowed(table, jnp.asarray([start]), None), allowed(part, part.begin(1), None))
+
+
+def test_too_small_a_capacity(tok):
+    first, second = automaton_of("[0-9]{3}", tok), automaton_of("[a-z]{5}", tok)
+    table = TokenAutomaton.stack([first], capacity=(8, 8))
+    assert table.transitions.shape == (8, 8)
+    with pytest.raises(
+        InputError, match=r"need \d+ states and \d+ classes of tokens together, and .* is 8 and 8: stack"
+    ):
+        table.add(second)
+    with pytest.raises(InputError, match="capacity is 3 and 8: stack with a larger capacity, or add fewer"):
+        TokenAutomaton.stack([first], capacity=(3, 8))
+    with pytest.raises(InputError, match="capacity is 8 and 1: stack with a larger capacity, or add fewer"):
+        TokenAutomaton.stack([first], capacity=(8, 1))
+    with pytest.raises(InputError, match="more than 33554432 transitions: state a smaller one"):
+        TokenAutomaton.stack([first], capacity=(2**20, 64))
+    with pytest.raises(InputError, match=r"\[1024, 1030\]"):
+        table.add(automaton_of("a", tok, vocab_size=1030))
+
+
 def test_tables_are_bounded(tok, monkeypatch):
     words = [automaton_of(f"[a-z]{{1,{size}}}", tok) for size in (20, 30)]
     monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 100)
-    with pytest.raises(InputError, match=r"2 prompts have \d+ transitions together, and at most 100 .* stack fewer"):
+    with pytest.raises(InputError, match=r"2 automata have \d+ transitions together, and at most 100 .* stack fewer"):
         TokenAutomaton.stack(words)
     monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 1000)
     with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions"):
