@@ -14,13 +14,14 @@ import numpy as np
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
-from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint, write_checkpoint
-from convert.int8 import CHOICES
+from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint
 from convert.kv_heads import pool_checkpoint
-from convert.shards import find_tensors, in_order
+from convert.quantized import file_stem, stored_kind
+from convert.shards import checkpoint_directory, find_tensors, in_order, write_checkpoint
 from convert.tensors import DTYPES, same_bits
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
 from jaxgen.errors import ConfigError, JaxgenError, one_line
+from jaxgen.model.quantization import CHOICES, all_built_in
 
 PROGRAM = "python -m convert"
 
@@ -53,10 +54,10 @@ def convert(options: argparse.Namespace) -> int:
     _check_apart(source, target)
     wanted = float_dtype(options.dtype)
     checkpoint = open_checkpoint(source)
-    if checkpoint.quantized and options.dtype is not None and options.quantize is None:
+    if (kind := checkpoint.kind) and options.dtype is not None and options.quantize is None:
         raise ConfigError(
-            f"{source} has 8-bit matrices, whose numbers --dtype does not change: add --quantize none to write "
-            f"them in {options.dtype}, or --quantize int8 to write only the rest in it"
+            f"{source} has {kind.title} matrices, whose numbers --dtype does not change: add --quantize none to write "
+            f"them in {options.dtype}, or --quantize {kind.name} to write only the rest in it"
         )
     if options.kv_heads is not None:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
@@ -71,7 +72,7 @@ def convert(options: argparse.Namespace) -> int:
 
     with new_directory(target, overwrite=options.overwrite) as directory:
         copy_tokenizer(source, directory)
-        write_checkpoint(directory, config, checkpoint.generation, sizes, read)
+        write_checkpoint(directory, config, checkpoint.generation, sizes, read, None, file_stem(checkpoint.kind))
     print(f"{target}: {len(sizes)} tensors written")
     if not options.check:
         return 0
@@ -96,7 +97,8 @@ def compare(source: Checkpoint, target: Checkpoint, wanted: np.dtype | None) -> 
 
 def list_tensors(path: Path) -> None:
     """Print the name, dtype, shape and bytes of every tensor in a directory, and the totals."""
-    tensors, _, problems = find_tensors(path)
+    kind = stored_kind(checkpoint_directory(path), all_built_in())
+    tensors, _, problems = find_tensors(path, file_stem(kind))
     if problems:
         raise CheckpointError(problems)
     rows = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,28 @@ import numpy as np
 
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
-from convert.int8 import check_quantize, dequantized, is_scale, quantized, scale_name, split_scales
 from convert.parts import read_parts, shared_directory, write_parts
-from convert.shards import CONSTANTS, checkpoint_directory, find_tensors, in_order, read_json, write_json, write_tensors
-from convert.tensors import DTYPES, INT8, STORED, Tensor, same_bits
+from convert.quantized import converted, file_stem, kind_in, remade, stored_kind, tensors_of, weights_of
+from convert.shards import (
+    CONSTANTS,
+    checkpoint_directory,
+    find_tensors,
+    in_order,
+    read_json,
+    write_checkpoint,
+    write_configs,
+)
+from convert.tensors import DTYPES, STORED, Tensor, same_bits
 from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of, warn
 from jaxgen.config.kinds import is_tracer
 from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.fused import separate
-from jaxgen.model.int8 import Int8
 from jaxgen.model.lowrank import LowRank
+from jaxgen.model.quantization import all_built_in, kind_of
 from jaxgen.model.sharding import shardings
+from jaxgen.model.weights import Quantized
 from jaxgen.text.json_file import fetch_again
 
 TOKENIZER_FILES = (
@@ -36,7 +46,8 @@ TOKENIZER_FILES = (
 ).split()
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ALLOWED = ", ".join(dtype.name for dtype in DTYPES.values())
+_FLOATS = [dtype.name for dtype in DTYPES.values()]
+_ALLOWED = ", ".join(_FLOATS)
 _LARGEST_CONFIG = 1_000_000  # bytes
 _SPARE = 1 << 24  # parameters, beyond those of the files, up to which mismatches are listed tensor by tensor
 
@@ -46,30 +57,35 @@ class Checkpoint:
     """A checked directory; its weights have not been read yet.
 
     `config` and `generation` are the contents of the two JSON files (`generation` is None if its file does not exist),
-    `tensors` the model's parameters by name, and the scales of those that are quantised.
+    `weights` the model's parameters by name; a quantised one consists of `Tensor`s.
     """
 
     path: Path
     config: dict[str, Any]
     generation: dict[str, Any] | None
     cfg: GenerationConfig
-    tensors: dict[str, Tensor]
+    weights: dict[str, Any]
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of all weights by name."""
+        return tensors_of(self.weights)
 
     @property
-    def quantized(self) -> bool:
-        """True if matrices are stored as 8-bit numbers with scales."""
-        return any(map(self._is_quantized, self.tensors))
+    def kind(self) -> type[Quantized] | None:
+        """The kind of the quantised weights, None if there are none."""
+        return kind_in(self.weights)
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
         """Return the model's dtype: `wanted`, or if that is None the embedding's; the config's if that is quantised."""
-        if wanted is None and self._is_quantized(_EMBEDDING):
-            return np.dtype(model_of(self.cfg).dtype)
-        return wanted or STORED[self.tensors[_EMBEDDING].dtype]
+        embedding = self.weights[_EMBEDDING]
+        return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
         """Return the dtype to read a tensor in: `wanted` or, if that is None or the tensor quantised, the file's."""
-        scales_or_values = is_scale(name, self.tensors) or self._is_quantized(name)
-        return STORED[self.tensors[name].dtype] if scales_or_values or wanted is None else wanted
+        if wanted is None or not isinstance(self.weights.get(name), Tensor):
+            return STORED[self.tensors[name].dtype]
+        return wanted
 
     def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
         """Return the bytes of each tensor in the dtype that `dtype_of` returns."""
@@ -82,21 +98,18 @@ class Checkpoint:
         """Return the values of a tensor in the dtype that `dtype_of` returns."""
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
-    def quantize(self, quantize: str | None) -> Checkpoint:
-        """Return a checkpoint whose matrices are all quantised when they are read, or none; None returns this one.
+    def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
+        """Return a checkpoint whose matrices are all of a kind when they are read, or arrays; None returns this one.
 
         Raises:
-            ConfigError: neither "int8" nor "none" nor None.
+            ConfigError: a `quantize` that `load_hf` does not offer.
         """
-        check_quantize(quantize)
+        kind = kind_of(quantize)
         if quantize is None:
             return self
-        if quantize == "int8":
-            return dataclasses.replace(self, tensors=quantized(self.tensors))
-        return dataclasses.replace(self, tensors=dequantized(self.tensors, self.dtype(None)))
-
-    def _is_quantized(self, name: str) -> bool:
-        return self.tensors[name].dtype == INT8
+        dtype = self.dtype(None)
+        weights = {name: converted(name, weight, kind, dtype) for name, weight in self.weights.items()}
+        return dataclasses.replace(self, weights=weights)
 
 
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
@@ -117,7 +130,8 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
             and of the other parameters; the matrices stay as they are.
         quantize: "int8" makes a `jaxgen.model.int8.Int8` of each matrix, also of the embedding and the head: 8-bit
             numbers with a scale for each output channel. "none" makes arrays in `dtype` of the matrices that
-            `python -m convert --quantize int8` has written. None keeps them as they are stored.
+            `python -m convert --quantize int8` has written. None keeps them as they are stored. A class, which is a
+            kind of weight as in `jaxgen.model.weights.Quantized`, makes its instances, and reads those of a directory.
         mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, over whose devices the parameters are divided.
             Each process reads only the bytes of its own devices' parts.
 
@@ -127,32 +141,34 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
         ConfigError: a `quantize` or `dtype` that is not offered.
     """
     wanted = float_dtype(dtype)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, kind_of(quantize))
     model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
         file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
         vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
         warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
-    divided = None if mesh is None else shardings(model, mesh, checkpoint.tensors)
-    arrays: dict[str, jax.Array] = {}
+    divided = None if mesh is None else shardings(model, mesh, checkpoint.weights)
+    params: dict[str, Any] = dict.fromkeys(checkpoint.weights)
     problems: list[str] = []
+
+    def read(tensor: Tensor, sharding: jax.sharding.Sharding | None) -> jax.Array:
+        if sharding is None:
+            array = jax.device_put(checkpoint.read(tensor.name, wanted))
+        else:
+            array = read_parts(tensor, checkpoint.dtype_of(tensor.name, wanted), sharding)
+        return array.block_until_ready()
+
     # The largest first: for a moment a tensor is in memory as it was read, as it was cast and as a jax array.
-    for name, tensor in sorted(checkpoint.tensors.items(), key=lambda item: -item[1].nbytes):
+    for name, weight in sorted(checkpoint.weights.items(), key=lambda item: -math.prod(item[1].shape)):
+        tensors = jax.tree.leaves(weight)
+        places = [None] * len(tensors) if divided is None else jax.tree.leaves(divided[name])
         try:
-            if divided is None:
-                array = jax.device_put(checkpoint.read(name, wanted))
-            else:
-                array = read_parts(tensor, checkpoint.dtype_of(name, wanted), divided[name])
-            arrays[name] = array.block_until_ready()
+            params[name] = remade(weight, list(map(read, tensors, places)), model.dtype)
         except CheckpointError as error:
             problems += error.problems
     if problems:
         raise CheckpointError(problems)
-    params: dict[str, Any] = {name: arrays[name] for name in checkpoint.tensors if not is_scale(name, arrays)}
-    for name, array in params.items():
-        if array.dtype == np.int8:
-            params[name] = Int8(array, arrays[scale_name(name)], np.dtype(model.dtype))
     return flax.traverse_util.unflatten_dict(params, sep="."), checkpoint.cfg.replace(model=model)
 
 
@@ -162,19 +178,19 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     `cfg.model` describes the model; its `dtype` matters for quantised parameters only, others keep their own. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
     tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
-    at a time: 5 GB at most, or one larger tensor. Quantised parameters are written to model.int8.safetensors, which
-    `load_hf` reads and transformers does not. Parameters that are divided over a mesh are not collected: each
-    process writes its own parts, into a directory that all processes can see.
+    at a time: 5 GB at most, or one larger tensor. Quantised parameters are written to model.int8.safetensors, or the
+    like for another kind, which `load_hf` reads and transformers does not. Parameters that are divided over a mesh are
+    not collected: each process writes its own parts, into a directory that all processes can see.
 
     Raises:
         CheckpointError: all problems of the parameters, or `path` exists and may not be replaced.
     """
     model = model_of(cfg)
-    arrays = check_params(params, model)
+    weights = check_params(params, model)
+    arrays = tensors_of(weights)
     _check_values(arrays)
     generation = cfg.to_hf()
-    stored = arrays[_EMBEDDING].dtype.name
-    config = dataclasses.replace(model, dtype=model.dtype if stored == "int8" else stored).to_hf()
+    config = dataclasses.replace(model, dtype=np.dtype(weights[_EMBEDDING].dtype).name).to_hf()
     config |= {key: generation[key] for key in ("bos_token_id", "eos_token_id") if key in generation}
     target = Path(path)
     if any(isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays.values()):
@@ -182,31 +198,29 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
             if jax.process_index() == 0:
                 copy_tokenizer(target, directory)
                 write_configs(directory, config, generation)
-            write_parts(directory, {name: arrays[name] for name in in_order(arrays)})
+            write_parts(directory, {name: arrays[name] for name in in_order(arrays)}, file_stem(kind_in(weights)))
         return
     with new_directory(target, overwrite=overwrite) as directory:
         copy_tokenizer(target, directory)
-        write_arrays(directory, config, generation, arrays)
+        write_arrays(directory, config, generation, weights)
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the arrays of nested parameters by dotted name, "model.norm.weight" and so on.
+    """Return the weights of nested parameters by dotted name, "model.norm.weight" and so on.
 
     Raises:
         CheckpointError: all of their problems.
     """
-    arrays, problems = _flatten(separate(params, model))
-    weights, faults = split_scales(arrays)
+    given, problems = _flatten(separate(params, model))
+    kinds = {type(weight): weight.name for weight in given.values() if isinstance(weight, Quantized)}
+    if len(kinds) > 1:
+        problems.append(f"params: weights of the kinds {', '.join(kinds.values())} cannot be stored in one checkpoint")
+    weights, faults = weights_of(tensors_of(given), param_shapes(model), kinds or all_built_in(), model.dtype)
     problems += [f"params: {fault}" for fault in faults]
-    problems += _mismatch({name: array.shape for name, array in weights.items()}, model, "params")
-    problems += [
-        f"params: {name} has dtype {array.dtype}, which must be one of {_ALLOWED}"
-        for name, array in weights.items()
-        if array.dtype not in STORED.values()
-    ]
+    problems += _mismatch(weights, model, "params")
     if problems:
         raise CheckpointError(problems)
-    return arrays
+    return weights
 
 
 def _check_values(arrays: Mapping[str, Any]) -> None:
@@ -219,14 +233,18 @@ def _check_values(arrays: Mapping[str, Any]) -> None:
         raise CheckpointError([f"params: {name} was deleted, {reason}" for name in deleted])
 
 
-def open_checkpoint(path) -> Checkpoint:
+def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     """Read and check everything in a checkpoint except the values of its weights.
+
+    `kind`: one that its quantised weights may be of, in addition to the built-in ones.
 
     Raises:
         CheckpointError: all problems, each with its file and key.
     """
     path = checkpoint_directory(path)
-    tensors, listed, problems = find_tensors(path)
+    kinds = [*filter(None, [kind]), *all_built_in()]
+    named = stored_kind(path, kinds)
+    tensors, listed, problems = find_tensors(path, file_stem(named))
     config, faults = read_json(path / "config.json", _LARGEST_CONFIG)
     problems += faults
     if config is None and not faults:
@@ -234,15 +252,16 @@ def open_checkpoint(path) -> Checkpoint:
     generation, faults = read_json(path / "generation_config.json", _LARGEST_CONFIG)
     problems += faults
     model = cfg = None
+    weights: dict[str, Any] = {}
     if config is not None:
         model, cfg, faults = _configs(path, config, generation)
         problems += faults
     if model is not None:
-        tensors, faults = _parameters(path, tensors, listed, model)
+        weights, faults = _parameters(path, tensors, listed, model, [named] if named else all_built_in())
         problems += faults
     if problems or config is None or cfg is None:
         raise CheckpointError([*problems, *fetch_again(path, problems)])
-    return Checkpoint(path, config, generation, cfg, tensors)
+    return Checkpoint(path, config, generation, cfg, weights)
 
 
 def float_dtype(dtype: Any) -> np.dtype | None:
@@ -265,32 +284,13 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     return result
 
 
-def write_checkpoint(
-    directory: Path,
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any] | None,
-    sizes: Mapping[str, int],
-    read: Callable[[str], np.ndarray],
-    max_shard: int | None = None,
-) -> None:
-    """Write both configs and the tensors, as `write_tensors` does, into an empty directory."""
-    write_configs(directory, config, generation)
-    write_tensors(directory, sizes, read, max_shard)
-
-
-def write_configs(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> None:
-    """Write config.json, and generation_config.json if there is one."""
-    write_json(directory / "config.json", config)
-    if generation is not None:
-        write_json(directory / "generation_config.json", generation)
-
-
 def write_arrays(
-    directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, arrays: Mapping[str, Any]
+    directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs and arrays by dotted name, as `check_params` returns them, into an empty directory."""
+    """Write both configs and weights by dotted name, as `check_params` returns them, into an empty directory."""
+    arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
-    write_checkpoint(directory, config, generation, sizes, lambda name: _to_host(arrays[name]))
+    write_checkpoint(directory, config, generation, sizes, lambda name: _to_host(arrays[name]), None, stem)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
@@ -323,17 +323,17 @@ def _configs(
 
 
 def _parameters(
-    path: Path, tensors: dict[str, Tensor], listed: set[str] | None, model: ModelConfig
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors that are the model's parameters, in order, and their problems."""
+    path: Path,
+    tensors: dict[str, Tensor],
+    listed: set[str] | None,
+    model: ModelConfig,
+    kinds: list[type[Quantized]],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the model's parameters, in order, and the problems; quantised ones are of one of the `kinds`."""
     tensors = {name: tensors[name] for name in in_order(tensors) if not CONSTANTS.fullmatch(name)}
-    problems = [
-        f"{tensor.file}: {name} has dtype {tensor.dtype}, which must be one of {', '.join(STORED)}"
-        for name, tensor in tensors.items()
-        if tensor.dtype not in STORED
-    ]
+    problems = []
     head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
-    if model.tie_word_embeddings and head and embedding and not problems:
+    if model.tie_word_embeddings and head and embedding and {head.dtype, embedding.dtype} <= STORED.keys():
         del tensors[_HEAD]
         if not same_bits(head.read(), embedding.read()):
             problems.append(
@@ -344,12 +344,10 @@ def _parameters(
     described = _parameter_count(model)
     if described > 2 * stored + _SPARE:  # tracing the model would take as much memory as it describes
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
-        return tensors, [*problems, f"{path / 'config.json'}: {fault}"]
-    weights, faults = split_scales(tensors)
+        return {}, [*problems, f"{path / 'config.json'}: {fault}"]
+    weights, faults = weights_of(tensors, param_shapes(model), kinds, model.dtype)
     problems += [f"{path}: {fault}" for fault in faults]
-    where = {name: tensor.file for name, tensor in weights.items()}
-    problems += _mismatch({name: tensor.shape for name, tensor in weights.items()}, model, path, where, listed)
-    return tensors, problems
+    return weights, problems + _mismatch(weights, model, path, tensors, listed)
 
 
 def _parameter_count(model: ModelConfig) -> int:
@@ -361,39 +359,45 @@ def _parameter_count(model: ModelConfig) -> int:
 
 
 def _mismatch(
-    shapes: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, Any],
     model: ModelConfig,
     source: Any,
-    where: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     listed: Collection[str] | None = (),
 ) -> list[str]:
-    """List tensors that are missing, unexpected or of a wrong shape.
+    """List weights that are of a wrong dtype, missing, unexpected or of a wrong shape.
 
-    Messages name `source` for a missing tensor and `where[name]` for others. `listed`: names that are known to exist
-    even if their file is damaged, and so are not missing; None if even the names are unknown, and then nothing is
-    reported missing.
+    Messages name `source`, or the file of a tensor that is in `tensors`. `listed`: names that are known to exist even
+    if their file is damaged, and so are not missing; None if even the names are unknown, and then nothing is reported
+    missing.
     """
     expected = param_shapes(model)
     problems = []
+    for name, weight in weights.items():
+        allowed = DTYPES if isinstance(weight, Tensor) else _FLOATS
+        if str(weight.dtype) not in allowed:
+            file = source if tensors is None else tensors[name].file
+            problems.append(f"{file}: {name} has dtype {weight.dtype}, which must be one of {', '.join(allowed)}")
     if listed is not None:
-        missing = in_order(set(expected) - set(shapes) - set(listed))
+        missing = in_order(set(expected) - set(weights) - set(listed))
         problems += [f"{source}: {name} {list(expected[name])} is missing" for name in missing]
-    for name, shape in shapes.items():
-        file = source if where is None else where[name]
+    for name, weight in weights.items():
+        file = source if tensors is None else tensors[name].file
+        shape = list(weight.shape)
         if name not in expected:
-            problems.append(f"{file}: {name} {list(shape)} is unexpected: the config has no such parameter")
-        elif tuple(shape) != tuple(expected[name]):
-            problems.append(f"{file}: {name} has shape {list(shape)}, the config needs {list(expected[name])}")
+            problems.append(f"{file}: {name} {shape} is unexpected: the config has no such parameter")
+        elif shape != list(expected[name]):
+            problems.append(f"{file}: {name} has shape {shape}, the config needs {list(expected[name])}")
     return problems
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arrays of nested dicts by dotted name, and the problems of the rest.
+    """Return the weights of nested dicts by dotted name, and the problems of the rest.
 
     Raises:
         CheckpointError: the whole tree is of another kind.
     """
-    arrays: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     problems, attached = [], []
 
     def walk(node: Any) -> Iterator[tuple[str, Any]]:
@@ -410,10 +414,8 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if set(params) == {"params"}:
         raise CheckpointError(["params: these are the model's variables: pass their entry, variables['params']"])
     for name, value in walk(params):
-        if isinstance(value, np.ndarray | jax.Array):
-            arrays[name] = value
-        elif isinstance(value, Int8):
-            arrays |= {name: value.values, scale_name(name): value.scales}
+        if isinstance(value, np.ndarray | jax.Array | Quantized):
+            weights[name] = value
         elif isinstance(value, LowRank):
             attached.append(name)
         else:
@@ -422,7 +424,7 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         where = attached[0] + (" and others" if len(attached) > 1 else "")
         fault = f"params: {where}: low-rank updates are attached, which a checkpoint cannot store"
         raise CheckpointError([f"{fault}: call lora.merge first, on the parameters without them, and save its result"])
-    return arrays, problems
+    return weights, problems
 
 
 def _to_host(array: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from convert.hf import Checkpoint, check_params
+from convert.quantized import kind_in
 from convert.tensors import DTYPES, Tensor
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError
@@ -36,7 +37,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     model = model_of(cfg)
     pooled = _with_kv_heads(model, kv_heads)
     params = separate(params, model)
-    if any(array.dtype == np.int8 for array in check_params(params, model).values()):
+    if kind_in(check_params(params, model)):
         raise ConfigError("params are quantised, and their heads cannot be pooled: load them with quantize='none'")
 
     def pool(path: tuple, array: Any) -> Any:
@@ -53,7 +54,7 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     Raises:
         ConfigError: as in `pool_kv_heads`.
     """
-    if checkpoint.quantized:
+    if checkpoint.kind:
         raise ConfigError(
             f"{checkpoint.path} is quantised, and its heads cannot be pooled: start from the original, or convert with "
             "--quantize none first"
@@ -67,11 +68,11 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
         smaller = dataclasses.replace(tensor, shape=shape, nbytes=tensor.nbytes // group)
         return _PooledTensor(**vars(smaller), model=pooled)
 
-    tensors = {
-        name: pool(tensor) if _PROJECTIONS.fullmatch(name) else tensor for name, tensor in checkpoint.tensors.items()
+    weights = {
+        name: pool(tensor) if _PROJECTIONS.fullmatch(name) else tensor for name, tensor in checkpoint.weights.items()
     }
     config = checkpoint.config | {"num_key_value_heads": pooled.num_key_value_heads}
-    return dataclasses.replace(checkpoint, config=config, cfg=checkpoint.cfg.replace(model=pooled), tensors=tensors)
+    return dataclasses.replace(checkpoint, config=config, cfg=checkpoint.cfg.replace(model=pooled), weights=weights)
 
 
 @dataclasses.dataclass(frozen=True)

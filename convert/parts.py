@@ -33,14 +33,16 @@ def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sh
     return jax.make_array_from_callback(tensor.shape, sharding, part)
 
 
-def write_parts(directory: Path, arrays: Mapping[str, Any]) -> None:
+def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
     """Write arrays to the files of a checkpoint: all processes call this, and each writes the parts that it has.
+
+    `stem`: as for `plan`.
 
     Raises:
         CheckpointError: another process failed.
     """
     sizes = {name: array.nbytes for name, array in arrays.items()}
-    files = plan(sizes)
+    files = plan(sizes, None, stem)
     with _together(directory):
         if jax.process_index() == 0:
             for name, tensors in files.items():
@@ -111,7 +113,7 @@ def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
 def _told_by_first(path: str) -> str:
     if jax.process_count() == 1:
         return path
-    sent = np.frombuffer(path.encode().ljust(_LONGEST_PATH, b"\0"), np.uint8)
+    sent = np.frombuffer(path.encode().ljust(_LONGEST_PATH, b"\0"), np.ubyte)
     return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().rstrip(b"\0").decode()
 
 

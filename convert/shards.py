@@ -13,13 +13,12 @@ import numpy as np
 
 from convert.atomic_directory import replaced
 from convert.errors import CheckpointError
-from convert.int8 import is_scale
 from convert.tensors import Tensor, read_header, write_file
 from jaxgen.errors import ConfigError
 from jaxgen.text import json_file
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-QUANTIZED = "model.int8"  # in place of "model" in these names: transformers does not find such files
+STEM = "model"
+INDEX, SINGLE = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"
 MAX_SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
 
 # Constants that old versions of transformers saved with the weights; they follow from the config.
@@ -28,14 +27,14 @@ CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
 _PICKLED = (".bin", ".pt", ".pth")
 
 
-def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
+def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     """Return the tensors in a directory's files, all names that should be there, and the problems.
 
-    The names are None if they are unknown, because there is no index and no file can be read.
+    `stem`: as for `plan`. The names are None if they are unknown, because there is no index and no file can be read.
     """
     path = checkpoint_directory(path)
-    index = _index(path)
-    files, weight_map, problems = _files(path, index)
+    index = f"{stem}.safetensors.index.json"
+    files, weight_map, problems = _files(path, index, stem)
     there = set(os.listdir(path))
     tensors: dict[str, Tensor] = {}
     headers: dict[str, dict[str, Tensor]] = {}
@@ -62,29 +61,15 @@ def find_tensors(path) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     return tensors, listed, problems
 
 
-def write_tensors(
-    directory: Path, sizes: Mapping[str, int], read: Callable[[str], np.ndarray], max_shard: int | None = None
-) -> None:
-    """Write the tensors that `read` returns by name to the files that `plan` returns, and the index.
-
-    The arrays of one file are in memory at a time.
-    """
-    files = plan(sizes, max_shard)
-    for name, shard in files.items():
-        write_file(directory / name, {tensor: read(tensor) for tensor in shard})
-    write_index(directory, files, sizes)
-
-
-def plan(sizes: Mapping[str, int], max_shard: int | None = None) -> dict[str, list[str]]:
+def plan(sizes: Mapping[str, int], max_shard: int | None = None, stem: str = STEM) -> dict[str, list[str]]:
     """Return the names of the files of a checkpoint, each with the names of its tensors.
 
     `sizes` are the tensors' bytes, in the order in which they are written. A file has at most `max_shard` bytes
-    (None: `MAX_SHARD`) or one larger tensor.
+    (None: `MAX_SHARD`) or one larger tensor; its name begins with `stem`.
     """
     shards = _shards(sizes, max_shard or MAX_SHARD)
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [SINGLE]
-    return {_named(name, sizes): shard for name, shard in zip(names, shards, strict=True)}
+    names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    return dict(zip(names if len(shards) > 1 else [f"{stem}.safetensors"], shards, strict=True))
 
 
 def write_index(directory: Path, files: Mapping[str, Iterable[str]], sizes: Mapping[str, int]) -> None:
@@ -92,7 +77,35 @@ def write_index(directory: Path, files: Mapping[str, Iterable[str]], sizes: Mapp
     if len(files) > 1:
         weight_map = {tensor: name for name, shard in files.items() for tensor in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(directory / _named(INDEX, sizes), index)
+        stem = next(iter(files)).split("-")[0]
+        write_json(directory / f"{stem}.safetensors.index.json", index)
+
+
+def write_checkpoint(
+    directory: Path,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any] | None,
+    sizes: Mapping[str, int],
+    read: Callable[[str], np.ndarray],
+    max_shard: int | None = None,
+    stem: str = STEM,
+) -> None:
+    """Write both configs, the tensors that `read` returns by name, and their index into an empty directory.
+
+    The names of the files are those that `plan` returns; the arrays of one file are in memory at a time.
+    """
+    write_configs(directory, config, generation)
+    files = plan(sizes, max_shard, stem)
+    for name, shard in files.items():
+        write_file(directory / name, {tensor: read(tensor) for tensor in shard})
+    write_index(directory, files, sizes)
+
+
+def write_configs(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> None:
+    """Write config.json, and generation_config.json if there is one."""
+    write_json(directory / "config.json", config)
+    if generation is not None:
+        write_json(directory / "generation_config.json", generation)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -141,21 +154,10 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def _named(name: str, tensors: Mapping[str, Any]) -> str:
-    """Return the name of a file for these tensors: `name`, or that of the file for quantised ones."""
-    return QUANTIZED + name.removeprefix("model") if any(is_scale(name, tensors) for name in tensors) else name
-
-
-def _index(path: Path) -> str:
-    """Return the name of a directory's index; where there is none, the name that it would have."""
-    quantized = QUANTIZED + INDEX.removeprefix("model")
-    return quantized if os.path.lexists(path / quantized) else INDEX
-
-
-def _files(path: Path, index: str) -> tuple[list[Path], dict[str, str], list[str]]:
+def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str], list[str]]:
     """Return the files with weights, the index's file name for each tensor if there is an index, and problems."""
     found = sorted(path.glob("*.safetensors"))
-    quantized = [file.name for file in found if file.name.startswith(QUANTIZED)]
+    quantized = [file.name for file in found if stem != STEM and file.name.startswith((f"{stem}.", f"{stem}-"))]
     if quantized and any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
         return [], {}, [f"{path} has quantised weights, {quantized[0]}, and others: remove one of the two"]
     if os.path.lexists(path / index):

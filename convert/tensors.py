@@ -22,8 +22,8 @@ from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-INT8 = "I8"  # of quantised matrices, see int8.py
-STORED = DTYPES | {INT8: np.dtype(np.int8)}
+# And those of quantised weights: I8, U8, ...
+STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 
 _MAX_NUMBER = 2**63  # sizes and offsets are below
 _MAX_TRANSFER = 1 << 30  # bytes read or written by one call of the system
@@ -42,7 +42,7 @@ class Tensor:
     nbytes: int
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `DTYPES`, or int8.
+        """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `STORED`.
 
         `part`: a slice of each axis, without steps. Only its bytes are read.
 
@@ -92,7 +92,7 @@ class Tensor:
             pieces = array.reshape(1, -1)
         else:
             pieces, offset = array, offset + first[1] * array.itemsize
-        for number, piece in enumerate(pieces.view(np.uint8)):
+        for number, piece in enumerate(pieces.view(np.ubyte)):
             yield offset + number * width, piece.data
 
     def cast(self, array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:

@@ -127,7 +127,7 @@ def generate(
     arguments = (params, cfg, inputs, extensions, draft)
     traced = is_traced(arguments) or under_jit()
     if traced:
-        params, cfg, inputs, extensions, draft = map(without_gradient, arguments)
+        params, cfg, inputs, extensions, draft = without_gradient(arguments)
     on_host = {"streamer": streamer, "max_time": cfg.max_time, "token_healing": cfg.token_healing or None}
     for name, value in on_host.items():
         if traced and value is not None:

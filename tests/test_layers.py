@@ -1,6 +1,7 @@
 """Imports go one way: each room imports from its own floor and those below."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -45,18 +46,34 @@ def imports(path: Path):
         yield from (name for name in names if name.split(".")[0] in ("jaxgen", "convert") and name != "jaxgen")
 
 
+def sources():
+    return [path for package in ("jaxgen", "convert") for path in sorted((ROOT / package).rglob("*.py"))]
+
+
 def files():
-    for package in ("jaxgen", "convert"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            if module != "convert.__main__":  # a command, whose parser and statuses are those of jaxgen's
-                yield pytest.param(path, room_of(module), id=module)
+    for path in sources():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module != "convert.__main__":  # a command, whose parser and statuses are those of jaxgen's
+            yield pytest.param(path, room_of(module), id=module)
 
 
 @pytest.mark.parametrize(("path", "room"), list(files()))
 def test_imports_go_down(path, room):
     for module in imports(path):
         assert FLOOR[room_of(module)] <= FLOOR[room], f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_8_bits_are_one_kind_of_several():
+    """Other code asks a kind of weight or of cache, so that a new one needs no change there."""
+    allowed = {
+        "jaxgen/model/int8.py",  # the kind of weight
+        "jaxgen/model/quantization.py",  # the table of kinds
+        "jaxgen/model/slots.py",  # the kind of cache
+        "jaxgen/config/options.py",  # cache_dtype
+        "convert/hf.py",  # the documentation of load_hf and save_hf
+    }
+    found = {path for path in sources() if re.search("(?<!u)int8", path.read_text(), re.IGNORECASE)}
+    assert {str(path.relative_to(ROOT)) for path in found} == allowed
 
 
 def test_every_room_has_a_floor():

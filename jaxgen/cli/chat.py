@@ -168,7 +168,7 @@ class Chat:
         """Return True if the cache, if there is one, can be continued with these options."""
         if self._cache is None:
             return True
-        return not mode_of(cfg).no_cache and self._cache.kv.int8 == (cfg.cache_dtype == "int8")
+        return not mode_of(cfg).no_cache and self._cache.kv.cache_dtype == cfg.cache_dtype
 
     def _forget_cache(self) -> None:
         self._cache: Continuation | None = None

@@ -19,6 +19,7 @@ from jaxgen.config.kinds import Choice, Flag, Layers, Text
 from jaxgen.config.options import CHOICE, LENGTH, MODES, OPTIONS, OUTPUT, SCORES, Option
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
+from jaxgen.model.quantization import CHOICES
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)
 _LETTERS = {"max_new_tokens": "n", "temperature": "t", "top_k": "k", "top_p": "p"}
@@ -89,7 +90,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     bits = "round the weights to 8 bits: half the memory, and faster for a few rows; none: convert 8-bit weights back"
-    add("--quantize", choices=["int8", "none"], help=bits)
+    add("--quantize", choices=CHOICES, help=bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide rows and weights over devices, such as 1x8")

@@ -96,7 +96,7 @@ def _check_out(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> _Job:
     source = open_checkpoint(local_directory(options.model))
-    if source.quantized:
+    if source.kind:
         raise ConfigError(
             f"{source.path} is quantised, and training changes weights: train the original checkpoint, or what "
             "python -m convert --quantize none makes of this one"

@@ -138,7 +138,7 @@ class GenerationConfig(GenerationOptions):
     def _set(self, fields: Mapping[str, Any]) -> None:
         values = {name: OPTIONS[name].parse(value) for name, value in fields.items() if name != "model"}
         on = {name for name, value in values.items() if OPTIONS[name].is_on(value)}
-        vars(self).update(fields | values, enabled=self.enabled.difference(values) | on)
+        vars(self).update({**fields, **values}, enabled=self.enabled.difference(values) | on)
         if self.model is not None and not isinstance(self.model, ModelConfig):
             raise TypeError(f"model must be a ModelConfig, got {type(self.model).__name__}")
         _check(self)
@@ -177,7 +177,7 @@ class GenerationConfig(GenerationOptions):
             {name: OPTIONS[name].kind.neutral for name in names} | {"enabled": self.enabled.difference(names)}
         )
 
-    def _changed(self, attributes: Mapping[str, Any]) -> GenerationConfig:
+    def _changed(self, attributes: dict[str, Any]) -> GenerationConfig:
         """Return a copy with other attributes; those that are computed from others are left out."""
         config = object.__new__(type(self))
         kept = {name: value for name, value in vars(self).items() if name not in ("_flat", "mode")}

@@ -294,7 +294,7 @@ def _token_table(
     texts = [token or b"" for token in tokens]
     lengths = np.array([len(text) for text in texts])
     offsets = np.cumsum(lengths) - lengths
-    buffer = np.frombuffer(b"".join(texts), np.uint8)
+    buffer = np.frombuffer(b"".join(texts), np.ubyte)
     bytes_of_kind, kind = distinct(np.ascontiguousarray(table.T))
     step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 stays -1
 

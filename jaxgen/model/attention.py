@@ -20,7 +20,7 @@ from jax import lax
 from jaxgen.model.barriers import recomputed
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
-from jaxgen.model.slots import Int8Slots, Slots, as_numbers
+from jaxgen.model.slots import ScaledSlots, Slots, as_numbers
 from jaxgen.shapes import repeat_rows
 
 # All scores at once up to this many queries and slots.
@@ -78,8 +78,8 @@ class Part:
             return lax.dynamic_slice(x, (row, head, start, 0)[: x.ndim], shape[: x.ndim])
 
         def numbers(x: Slots) -> Slots:
-            if isinstance(x, Int8Slots):
-                return Int8Slots(x.values.astype(self.dtype), x.scales)
+            if isinstance(x, ScaledSlots):
+                return ScaledSlots(x.values.astype(self.dtype), x.scales)
             return as_numbers(x, self.dtype)
 
         keys, values = (numbers(jax.tree.map(cut, x)) for x in (self.keys, self.values))
@@ -277,7 +277,7 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 def _scores(q: jax.Array, keys: Slots) -> jax.Array:
     """Multiply `q [B, A, T, H]` with the keys `[n, K, S, H]` of a part; float32[B, K, G, T, S]."""
-    if isinstance(keys, Int8Slots):
+    if isinstance(keys, ScaledSlots):
         return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
     products = functools.partial(_product, equation="bkqh,bksh->bkqs")
     if _is_read_by_one_query(keys, q.shape[0], q.shape[2]):
@@ -304,7 +304,7 @@ def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
 
 def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
     """Sum the values `[n, K, S, H]` of a part with the weights `[B, K, G, T, S]`; float32[B, K, G, T, H]."""
-    if isinstance(values, Int8Slots):
+    if isinstance(values, ScaledSlots):
         scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
         return _weighted(weights * scales, values.values)
     products = functools.partial(_product, equation="bkqs,bksh->bkqh")

@@ -25,7 +25,7 @@ from jax.core import Tracer
 
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.slots import Int8Slots, Slots, as_numbers, empty_slots, write
+from jaxgen.model.slots import SCALED, ScaledSlots, Slots, as_numbers, empty_slots, write
 from jaxgen.programs import program
 from jaxgen.shapes import put, repeat_rows, resize_axis, short_repr, take
 
@@ -42,7 +42,7 @@ class KVCache:
 
     Attributes:
         keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, the bits of 16-bit ones, or
-            `Int8Slots`. If rows share slots, `[B/writers, K, S*writers, H]`: token i of writer j is in place
+            `ScaledSlots`. If rows share slots, `[B/writers, K, S*writers, H]`: token i of writer j is in place
             `i * writers + j`.
         values: likewise.
         length: int32[B], the number of slots that each row fills in this part, from the part's first slot on.
@@ -66,21 +66,21 @@ class KVCache:
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
         """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype.
 
-        With the dtype int8, keys and values are stored in 8 bits with a float32 scale for each head and slot, and read
-        as numbers of the model's dtype.
+        With the dtype `SCALED`, keys and values are stored in 8 bits with a float32 scale for each head and slot, and
+        read as numbers of the model's dtype.
         """
         if rows < 1 or slots < 1:
             raise InputError(f"a cache needs at least one row and one slot, got rows={rows}, slots={slots}")
         dtype = jnp.dtype(dtype or cfg.dtype)
-        int8 = dtype == jnp.int8
+        scaled = dtype == SCALED
         shape = (rows, cfg.num_key_value_heads, slots, cfg.head_dim)
-        return cls._empty(shape, cfg.num_hidden_layers, cfg.dtype if int8 else dtype.name, int8)
+        return cls._empty(shape, cfg.num_hidden_layers, cfg.dtype if scaled else dtype.name, scaled)
 
     @classmethod
     def _empty(
-        cls, shape: tuple[int, ...], layers: int, dtype: str, int8: bool, prefix: KVCache | None = None
+        cls, shape: tuple[int, ...], layers: int, dtype: str, scaled: bool, prefix: KVCache | None = None
     ) -> KVCache:
-        buffers = [empty_slots(shape, dtype, int8) for _ in range(2 * layers)]
+        buffers = [empty_slots(shape, dtype, scaled) for _ in range(2 * layers)]
         length = jnp.zeros(shape[0], jnp.int32)
         return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
 
@@ -101,7 +101,8 @@ class KVCache:
     def empty_rows(self, rows: int, slots: int) -> KVCache:
         """Return an empty cache of this kind with other sizes, which extends the same prefix."""
         _, heads, _, size = self.keys[0].shape
-        return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, self.int8, self.prefix)
+        scaled = isinstance(self.keys[0], ScaledSlots)
+        return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, scaled, self.prefix)
 
     def grow(self, slots: int) -> KVCache:
         """Return a copy with `slots` more slots; rows do not share theirs."""
@@ -114,9 +115,9 @@ class KVCache:
         return as_numbers(self.keys[index], self.dtype), as_numbers(self.values[index], self.dtype)
 
     @property
-    def int8(self) -> bool:
-        """True if keys and values are stored in 8 bits."""
-        return isinstance(self.keys[0], Int8Slots)
+    def cache_dtype(self) -> str | None:
+        """The value of `cfg.cache_dtype` with which this cache is continued: None, or the name of `SCALED`."""
+        return SCALED.name if isinstance(self.keys[0], ScaledSlots) else None
 
     @property
     def rows(self) -> int:
@@ -294,7 +295,7 @@ class KVCache:
 
 
 def _form(part: KVCache) -> tuple[tuple[int, ...], str]:
-    return part.keys[0].shape[1:], "int8" if part.int8 else part.dtype
+    return part.keys[0].shape[1:], part.cache_dtype or part.dtype
 
 
 def row_numbers(rows: jax.Array, count: int) -> jax.Array:

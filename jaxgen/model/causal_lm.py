@@ -37,7 +37,7 @@ from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, key_order, row_order
 from jaxgen.model.rope import rope_angles, rotate
-from jaxgen.model.slots import Int8Slots, as_stored, write
+from jaxgen.model.slots import ScaledSlots, as_stored, write
 from jaxgen.model.weights import Weight, parameter
 from jaxgen.shapes import repeat_rows, short_repr
 
@@ -214,7 +214,7 @@ class Attention(nn.Module):
             last = Part(k, v, k.dtype.name)
         else:
             *_, last = parts
-            k, v = (as_stored(x, last.dtype, isinstance(last.keys, Int8Slots)) for x in (k, v))
+            k, v = (as_stored(x, last.dtype, isinstance(last.keys, ScaledSlots)) for x in (k, v))
             last = Part(write(last.keys, k, tokens.slots), write(last.values, v, tokens.slots), last.dtype)
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):

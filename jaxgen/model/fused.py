@@ -12,8 +12,8 @@ import numpy as np
 from jaxgen.errors import InputError
 from jaxgen.model.causal_lm import FUSED, param_shapes
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.int8 import Int8
 from jaxgen.model.sharding import mesh_of
+from jaxgen.model.weights import Quantized
 
 
 def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _fused(node: Any, donate: bool) -> Any:
         if not all(part in node for part in parts):
             continue
         layers = [node[part] for part in parts]
-        if not all(isinstance(layer["weight"], np.ndarray | jax.Array | Int8) for layer in layers):
+        if not all(isinstance(layer["weight"], np.ndarray | jax.Array | Quantized) for layer in layers):
             continue
         result[name] = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *layers)
         for part in parts:

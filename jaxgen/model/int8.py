@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxgen.errors import InputError
 from jaxgen.model import lanes
 from jaxgen.model.barriers import NEW_CPU_PRODUCTS, in_branch
 from jaxgen.model.context import Context
@@ -39,9 +40,26 @@ class Int8:
         dtype: the dtype of the matrix that is represented, and of its rows; static.
     """
 
+    name: ClassVar[str] = "int8"
+    title: ClassVar[str] = "8-bit"
+    tensors: ClassVar[dict[str, str]] = {"": "numbers", "_scale": "one scale for each of their rows"}
+
     values: jax.Array
     scales: jax.Array
     dtype: Any = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Int8:
+        """Return the nearest values; the largest absolute value of each row becomes `LARGEST`."""
+        scales = np.abs(matrix).max(axis=1) / np.float32(LARGEST)
+        if not np.isfinite(scales).all():
+            raise InputError("is not finite, and 8-bit numbers are: do not quantise")
+        values = np.rint(matrix / np.where(scales == 0, 1, scales)[:, None])
+        return cls(values.astype(np.int8), scales, dtype)  # pyright: ignore
+
+    def to_matrix(self) -> np.ndarray:
+        """Return the products float32[F, D], of numpy's arrays."""
+        return np.asarray(self.values, np.float32) * self.scales[:, None]  # pyright: ignore
 
     @property
     def shape(self) -> tuple[int, ...]:

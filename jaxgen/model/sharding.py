@@ -12,7 +12,7 @@ of the same devices that has two axes in place of `model`: `model`, over which k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -88,20 +88,24 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
             raise InputError(
                 "params have fused projections, which are for one device: divide what fuse_projections was given"
             )
-        spec = spec_of(".".join(key.key for key in path))
-        specs = leaf.specs(spec) if isinstance(leaf, Weight) else spec
-        return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), leaf, specs)
+        return jax.tree.map(jax.device_put, leaf, _sharding(".".join(key.key for key in path), leaf, mesh))
 
     return jax.tree_util.tree_map_with_path(put, params, is_leaf=lambda x: isinstance(x, Weight))
 
 
-def shardings(model: ModelConfig, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, NamedSharding]:
+def shardings(model: ModelConfig, mesh: Mesh, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the sharding of each parameter by its dotted name; `mesh` as in `divide`.
 
-    `names`: those of the tensors of a checkpoint, if it has others, such as the scales of quantised matrices.
+    `weights`: the parameters by name, if some of them are `Weight`s; there is a sharding for each array of those.
     """
     mesh = divide(model, mesh)
-    return {name: NamedSharding(mesh, spec_of(name)) for name in names or param_shapes(model)}
+    return {name: _sharding(name, weight, mesh) for name, weight in (weights or param_shapes(model)).items()}
+
+
+def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
+    """Return the sharding of each array of a parameter, in a tree like the parameter."""
+    specs = weight.specs(spec_of(name)) if isinstance(weight, Weight) else spec_of(name)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def spec_of(name: str) -> PartitionSpec:

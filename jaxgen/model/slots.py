@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+SCALED = jnp.dtype(jnp.int8)  # the dtype of a cache whose numbers have scales
 _LARGEST = 127  # -128 is not used, so that negation is exact
 
 
 @flax.struct.dataclass
-class Int8Slots:
+class ScaledSlots:
     """Keys or values of 8 bits: `values * scales[..., None]`.
 
     Attributes:
@@ -29,13 +30,13 @@ class Int8Slots:
         return self.values.shape
 
 
-Slots = jax.Array | Int8Slots
+Slots = jax.Array | ScaledSlots
 
 
 def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
     """Return `[n, K, S, H]` zeros in the form that stores numbers of `dtype`, in 8 bits if asked for."""
     if int8:
-        return Int8Slots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
+        return ScaledSlots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, _stored(dtype))
 
 
@@ -49,7 +50,7 @@ def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
 
 def as_numbers(x: Slots, dtype: str) -> jax.Array:
     """Convert the stored form of a cache of `dtype` to numbers."""
-    if isinstance(x, Int8Slots):
+    if isinstance(x, ScaledSlots):
         return (x.values.astype(jnp.float32) * x.scales[..., None]).astype(dtype)
     return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, dtype)
 
@@ -76,10 +77,10 @@ def _write(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     return jax.vmap(jax.vmap(write_head))(buffer, new, slots)
 
 
-def _quantize(x: jax.Array) -> Int8Slots:
+def _quantize(x: jax.Array) -> ScaledSlots:
     scales = jnp.max(jnp.abs(x), axis=-1) / _LARGEST
     values = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
-    return Int8Slots(values.astype(jnp.int8), scales)
+    return ScaledSlots(values.astype(jnp.int8), scales)
 
 
 def _stored(dtype: str) -> np.dtype:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -43,6 +43,44 @@ class Weight(Protocol):
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in [0, F)."""
         ...
+
+
+@runtime_checkable
+class Quantized(Weight, Protocol):
+    """A `Weight` that is made of a matrix and stored in a checkpoint, in tensors of its own.
+
+    Each of its arrays has the matrix's rows as the first axis, and an entry depends on that row alone: rows are
+    converted, read and concatenated separately. No array depends on `dtype`, and the first one's is not floating-point.
+
+    Attributes:
+        name: the value of `quantize`; the weights of a checkpoint are in `model.{name}.safetensors`.
+        title: an adjective for messages, such as "8-bit".
+        tensors: for each array, in the order of `jax.tree.leaves`, what its tensor's name has after the matrix's, ""
+            for the first, and what it contains.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    tensors: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Self:
+        """Return the numpy form of the weight that represents `matrix float32[n, D]` in `dtype`.
+
+        Raises:
+            InputError: why the matrix cannot be represented, as a predicate: "is not finite".
+        """
+        ...
+
+    def to_matrix(self) -> np.ndarray:
+        """Return the matrix that the numpy form of a weight represents: float32[n, D]."""
+        ...
+
+
+def has_quantized(params: Any) -> bool:
+    """Return True if a tree of parameters has a `Quantized` weight, also as a part of another weight."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Quantized))
+    return any(isinstance(leaf, Quantized) for leaf in leaves)
 
 
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:

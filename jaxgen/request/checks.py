@@ -64,8 +64,7 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
             "multiple of the cache's rows"
         )
     cache.kv.check_model(model_of(cfg))
-    if cache.kv.int8 != (cfg.cache_dtype == "int8"):
-        made = "int8" if cache.kv.int8 else None
+    if (made := cache.kv.cache_dtype) != cfg.cache_dtype:
         raise ConfigError(
             f"the cache was made with cache_dtype={made!r} and cannot be continued with {cfg.cache_dtype!r}: use "
             f"cfg.replace(cache_dtype={made!r})"

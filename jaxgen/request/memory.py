@@ -26,6 +26,8 @@ from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.quantization import KINDS
+from jaxgen.model.slots import SCALED
 from jaxgen.programs import default_device
 from jaxgen.request.prepare import Prepared
 
@@ -38,8 +40,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 # Changes that make a request smaller. Only the command's check, before the weights are read, can offer flags.
 _REMEDIES: dict[str, dict[str, Any]] = {
     "--dtype bfloat16": {"dtype": np.dtype(jnp.bfloat16)},
-    "--quantize int8": {"quantize": "int8"},
-    "cache_dtype='int8'": {"cache_dtype": "int8"},
+    **{f"--quantize {name}": {"quantize": name} for name in KINDS},
+    f"cache_dtype={SCALED.name!r}": {"cache_dtype": SCALED.name},
     "a smaller max_new_tokens": {"new_tokens": 1},
     "a smaller num_return_sequences or num_beams": {"sequences": 1},
     "a smaller top_k": {"candidates": 1},
@@ -232,7 +234,7 @@ class _Quantities:
             return 0
         source = source.quantize(self.quantize)
         weights = _weights(source, self.dtype)
-        if source.quantized:
+        if source.kind:
             return weights
         if self.on_cpu and source.dtype(self.dtype) == np.float16:  # XLA's CPU program stores a float32 copy of all
             weights += _weights(source, np.dtype(np.float32))

@@ -26,6 +26,7 @@ from jaxgen.model.causal_lm import forward
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.loss import next_token_loss
 from jaxgen.model.sharding import mesh_of, place_rows, replicate
+from jaxgen.model.weights import has_quantized
 from jaxgen.programs import Program, program
 from jaxgen.training.lora import attach
 from jaxgen.training.state import has_state, read_state, write_state
@@ -124,7 +125,7 @@ class TrainState:
         Raises:
             InputError: quantised parameters.
         """
-        if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params)):
+        if has_quantized(params):
             raise InputError("params are quantised, and training changes them: load them with quantize='none'")
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
@@ -189,7 +190,7 @@ def train_step(
         model: the model's config.
         cfg: the settings.
     """
-    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(frozen)):
+    if has_quantized(frozen):
         raise InputError("frozen has quantised weights, which cannot take updates: load it with quantize='none'")
     model = dataclasses.replace(model, dtype=cfg.dtype)
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)

@@ -121,7 +121,10 @@ WORKS = {
     "eos_token_id": ({"eos_token_id": [20, 5]}, tokens(4, 5)),
     "slots": ({"prompt": [1, 2, 3], "slots": 1}, lambda out: out.cache is None and tokens(4, 5, 6, 7)(out)),
     "prefill_chunk_size": ({"prompt": [1, 2, 3], "prefill_chunk_size": 2}, tokens(4, 5, 6, 7)),
-    "cache_dtype": ({"cache_dtype": "int8"}, lambda out: out.cache.kv.int8 and generated(out, 0) == [4, 5, 6, 7]),
+    "cache_dtype": (
+        {"cache_dtype": "int8"},
+        lambda out: out.cache.kv.cache_dtype == "int8" and generated(out, 0) == [4, 5, 6, 7],
+    ),
     "cache_implementation": ({"cache_implementation": "static"}, tokens(4, 5, 6, 7)),
     "use_cache": ({"use_cache": True}, tokens(4, 5, 6, 7)),
     "num_beams": (

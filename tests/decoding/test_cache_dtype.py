@@ -69,7 +69,7 @@ def test_a_draft_changes_no_token():
 def test_continuing_is_one_call():
     cfg = CFG.replace(eos_token_id=None)
     first = generate(PARAMS, IDS, None, cfg.replace(max_new_tokens=3))
-    assert first.cache.kv.int8
+    assert first.cache.kv.cache_dtype == "int8"
     more = generate(
         PARAMS, np.asarray([[5], [6], [7]], np.int32), None, cfg.replace(max_new_tokens=3), cache=first.cache
     )

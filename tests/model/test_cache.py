@@ -22,7 +22,8 @@ def filled(rows: int, slots: int, copies: int = 0, own: int = 3, seed: int = 0, 
     rng = np.random.default_rng(seed)
 
     def draw(buffers):
-        return tuple(as_stored(jnp.asarray(rng.normal(size=x.shape)), cache.dtype, cache.int8) for x in buffers)
+        scaled = cache.cache_dtype is not None
+        return tuple(as_stored(jnp.asarray(rng.normal(size=x.shape)), cache.dtype, scaled) for x in buffers)
 
     length = jnp.asarray(rng.integers(1, cache.slots + 1, cache.rows), jnp.int32)
     return dataclasses.replace(cache, keys=draw(cache.keys), values=draw(cache.values), length=length)
@@ -62,7 +63,8 @@ def test_8_bits_are_the_numbers_to_within_half_a_step():
     new = jnp.asarray(rng.normal(size=(2, 2, 3, 8)), jnp.float32).at[0, 1, 2].set(0)
     stored = as_stored(new, "float32", int8=True)
     cache = KVCache.create(CFG, 2, 5, "int8")
-    assert (cache.dtype, cache.int8, stored.values.dtype, stored.shape) == ("float32", True, jnp.int8, new.shape)
+    assert (cache.dtype, cache.cache_dtype) == ("float32", "int8")
+    assert (stored.values.dtype, stored.shape) == (jnp.int8, new.shape)
     keys = jax.jit(write)(cache.keys[0], stored, jnp.asarray([[0, 1, 2], [4, 9, 1]]))
     read, _ = dataclasses.replace(cache, keys=(keys, *cache.keys[1:])).layer(0)
     half = jnp.max(jnp.abs(new), axis=-1, keepdims=True) / 127 / 2

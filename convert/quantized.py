@@ -1,0 +1,153 @@
+"""Quantised weights of any kind in a checkpoint: made of their tensors; of a matrix when it is read; and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from convert.errors import CheckpointError
+from convert.shards import STEM
+from convert.tensors import DTYPES, STORED, Tensor
+from jaxgen.errors import InputError
+from jaxgen.model.weights import Quantized
+
+_NAMES = {dtype: name for name, dtype in STORED.items()}
+_CHUNK = 1 << 20  # elements converted at once: they stay in the processor's cache
+
+
+def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of weights, of files or in memory, by name; a weight that is not quantised is one itself."""
+    tensors: dict[str, Any] = {}
+    for name, weight in weights.items():
+        suffixes = weight.tensors if isinstance(weight, Quantized) else ("",)
+        tensors |= zip((name + suffix for suffix in suffixes), jax.tree.leaves(weight), strict=True)
+    return tensors
+
+
+def weights_of(
+    tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[type[Quantized]], dtype: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the weights that consist of tensors, of files or in memory, by name, and what is wrong with those.
+
+    Quantised weights are those whose first tensor has the dtype of one of the `kinds`; their matrices are of `dtype`.
+    `shapes` are those of the model's parameters.
+    """
+    weights, problems = dict(tensors), []
+    for name in [name for name in shapes if name in tensors and _dtype(tensors[name]) not in DTYPES.values()]:
+        likes = (_one_row(kind, shapes[name][-1], dtype) for kind in kinds)
+        like = next((like for like in likes if jax.tree.leaves(like)[0].dtype == _dtype(tensors[name])), None)
+        if like is not None:
+            parts = {name + suffix: weights.pop(name + suffix, None) for suffix in like.tensors}
+            faults = _faults(like, parts)
+            problems += faults
+            if len(tensors[name].shape) == 2:
+                weights[name] = remade(like, [*parts.values()], dtype)
+            else:
+                weights[name] = jax.ShapeDtypeStruct(tensors[name].shape, dtype) if faults else tensors[name]
+    return weights, problems
+
+
+def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
+    """List what is wrong with the tensors of a weight, by name, except the first; `like` is a row of zeros."""
+    (_, first), *others = parts.items()
+    faults = []
+    for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
+        shape = [*first.shape[:1], *array.shape[1:]]
+        if part is None or len(first.shape) != 2 or (_dtype(part), list(part.shape)) != (array.dtype, shape):
+            found = "missing" if part is None else f"{part.dtype}{list(part.shape)}"
+            faults.append(f"{name} is {found}: {like.title} matrices need {array.dtype}{shape}, {text}")
+    return faults
+
+
+def _dtype(tensor: Any) -> Any:
+    """Return the numpy dtype of a tensor of a file or in memory."""
+    return STORED.get(tensor.dtype, tensor.dtype)
+
+
+def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized] | None:
+    """Return the first of the kinds that files of a directory are named after, None if there is none."""
+    return next((kind for kind in kinds if any(path.glob(f"{file_stem(kind)}[-.]*"))), None)
+
+
+def file_stem(kind: type[Quantized] | None) -> str:
+    """Return what the names of files with such weights begin with; transformers finds only those of arrays."""
+    return STEM if kind is None else f"{STEM}.{kind.name}"
+
+
+def kind_in(weights: Mapping[str, Any]) -> type[Quantized] | None:
+    """Return the kind of the first quantised weight, None if there is none."""
+    return next((type(weight) for weight in weights.values() if isinstance(weight, Quantized)), None)
+
+
+def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
+    """Return a weight like this one with other arrays; if it is quantised, its matrix is of `dtype`."""
+    if not isinstance(weight, Quantized):
+        return arrays[0]
+    return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[1], dtype)), arrays)
+
+
+def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
+    """Return a weight of a file whose matrix is of a kind when it is read; if that is None, an array.
+
+    `dtype`: of a quantised weight's matrix, if it is not chosen when that is read.
+    """
+
+    def part(matrix: np.ndarray, number: int) -> np.ndarray:
+        assert kind is not None
+        try:
+            return jax.tree.leaves(kind.from_matrix(matrix.astype(np.float32), dtype))[number]
+        except InputError as error:
+            raise CheckpointError([f"{weight.file}: {name} {error}"]) from error
+
+    if isinstance(weight, Quantized) and type(weight) is not kind:
+        weight = _computed(name, weight, weight.shape, dtype, lambda rows: rows.to_matrix())
+    if kind is None or not isinstance(weight, Tensor) or len(weight.shape) != 2:
+        return weight
+    like, tensors = _one_row(kind, weight.shape[1], dtype), []
+    for number, (suffix, array) in enumerate(zip(kind.tensors, jax.tree.leaves(like), strict=True)):
+        shape, compute = (weight.shape[0], *array.shape[1:]), functools.partial(part, number=number)
+        tensors.append(_computed(name + suffix, weight, shape, array.dtype, compute))
+    return remade(like, tensors, dtype)
+
+
+def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
+    """Return a weight whose arrays have the dtypes and, except for the number of rows, the shapes of its kind."""
+    return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
+
+
+def _computed(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, compute: Callable) -> _Computed:
+    first, nbytes = jax.tree.leaves(source)[0], math.prod(shape) * dtype.itemsize
+    return _Computed(first.file, name, _NAMES[dtype], shape, first.offset, nbytes, source, compute)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computed(Tensor):
+    """A tensor whose rows are computed from those of `source`, another tensor or a weight of several."""
+
+    source: Any
+    compute: Callable[[Any], np.ndarray]
+
+    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return the values, rounded once; for a part of a row, the whole row is read."""
+        rows, *columns = part or (slice(None),)
+
+        def read(tensor: Tensor) -> np.ndarray:
+            return tensor.read(None, part and (rows, *[slice(None)] * (len(tensor.shape) - 1)))
+
+        source = jax.tree.map(read, self.source)
+        largest = max(jax.tree.leaves(source), key=np.size)
+        result = np.empty((len(largest), *self.shape[1:]), dtype or STORED[self.dtype])
+        step = max(1, _CHUNK * len(largest) // largest.size)
+        for start in range(0, len(largest), step):
+            chunk = slice(start, start + step)
+            values = self.compute(jax.tree.map(operator.itemgetter(chunk), source))
+            result[chunk] = self.cast(values, result.dtype)
+        return np.ascontiguousarray(result[:, *columns])

@@ -1,0 +1,35 @@
+"""The built-in kinds of quantised weights, by the names that `quantize` has for them.
+
+Does not import jax: the commands offer the names.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from jaxgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxgen.model.weights import Quantized
+
+KINDS = {"int8": "jaxgen.model.int8:Int8"}
+CHOICES = (*KINDS, "none")  # "none" makes arrays of quantised weights
+
+
+def all_built_in() -> list[type[Quantized]]:
+    """Return the classes of all built-in kinds."""
+    return [resolve_name(path) for path in KINDS.values()]
+
+
+def kind_of(quantize: Any) -> type[Quantized] | None:
+    """Return the class that a value of `quantize` names or is; None for "none" and None.
+
+    Raises:
+        ConfigError: another value.
+    """
+    if isinstance(quantize, type) and hasattr(quantize, "from_matrix"):
+        return quantize
+    if quantize is not None and quantize not in CHOICES:
+        raise ConfigError(f"quantize must be {', '.join(map(repr, CHOICES))} or None, got {quantize!r}")
+    return resolve_name(KINDS[quantize]) if quantize in KINDS else None
