@@ -124,10 +124,10 @@ def generate(
     extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
     if streamer is not None:
         _check_streamer(streamer, cfg)
-    arguments = (params, cfg, inputs, extensions, draft)
-    traced = is_traced(arguments) or under_jit()
+    traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
     if traced:
-        params, cfg, inputs, extensions, draft = without_gradient(arguments)
+        params, cfg, inputs = without_gradient(params), without_gradient(cfg), without_gradient(inputs)
+        extensions, draft = without_gradient(extensions), without_gradient(draft)
     on_host = {"streamer": streamer, "max_time": cfg.max_time, "token_healing": cfg.token_healing or None}
     for name, value in on_host.items():
         if traced and value is not None:
