@@ -142,7 +142,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     """
     wanted = float_dtype(dtype)
     checkpoint = open_checkpoint(path, kind_of(quantize))
-    model = dataclasses.replace(model_of(checkpoint.cfg), dtype=checkpoint.dtype(wanted).name)
+    model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
     if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
         file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")

@@ -59,7 +59,7 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
             f"{checkpoint.path} is quantised, and its heads cannot be pooled: start from the original, or convert with "
             "--quantize none first"
         )
-    model = model_of(checkpoint.cfg)
+    model = checkpoint.cfg.model
     pooled = _with_kv_heads(model, kv_heads)
     group = model.num_key_value_heads // pooled.num_key_value_heads
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxgen.config.availability import refuse_unavailable, with_hints
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import eos_list
 from jaxgen.decoding import loop
 from jaxgen.decoding.continuation import Continuation
@@ -193,7 +193,7 @@ def _stop_strings(cfg: GenerationConfig, tokenizer) -> StopStrings:
     assert cfg.stop_strings is not None
     if tokenizer is None:
         raise InputError("stop_strings are text: pass the tokenizer too, generate(..., tokenizer=tokenizer)")
-    return StopStrings.build(cfg.stop_strings, tokenizer, model_of(cfg).vocab_size)
+    return StopStrings.build(cfg.stop_strings, tokenizer, cfg.model.vocab_size)
 
 
 def _hook(given):
@@ -229,7 +229,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
     check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
     # As in transformers, all beams of a prompt have its number.
-    calls = HostCalls(function, model_of(cfg).vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
+    calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls
     finally:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxgen.buckets import prompt_bucket
 from jaxgen.config.availability import check_options, normal_form, refuse_unavailable, with_hints
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.tables import TokenIds
 from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
@@ -86,7 +86,7 @@ def score(
         TypeError: an argument of the wrong type.
     """
     check_call(params, cfg)
-    model = model_of(cfg)
+    model = cfg.model
     vocab = model.vocab_size
     _check_size("top_logprobs", top_logprobs, 0, vocab)
     if chunk is not None:

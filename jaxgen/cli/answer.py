@@ -30,7 +30,7 @@ from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
@@ -115,7 +115,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
         lines = [Line({"prompt": text}, ids, room(ids))]
     else:
         lines = []
-    chat = Chat(tokenizer, model_of(cfg).context_length, options.system) if options.chat else None
+    chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
     cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=room([])))
     assistant = None if options.assistant is None else local_directory(options.assistant)
     job = _Job(source, assistant, cfg, tokenizer, lines, chat, _further_arguments(cfg, options, tokenizer))
@@ -240,7 +240,7 @@ def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the further keywords of generate()."""
     more: dict[str, Any] = {}
-    vocab = model_of(cfg).vocab_size
+    vocab = cfg.model.vocab_size
     if options.negative_prompt is not None:
         if not cfg.on("guidance_scale"):
             raise InputError("--negative-prompt needs --guidance-scale: set that too")
@@ -272,8 +272,8 @@ def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> lis
 
 def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int]) -> int:
     """Return the maximum number of new tokens after a prompt."""
-    prompt, context = len(ids), model_of(cfg).context_length
-    check_vocabulary(ids, model_of(cfg))
+    prompt, context = len(ids), cfg.model.context_length
+    check_vocabulary(ids, cfg.model)
     if prompt >= context:
         raise InputError(
             f"the prompt has {prompt} tokens and the model's context is {context}, answer included: shorten it"

@@ -23,7 +23,7 @@ from jaxgen.cli import terminal
 from jaxgen.cli.batch import check_vocabulary
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
-from jaxgen.config.generation_config import model_of, warn
+from jaxgen.config.generation_config import warn
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.config import ModelConfig
@@ -101,7 +101,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
             f"{source.path} is quantised, and training changes weights: train the original checkpoint, or what "
             "python -m convert --quantize none makes of this one"
         )
-    model = model_of(source.cfg)
+    model = source.cfg.model
     tokenizer = Tokenizer.from_pretrained(source.path)
     width = _width(options.width, model)
     examples = read_examples(options.data, tokenizer)

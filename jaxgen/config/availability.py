@@ -11,7 +11,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax.numpy as jnp
 
 from jaxgen.config.constraints import ConstraintTable
-from jaxgen.config.generation_config import GenerationConfig, model_of, refuse_values
+from jaxgen.config.generation_config import GenerationConfig, refuse_values
 from jaxgen.config.kinds import is_tracer
 from jaxgen.config.options import MODES, OPTIONS
 from jaxgen.config.tables import eos_list
@@ -85,7 +85,7 @@ def _refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn
 
 def check_options(cfg: GenerationConfig, prompts: int) -> None:
     """Raise an error for values for another number of prompts, or ids that are not in the vocabulary."""
-    vocab = model_of(cfg).vocab_size
+    vocab = cfg.model.vocab_size
     for name, option in OPTIONS.items():
         if name not in cfg.enabled:
             continue
@@ -98,7 +98,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
             raise ConfigError(f"{name} has the token {largest}, but the vocabulary is 0 to {vocab - 1}")
         if isinstance(option.kind, ConstraintTable):
             _check_ends(name, option.kind.phrases(value), eos_list(cfg.eos_token_id))
-    if cfg.prefill_chunk_size is not None and model_of(cfg).rope.type == "dynamic":
+    if cfg.prefill_chunk_size is not None and cfg.model.rope.type == "dynamic":
         raise ConfigError("prefill_chunk_size is not offered with dynamic RoPE, which depends on the total length")
     if cfg.on("exponential_decay_length_penalty") and not cfg.on("eos_token_id"):
         raise ConfigError("exponential_decay_length_penalty makes an end more likely: set eos_token_id too")

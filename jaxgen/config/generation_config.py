@@ -113,7 +113,8 @@ class GenerationConfig(GenerationOptions):
         TypeError: a value of the wrong type.
     """
 
-    model: ModelConfig | None = None
+    # None until it is set. What the caller passes is checked by `model_of`, and the rest of the code can rely on it.
+    model: ModelConfig = None  # pyright: ignore[reportAssignmentType]
 
     from_pretrained = _Instead("load_hf(path) returns a config with the parameters, from_hf(fields) reads a dict")
     from_dict = _Instead("from_hf(fields) reads a dict")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import is_tracer
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
@@ -74,7 +74,7 @@ class ContrastiveSearch(Mode):
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
                 "whole number, or a config that is not an argument of the jitted function"
             )
-        candidates = min(int(np.max(np.asarray(cfg.top_k))), model_of(cfg).vocab_size)
+        candidates = min(int(np.max(np.asarray(cfg.top_k))), cfg.model.vocab_size)
         return Needs(candidates=max(1, candidates), final_states=True)
 
     def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe
 from jaxgen.decoding.needs import Needs
@@ -52,7 +52,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     Raises:
         ConfigError: a layer that the model does not have, or none is left.
     """
-    model = model_of(cfg)
+    model = cfg.model
     layers, given = model.num_hidden_layers, cfg.dola_layers
     if isinstance(given, tuple):
         if max(given) >= layers:

@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.row_state import RowState
 from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.shapes import put, short_repr
@@ -100,7 +100,7 @@ class Recording(RowState):
     def begin(cls, cfg: GenerationConfig, capacity: int, out: ModelOutput, columns: jax.Array) -> Recording:
         """Allocate `capacity` steps for each prompt and record its prefill `out`; `columns int32[B, P]`."""
         prompts, width = columns.shape
-        everything = (prompts, capacity, model_of(cfg).vocab_size)
+        everything = (prompts, capacity, cfg.model.vocab_size)
         later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
         hidden = attentions = None
         if cfg.output_hidden_states and out.hidden_states is not None:

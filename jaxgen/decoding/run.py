@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
@@ -128,7 +128,7 @@ class Run:
     @property
     def model(self) -> ModelConfig:
         """The model's config."""
-        return model_of(self.cfg)
+        return self.cfg.model
 
     @property
     def needs(self) -> Needs:

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.shapes import put, short_repr, token_set
 
@@ -59,7 +59,7 @@ class History:
         seen = None
         if cfg.on("repetition_penalty") or cfg.on("encoder_repetition_penalty"):
             within = jnp.arange(ids.shape[1])[None, :] < length[:, None]
-            seen = token_set(jnp.where(within, ids, -1), model_of(cfg).vocab_size)
+            seen = token_set(jnp.where(within, ids, -1), cfg.model.vocab_size)
         return cls(
             ids=ids,
             length=length,

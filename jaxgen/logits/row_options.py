@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import TRACED
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows, token_set
@@ -102,4 +102,4 @@ class RowOptions:
 
     @property
     def _vocab(self) -> int:
-        return model_of(self.cfg).vocab_size
+        return self.cfg.model.vocab_size

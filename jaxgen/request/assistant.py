@@ -7,7 +7,7 @@ from typing import Any
 
 import flax.struct
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
@@ -58,7 +58,7 @@ def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
         raise ConfigError("assistant, prompt_lookup_num_tokens and assistant_early_exit exclude each other: choose one")
     if not mode.takes_draft:
         raise ConfigError(f"assistant works with greedy search and sampling, not with {cfg.mode}: leave it out")
-    theirs, ours = model_of(own).vocab_size, model_of(cfg).vocab_size
+    theirs, ours = own.model.vocab_size, cfg.model.vocab_size
     if abs(theirs - ours) > _PADDING * max(theirs, ours):
         raise InputError(
             f"the assistant has a vocabulary of {theirs} tokens and the model of {ours}: use an assistant with the "
@@ -79,7 +79,7 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
             f"assisted generation returns one sequence per prompt, got num_return_sequences={cfg.num_return_sequences}:"
             " repeat the prompts instead"
         )
-    layers, early = model_of(cfg).num_hidden_layers, cfg.assistant_early_exit
+    layers, early = cfg.model.num_hidden_layers, cfg.assistant_early_exit
     if early is not None and early >= layers:
         raise ConfigError(f"assistant_early_exit={early} must be less than the model's {layers} layers")
     if (early is not None or assistant is not None) and not has_ids:
@@ -94,7 +94,7 @@ def with_draft(run: Run, assistant: Assistant | None) -> Run:
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params
-        model = model_of(assistant.cfg)
+        model = assistant.cfg.model
         settings = {name: getattr(assistant.cfg, name) for name in _SETTINGS}
     else:
         params, settings = run.params, {}

@@ -63,7 +63,7 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
             f"the cache has {cache.rows} rows and there are {prompts} prompts: the number of prompts must be a "
             "multiple of the cache's rows"
         )
-    cache.kv.check_model(model_of(cfg))
+    cache.kv.check_model(cfg.model)
     if (made := cache.kv.cache_dtype) != cfg.cache_dtype:
         raise ConfigError(
             f"the cache was made with cache_dtype={made!r} and cannot be continued with {cfg.cache_dtype!r}: use "
@@ -120,7 +120,7 @@ def check_processes(cfg: GenerationConfig, extensions: Extensions) -> None:
 def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int) -> None:
     """Raise an error for an automaton built for another vocabulary, or stacked for another number of prompts."""
     tokens, starts = automaton.classes.shape[0], automaton.start.size
-    vocab = model_of(cfg).vocab_size
+    vocab = cfg.model.vocab_size
     if tokens != vocab:
         raise InputError(
             f"the automaton has a vocabulary of {tokens} and the model of {vocab}: build it with vocab_size={vocab}"
@@ -163,7 +163,7 @@ def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarr
         lengths: int32[B], the prompts' tokens, including those given as embeddings.
         budget: int32[B].
     """
-    context = model_of(cfg).context_length
+    context = cfg.model.context_length
     if (longest := int((lengths + budget).max())) > context:
         warn(
             f"prompt and answer may reach {longest} tokens and the model was trained for {context}: "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.inputs import mask_of, prompts_of
@@ -49,7 +49,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
             raise ConfigError(f"token_healing makes the prompt shorter, and {name} counts its tokens: leave one out")
     ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)
     mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
-    vocab, texts = model_of(cfg).vocab_size, tokenizer.token_bytes()
+    vocab, texts = cfg.model.vocab_size, tokenizer.token_bytes()
     filler = tokenizer.padding_id if tokenizer.padding_id < vocab else 0
     column = np.arange(ids.shape[1])[None, :]
     removed, columns, last = [], [], []

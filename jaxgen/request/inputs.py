@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxgen.config.generation_config import GenerationConfig, model_of, warn
+from jaxgen.config.generation_config import GenerationConfig, warn
 from jaxgen.decoding.continuation import UNKNOWN
 from jaxgen.decoding.run import Array
 from jaxgen.errors import InputError
@@ -67,7 +67,7 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
     """
     if embeds is not None:
         embeds = embeds if is_traced(embeds) else np.asarray(embeds)
-        _check_embeds(embeds, model_of(cfg))
+        _check_embeds(embeds, cfg.model)
         if ids is None:
             return np.full(embeds.shape[:2], UNKNOWN, np.int32), embeds
     if ids is None:
@@ -76,7 +76,7 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
         if cfg.bos_token_id is None:
             raise InputError("ids and bos_token_id are both None: pass prompts, or set bos_token_id, the first id")
         ids = [[cfg.bos_token_id]]
-    ids = token_ids(ids, model_of(cfg))
+    ids = token_ids(ids, cfg.model)
     if embeds is not None and embeds.shape[:2] != ids.shape:
         raise InputError(
             f"inputs_embeds {list(embeds.shape)} and ids {list(ids.shape)} must describe the same tokens: match their "
@@ -157,7 +157,7 @@ def negative_prompts(
             raise InputError("guidance_scale without ids has no default negative prompt: pass negative_prompt_ids")
         return None, None
     try:
-        negative = token_ids(negative, model_of(cfg))
+        negative = token_ids(negative, cfg.model)
         mask = np.ones(negative.shape, bool) if mask is None else mask_of(mask, negative, cfg)
     except (InputError, TypeError) as error:
         raise type(error)(f"negative_prompt_ids: {error}") from error

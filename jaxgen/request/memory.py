@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.buckets import capacity_for, prompt_bucket
-from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.needs import Needs
 from jaxgen.errors import InputError
@@ -227,7 +227,7 @@ class _Quantities:
     def _model(self, source: Checkpoint | ModelConfig) -> ModelConfig:
         if isinstance(source, ModelConfig):
             return source
-        return dataclasses.replace(model_of(source.cfg), dtype=source.dtype(self.dtype).name)
+        return dataclasses.replace(source.cfg.model, dtype=source.dtype(self.dtype).name)
 
     def _weights(self, source: Checkpoint | ModelConfig) -> int:
         if isinstance(source, ModelConfig):
