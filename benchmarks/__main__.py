@@ -7,6 +7,7 @@ from jaxgen.errors import JaxgenError
 
 PROGRAMS = (
     "accelerator",
+    "calls",
     "checkpoint",
     "compile",
     "environments",

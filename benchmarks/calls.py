@@ -1,0 +1,79 @@
+"""Count the code of jaxgen that one call of `generate()` runs: files, functions and Python calls.
+
+    python -m benchmarks calls
+    python -m benchmarks calls --mode qwen --list
+
+The first call of a process traces the program, the next one only finds it. A call per step would be a defect: the
+numbers do not depend on the number of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import jaxgen
+from benchmarks.modes import MODES
+from convert import load_hf
+from jaxgen import demo, generate
+
+ROOT = Path(jaxgen.__file__).parent
+
+Function = tuple[str, str]  # its file and its qualified name
+
+
+def main() -> None:
+    """Count, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks calls", description=__doc__.partition("\n")[0])
+    parser.add_argument("--mode", choices=MODES, default="greedy")
+    parser.add_argument("--list", action="store_true", help="also print the functions, by file")
+    args = parser.parse_args()
+    first, next_one = count_calls(args.mode)
+    print("| call | files | functions | calls |\n|---|---|---|---|")
+    for name, counted in (("first, which traces", first), ("next", next_one)):
+        print(f"| {name} | {len({file for file, _ in counted})} | {len(counted)} | {counted.total()} |")
+    if args.list:
+        for (file, function), count in sorted(first.items()):
+            print(f"{file} {function} {count}")
+
+
+def count_calls(mode: str) -> tuple[collections.Counter[Function], collections.Counter[Function]]:
+    """Return how often each function runs in the first and in the next call with the bundled model."""
+    params, cfg = load_hf(demo.PATH)
+    cfg = cfg.replace(max_new_tokens=8, **{"do_sample": False} | MODES[mode])
+    ids = np.array([[5, 6, 7, 8]], np.int32)
+    key = jax.random.key(0) if cfg.on("do_sample") else None
+
+    def call() -> None:
+        generate(params, ids, key, cfg, attention_mask=np.ones_like(ids))
+
+    return counted(call), counted(call)
+
+
+def counted(call: Callable[[], None]) -> collections.Counter[Function]:
+    """Return how often each function of jaxgen runs during `call`, lambdas and generators included."""
+    found: collections.Counter[Function] = collections.Counter()
+
+    def count(frame, event: str, _) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(ROOT):
+            # Before Python 3.12 comprehensions are functions too, which nobody wrote as such.
+            if frame.f_code.co_name not in ("<listcomp>", "<dictcomp>", "<setcomp>"):
+                found[str(file.relative_to(ROOT)), f"{frame.f_code.co_qualname}:{frame.f_code.co_firstlineno}"] += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+if __name__ == "__main__":
+    main()
