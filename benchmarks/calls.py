@@ -25,6 +25,8 @@ from jaxgen import demo, generate
 
 ROOT = Path(jaxgen.__file__).parent
 
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+
 Function = tuple[str, str]  # its file and its qualified name
 
 
@@ -61,11 +63,11 @@ def counted(call: Callable[[], None]) -> collections.Counter[Function]:
     found: collections.Counter[Function] = collections.Counter()
 
     def count(frame, event: str, _) -> None:
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(ROOT):
-            # Before Python 3.12 comprehensions are functions too, which nobody wrote as such.
-            if frame.f_code.co_name not in ("<listcomp>", "<dictcomp>", "<setcomp>"):
-                found[str(file.relative_to(ROOT)), f"{frame.f_code.co_qualname}:{frame.f_code.co_firstlineno}"] += 1
+        code = frame.f_code
+        file = Path(code.co_filename)
+        # Before Python 3.12 comprehensions are functions too, which nobody wrote as such.
+        if event == "call" and file.is_relative_to(ROOT) and code.co_name not in _COMPREHENSIONS:
+            found[str(file.relative_to(ROOT)), f"{code.co_qualname}:{code.co_firstlineno}"] += 1
 
     sys.setprofile(count)
     try:

@@ -214,7 +214,7 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
 
     Eager results are cut by numpy, because each slice of a jax array would be compiled.
     """
-    eager = all(isinstance(x, np.ndarray) for x in (prepared.ids, prepared.mask)) and not is_traced(decoded)
+    eager = isinstance(prepared.ids, np.ndarray) and isinstance(prepared.mask, np.ndarray) and not is_traced(decoded)
     xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)
     rows, new_tokens = decoded.lengths.shape[0], prepared.new_tokens
 
@@ -224,19 +224,19 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
     def with_prompt(prompt, generated):
         return to_array(xp.concatenate([xp.repeat(prompt, rows // prompt.shape[0], axis=0), generated], axis=1))
 
-    def steps_first(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else to_array(on_host(x)[:, :new_tokens].swapaxes(0, 1))
+    def steps_first(x: jax.Array) -> jax.Array:
+        return to_array(on_host(x)[:, :new_tokens].swapaxes(0, 1))
 
-    def cut(x: jax.Array | None) -> jax.Array | None:
-        return x if x is None or x.shape[1] == new_tokens else to_array(on_host(x)[:, :new_tokens])
+    def cut(x: jax.Array) -> jax.Array:
+        return x if x.shape[1] == new_tokens else to_array(on_host(x)[:, :new_tokens])
 
-    def layers(record: LayerRecording | None, tokens: int | None) -> LayerRecording | None:
-        if record is None:
-            return None
+    def layers(record: LayerRecording, tokens: int | None) -> LayerRecording:
         trimmed = jax.tree.map(on_host, record).trim(prepared.width, new_tokens, tokens)
         return jax.tree.map(to_array, trimmed)
 
-    recording, logprobs = decoded.recording, decoded.logprobs or LogProbs(None)
+    recording, logprobs = decoded.recording, jax.tree.map(cut, decoded.logprobs or LogProbs(None))
+    scores, logits = jax.tree.map(steps_first, (recording.scores, recording.logits))
+    attentions, hidden = recording.attentions, recording.hidden_states
     lengths = on_host(decoded.lengths)
     return GenerateOutput(
         sequences=with_prompt(prepared.ids, on_host(decoded.tokens)[:, :new_tokens]),
@@ -244,16 +244,16 @@ def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
         lengths=decoded.lengths,
         stop_reasons=decoded.reasons,
         sequences_scores=decoded.sequences_scores,
-        beam_indices=cut(decoded.beam_indices),
+        beam_indices=jax.tree.map(cut, decoded.beam_indices),
         drafted=decoded.drafted,
         accepted=decoded.accepted,
-        scores=steps_first(recording.scores),
-        logits=steps_first(recording.logits),
-        logprobs=cut(logprobs.logprobs),
-        top_logprobs=cut(logprobs.top_logprobs),
-        top_tokens=cut(logprobs.top_tokens),
-        attentions=layers(recording.attentions, new_tokens),
-        hidden_states=layers(recording.hidden_states, None),
+        scores=scores,
+        logits=logits,
+        logprobs=logprobs.logprobs,
+        top_logprobs=logprobs.top_logprobs,
+        top_tokens=logprobs.top_tokens,
+        attentions=None if attentions is None else layers(attentions, new_tokens),
+        hidden_states=None if hidden is None else layers(hidden, None),
         cache=decoded.continuation,
         prompt_width=prepared.ids.shape[1],
     )

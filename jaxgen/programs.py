@@ -93,7 +93,7 @@ class Program:
         """Run the program for arguments of this form, compiling it if there is none."""
         if under_jit():
             return self._function(*args, **kwargs)
-        static = tuple((name, kwargs[name]) for name in self._static if name in kwargs)
+        static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
         on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit takes no options

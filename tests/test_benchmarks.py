@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import accelerator, measure, plots, processors, program, suites, workarounds
+from benchmarks import accelerator, calls, measure, plots, processors, program, suites, workarounds
 from benchmarks.__main__ import main
 from convert import load_hf
 from jaxgen.config.options import OPTIONS
@@ -325,3 +325,13 @@ def test_workarounds_are_measured(wide_model, tmp_path):
     lines = file.read_text("utf-8").splitlines()
     names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
     assert sorted(names[1:]) == sorted(one.name for one in workarounds.WORKAROUNDS if "branch" in one.name)
+
+
+def test_a_greedy_call_visits_little_code():
+    first, following = calls.count_calls("greedy")
+    assert len({file for file, _ in first}) <= 36
+    assert len(first) <= 240
+    assert following.total() <= 160
+    sampled, _ = calls.count_calls("qwen")
+    assert "logits/pipeline.py" in {file for file, _ in sampled}  # only where a processor is on
+    assert "logits/pipeline.py" not in {file for file, _ in first}

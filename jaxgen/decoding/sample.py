@@ -59,8 +59,10 @@ class Sample(Mode):
         """Choose the first token of each sequence."""
         copies = run.needs.sequences
         if copies == 1:
-            first = jnp.zeros(prefilled.rows.count, jnp.int32)
-            return self.enter(run, Prefilled(prefilled.rows.sequence(first), prefilled.read))
+            rows = prefilled.rows
+            if rows.keys is not None:
+                rows = rows.sequence(jnp.zeros(rows.count, jnp.int32))
+            return self.enter(run, Prefilled(rows, prefilled.read))
         rows, cache = prefilled.rows.fork(copies), prefilled.read.cache
         read = fork(dataclasses.replace(prefilled.read, cache=None, out=None), copies)
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))

@@ -82,7 +82,7 @@ class Part:
                 return ScaledSlots(x.values.astype(self.dtype), x.scales)
             return as_numbers(x, self.dtype)
 
-        keys, values = (numbers(jax.tree.map(cut, x)) for x in (self.keys, self.values))
+        keys, values = numbers(jax.tree.map(cut, self.keys)), numbers(jax.tree.map(cut, self.values))
         return keys, values
 
 
@@ -109,7 +109,7 @@ def attention(
     if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
         return out, weights if with_weights else None
-    steps, slots = q.shape[2], sum(part.slots for part in parts)
+    steps, slots = q.shape[2], sum([part.slots for part in parts])
     attend = _recomputed_at_once if all_at_once(steps, slots) else _recomputed_in_blocks
     return attend(q, tuple(parts), visible), None
 

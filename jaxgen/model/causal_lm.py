@@ -205,7 +205,7 @@ class Attention(nn.Module):
 
         queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
         projected = _project(self, x, tokens.context, "qkv_proj", (queries, keys, keys), cfg.attention_bias)
-        q, k, v = (part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in projected)
+        q, k, v = [part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in projected]
         if cfg.qk_norm:
             q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
             k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
@@ -214,7 +214,7 @@ class Attention(nn.Module):
             last = Part(k, v, k.dtype.name)
         else:
             *_, last = parts
-            k, v = (as_stored(x, last.dtype, isinstance(last.keys, ScaledSlots)) for x in (k, v))
+            k, v = [as_stored(x, last.dtype, isinstance(last.keys, ScaledSlots)) for x in (k, v)]
             last = Part(write(last.keys, k, tokens.slots), write(last.values, v, tokens.slots), last.dtype)
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
@@ -277,14 +277,14 @@ class Layers(nn.Module):
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
             parts = cache.parts if cache else ()
-            parts = tuple(Part(part.keys[index], part.values[index], part.dtype) for part in parts)
+            parts = tuple([Part(part.keys[index], part.values[index], part.dtype) for part in parts])
             x, weights, last = decoder_layer(self.cfg, window, name=str(index))(x, tokens, parts)
             states.append(x)
             attentions.append(weights)
             written.append(last)
         if cache is not None:
-            keys, values = (tuple(getattr(part, name) for part in written) for name in ("keys", "values"))
-            cache = dataclasses.replace(cache, keys=keys, values=values)
+            keys, values = [part.keys for part in written], [part.values for part in written]
+            cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
         return states, attentions, cache
 
 

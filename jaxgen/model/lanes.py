@@ -46,7 +46,7 @@ def _terms(columns: int) -> int:
     """Return the largest suitable number of terms in a lane's sum, 0 if there is none."""
     groups = columns // _LANES
     counts = range(_FEWEST_TERMS, _MOST_TERMS + 1, 2)
-    return max((count for count in counts if groups % count == 0), default=0)
+    return max([count for count in counts if groups % count == 0], default=0)
 
 
 def _sum(x: jax.Array, axis: int, initial: float) -> jax.Array:

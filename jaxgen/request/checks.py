@@ -163,8 +163,8 @@ def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarr
         lengths: int32[B], the prompts' tokens, including those given as embeddings.
         budget: int32[B].
     """
-    context = cfg.model.context_length
-    if (longest := int((lengths + budget).max())) > context:
+    longest, model = int((lengths + budget).max()), cfg.model
+    if longest > model.max_position_embeddings and longest > (context := model.context_length):
         warn(
             f"prompt and answer may reach {longest} tokens and the model was trained for {context}: "
             "quality may degrade beyond that"

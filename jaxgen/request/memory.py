@@ -55,7 +55,7 @@ _SMALL = 2**28  # bytes; to read what is free would take longer than some calls 
 def cache_bytes(model: ModelConfig, rows: int, slots: int, dtype: str | None = None) -> int:
     """Return the bytes of `KVCache.create(model, rows, slots, dtype)`."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots, dtype)))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    return sum([math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves])
 
 
 def check_memory(
@@ -205,7 +205,7 @@ class _Quantities:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
         model, width, capacity = self._model(self.sources[0]), prompt_bucket(self.width), self._capacity()
         prompts, rows = self._at_a_time()
-        stored = sum(self._weights(source) + self._cache(source) for source in self.sources)
+        stored = sum([self._weights(source) + self._cache(source) for source in self.sources])
         context = 4 * rows * (width + capacity) * model.hidden_size if self.final_states else 0
         # By XLA's memory analysis, scores, exponentials and weights coexist on a CPU.
         scores = (3 if self.on_cpu else 1) * 4 * prompts * model.num_attention_heads * width**2

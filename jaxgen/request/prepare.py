@@ -124,8 +124,9 @@ def prepare(
     capacity = new_tokens
     if eager:
         capacity = capacity_for(new_tokens, recorded=cfg.records)
-        ids, mask, embeds = (_widened(x) for x in (ids, mask, embeds))
-        negative_ids, negative_mask = (_widened(x) for x in (negative_ids, negative_mask))
+        ids, mask, embeds, negative_ids, negative_mask = jax.tree.map(
+            _widened, (ids, mask, embeds, negative_ids, negative_mask)
+        )
     sizes, context = Sizes(prompts, capacity, slots, needs), Context(mesh is not None if eager else None)
     run = Run(params, normal_form(cfg), extensions, sizes, context, mesh=mesh)
     if assistant is not None or run.cfg.assistant_early_exit is not None:
@@ -184,10 +185,8 @@ def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
     return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
 
 
-def _widened(x: Array | None) -> Array | None:
+def _widened(x: Array) -> Array:
     """Pad columns on the left of `[B, P, ...]`, up to a bucket."""
-    if x is None:
-        return None
     padding = [(0, 0)] * x.ndim
     padding[1] = (prompt_bucket(x.shape[1]) - x.shape[1], 0)
     return np.pad(x, padding)
