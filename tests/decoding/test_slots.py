@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, History, InputError, StepHook, TokenAutomaton, generate, prefill
-from tests.support.models import model_config, random_params
+from tests.support.models import model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 
 MODEL = model_config(vocab_size=320, hidden_size=32)
@@ -48,11 +48,12 @@ def check(cfg: GenerationConfig, slots=SEVERAL, **arguments) -> None:
     assert_equal(call(cfg.replace(**slots), **arguments), expected)
 
 
-@pytest.mark.parametrize("slots", [{"slots": 1}, {"slots": 4}, {"slots": 40}, SEVERAL])
+@pytest.mark.parametrize("slots", [{"slots": 4}, *slow({"slots": 1}, {"slots": 40}, SEVERAL)])
 def test_greedy_search_in_slots(slots):
     check(CFG, slots)
 
 
+@pytest.mark.slow
 def test_several_sequences_per_prompt():
     check(CFG.replace(**SAMPLING, num_return_sequences=3))
 
@@ -84,7 +85,7 @@ class Sums(StepHook):
         return dataclasses.replace(output, logits=output.logits + 0.1 * state[:, None]), state + 1
 
 
-@pytest.mark.parametrize("scale", [None, np.linspace(1.1, 1.6, PROMPTS)], ids=["plain", "guided"])
+@pytest.mark.parametrize("scale", [np.linspace(1.1, 1.6, PROMPTS), *slow(None)], ids=["guided", "plain"])
 def test_a_hook_a_processor_and_a_criterion(scale):
     def processor(history: History, scores):
         return scores - 0.01 * history.length[:, None].astype(jnp.float32) * jnp.sin(jnp.arange(320.0))[None, :]
@@ -96,6 +97,7 @@ def test_a_hook_a_processor_and_a_criterion(scale):
     check(CFG.replace(**SAMPLING, guidance_scale=scale), **arguments)
 
 
+@pytest.mark.slow
 def test_negative_prompts_of_other_lengths():
     negative = np.random.default_rng(1).integers(40, 120, (PROMPTS, 14), np.int32)
     mask = np.arange(14)[None, :] >= np.random.default_rng(2).integers(0, 14, PROMPTS)[:, None]
@@ -103,8 +105,8 @@ def test_negative_prompts_of_other_lengths():
     check(CFG.replace(**SAMPLING, guidance_scale=1.4), **arguments)
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.3}], ids=["plain", "guided"])
-@pytest.mark.parametrize("slots", [{"slots": 1}, SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize("options", [{}, *slow({"guidance_scale": 1.3})], ids=["plain", "guided"])
+@pytest.mark.parametrize("slots", [SEVERAL, *slow({"slots": 1})], ids=["several", "one"])
 def test_a_prefix_that_all_prompts_share(options, slots):
     shared = prefill(PARAMS, IDS[:1, :5], CFG)
     check(CFG.replace(**SAMPLING, repetition_penalty=1.2, **options), slots, cache=shared)
@@ -196,9 +198,7 @@ def many():
     return run
 
 
-@pytest.mark.parametrize(
-    "slots", [1, 3, pytest.param(8, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("slots", [3, *slow(1, 8, 16)])
 def test_neighbours_order_and_slot_change_no_bit(many, slots):
     tokens, bits = many(np.arange(64), slots)
     for prompts in (np.random.default_rng(5).permutation(64), np.array([40, 7, 63, 8, 1])):
@@ -209,6 +209,7 @@ def test_neighbours_order_and_slot_change_no_bit(many, slots):
 # --- What it costs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_prompts():
     def temporaries(prompts: int) -> int:
         cfg = CFG.replace(max_new_tokens=64, slots=2)
