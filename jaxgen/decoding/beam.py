@@ -343,8 +343,9 @@ class Step:
         parents, count = continuations.parents.reshape(-1), self.totals.shape[1]
         added = repeat_rows(self.live, parents.size)
         rows = self.extend(continuations)
-        logits, scores = (self._take(x, parents) for x in (self.logits, self.scores))
-        rows = rows.with_logprobs(self.run, added, logits, scores)
+        if self.run.cfg.output_logprobs is not None:
+            logits, scores = (self._take(x, parents) for x in (self.logits, self.scores))
+            rows = rows.with_logprobs(self.run, added, logits, scores)
         step, origins = (self._take(x, parents) for x in (self.beams.rows.history.step, self.beams.origins))
         return rows, put_step(origins, step, added, parents % count)
 
