@@ -106,7 +106,7 @@ def test_processed_scores_when_sampling(number, group):
             if step in STEPS:
                 at = STEPS.index(step)
                 streams = logits[:, at] if uncond is None else jnp.concatenate([logits[:, at], uncond[:, at]])
-                scores.append(transform(history, guide(cfg, values, streams)))
+                scores.append(transform(history, guide(cfg, values, streams) if cfg.on("guidance_scale") else streams))
             if step < max(STEPS):
                 history = history.push(tokens[:, step], jnp.ones(rows, bool))
         return jnp.stack(scores, axis=1)
