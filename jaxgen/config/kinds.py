@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from jaxgen.errors import ConfigError
+from jaxgen.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import jax
@@ -253,9 +253,12 @@ class Flags(Flag):
     def parse(self, name: str, value: Any) -> Any:
         if isinstance(value, bool | np.bool_):
             return bool(value)
-        array: Any = value if is_tracer(value) else np.asarray(value)
+        try:
+            array: Any = value if is_tracer(value) else np.asarray(value)
+        except ValueError:  # nested unevenly, or too deeply
+            array = np.asarray(None)
         if array.dtype != bool or array.ndim != 1:
-            raise TypeError(f"{name} must be True or False, or a list of one per prompt, got {value!r}")
+            raise TypeError(f"{name} must be True or False, or a list of one per prompt, got {shown(value)}")
         return array
 
     def leaf(self, value: Any) -> Any:

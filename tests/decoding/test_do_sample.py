@@ -77,8 +77,9 @@ def test_what_is_refused():
         CFG.replace(do_sample=[True, False], num_beams=2)
     with pytest.raises(ConfigError, match="num_return_sequences=2"):
         CFG.replace(do_sample=[True, False], num_return_sequences=2)
-    with pytest.raises(TypeError, match="a list of one per prompt"):
-        CFG.replace(do_sample=[1, 0])
+    for value in ([1, 0], [True, [False]]):
+        with pytest.raises(TypeError, match="a list of one per prompt"):
+            CFG.replace(do_sample=value)
     with pytest.raises(ValueError, match="do_sample has 2 values for 6 prompts"):
         generate(PARAMS, IDS, KEY, CFG.replace(do_sample=[True, False]))
     with pytest.raises(ConfigError, match="do_sample has one value per prompt"):
