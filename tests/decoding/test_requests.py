@@ -85,6 +85,7 @@ def test_some_prompts_with_own_values(name):
     check(CFG.replace(do_sample=True, **per_prompt_options()[name]))
 
 
+@pytest.mark.slow
 def test_some_prompts_with_several_own_values():
     temperatures, ends = [0.7, 0.8, 0.9, 1.0, 1.1, 1.2], [[1], [2], [3, 4], [1, 2], [60], [70, 80]]
     check(CFG.replace(do_sample=True, temperature=temperatures, eos_token_id=ends, max_new_tokens=[3, 4, 5, 6, 5, 4]))
@@ -139,6 +140,7 @@ def test_any_prompts_with_everything_of_their_own():
             np.testing.assert_array_equal(getattr(part, name), np.asarray(getattr(whole, name))[rows], err_msg=name)
 
 
+@pytest.mark.slow
 def test_some_prompts_with_guidance_a_processor_a_criterion_and_a_hook():
     class Sums(StepHook):
         def init(self, history: History):

@@ -58,6 +58,7 @@ def test_several_sequences_per_prompt():
     check(CFG.replace(**SAMPLING, num_return_sequences=3))
 
 
+@pytest.mark.slow
 def test_rows_that_sample_and_rows_that_do_not():
     check(CFG.replace(**SAMPLING | {"do_sample": np.arange(PROMPTS) % 3 > 0}, top_p=0.9))
 
@@ -112,6 +113,7 @@ def test_a_prefix_that_all_prompts_share(options, slots):
     check(CFG.replace(**SAMPLING, repetition_penalty=1.2, **options), slots, cache=shared)
 
 
+@pytest.mark.slow
 def test_a_generated_prefix_whose_last_token_is_pending():
     first = generate(PARAMS, IDS[:1], None, CFG.replace(max_new_tokens=4, eos_token_id=None))
     check(CFG.replace(**SAMPLING), cache=first.cache)
