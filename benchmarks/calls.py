@@ -3,8 +3,7 @@
     python -m benchmarks calls
     python -m benchmarks calls --mode qwen --list
 
-The first call of a process traces the program, the next one only finds it. A call per step would be a defect: the
-numbers do not depend on the number of tokens.
+The first call traces the program; the next one finds it compiled. Lambdas and generators count as functions.
 """
 
 from __future__ import annotations

@@ -227,8 +227,12 @@ class GenerationConfig(GenerationOptions):
         return fields
 
     def on(self, name: str) -> bool:
-        """True if an option is on, that is, not at its neutral value."""
-        return name in self.enabled
+        """True if an option is on, that is, not at its neutral value.
+
+        Raises:
+            KeyError: an unknown name.
+        """
+        return OPTIONS[name].name in self.enabled
 
     @property
     def constrained(self) -> bool:

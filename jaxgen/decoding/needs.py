@@ -1,4 +1,4 @@
-"""What a decode mode requires of the trunk."""
+"""Requirements of a decode mode, which the trunk reads."""
 
 from __future__ import annotations
 

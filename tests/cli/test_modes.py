@@ -87,12 +87,12 @@ class TestChat:
         assert [cache is None for _, cache, _ in asked] == [True, False, False]
         assert asked[2][0] < asked[0][0] + len("and more")
 
-        def anew(self):
+        def fresh(self):
             self._cache, self._text = None, ""
 
         # A chat that forgets its cache before each turn says the same.
         ask = Chat.ask
-        monkeypatch.setattr(Chat, "ask", lambda self, *arguments: anew(self) or ask(self, *arguments))
+        monkeypatch.setattr(Chat, "ask", lambda self, *arguments: fresh(self) or ask(self, *arguments))
         assert say("Hello\nand more\nand more", *options) == kept
         assert [cache is None for _, cache, _ in asked] == [True, False, False, True, True, True]
 

@@ -403,7 +403,7 @@ def test_ids_become_tables_whose_sizes_are_rounded_up(name, case):
     assert jax.tree.leaves(GenerationConfig(**{name: per_prompt}).replace(top_k=0))[-1].shape[0] == 2
     with pytest.raises(ConfigError, match=f"{name} has one value per prompt"):
         GenerationConfig(**{name: per_prompt}).to_hf()
-    # What jit gives back is the same config, and its fields can be set anew.
+    # What jit gives back is the same config, and its fields can be set again.
     for given in (cfg, GenerationConfig(**{name: per_prompt})):
         through = jax.jit(lambda cfg: cfg.replace(temperature=0.5))(given)
         assert through.replace(temperature=1.0) == given
@@ -471,3 +471,8 @@ def test_constraints_are_written_as_words():
 def test_alternatives_that_are_refused(given):
     with pytest.raises(ConfigError, match="nested_token_ids"):
         DisjunctiveConstraint(given)
+
+
+def test_an_unknown_name_is_not_off():
+    with pytest.raises(KeyError):
+        GenerationConfig().on("temprature")

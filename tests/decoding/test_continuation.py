@@ -39,8 +39,8 @@ def both(cfg, first, key=None, **given):
     on = generate(PARAMS, ids, key, cfg, attention_mask=mask, cache=first.cache, **given)
     whole = [prompt + generated(first, row) + FOLLOWING[row] for row, prompt in enumerate(PROMPTS)]
     ids, mask = left_pad(whole)
-    anew = generate(PARAMS, ids, key, cfg, attention_mask=mask, **given)
-    return [all_generated(out) for out in (on, anew)]
+    fresh = generate(PARAMS, ids, key, cfg, attention_mask=mask, **given)
+    return [all_generated(out) for out in (on, fresh)]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def both(cfg, first, key=None, **given):
         *slow({"min_length": 16, "eos_token_id": list(range(40, 80))}),
     ],
 )
-def test_going_on_is_beginning_anew(fields):
+def test_a_continued_answer_is_the_whole_one(fields):
     cfg = CFG.replace(**fields)
     key = jax.random.key(4) if cfg.do_sample else None
     first = start(cfg.replace(min_length=0, eos_token_id=None), key)
-    on, anew = both(cfg, first, key)
-    assert on == anew
+    on, fresh = both(cfg, first, key)
+    assert on == fresh
 
 
 def test_own_stop_strings_begin_in_the_cache():
@@ -66,8 +66,8 @@ def test_own_stop_strings_begin_in_the_cache():
     text = [tok.decode([*generated(first, row)[-1:], *FOLLOWING[row], *unstopped[row][:1]]) for row in range(3)]
     assert all(map(str.isascii, text))
     cfg = CFG.replace(stop_strings=[[text[0]], None, [text[2], text[0]]])
-    on, anew = both(cfg, first, tokenizer=tok)
-    assert on == anew == [unstopped[0][:1], unstopped[1], unstopped[2][:1]]
+    on, fresh = both(cfg, first, tokenizer=tok)
+    assert on == fresh == [unstopped[0][:1], unstopped[1], unstopped[2][:1]]
 
 
 @pytest.mark.slow
@@ -76,8 +76,8 @@ def test_rows_that_ended_at_different_lengths():
     cfg = CFG.replace(eos_token_id=ends)
     first = start(cfg)
     assert len(set(np.asarray(first.lengths).tolist())) > 1
-    on, anew = both(cfg, first)
-    assert on == anew
+    on, fresh = both(cfg, first)
+    assert on == fresh
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def write_lines(path: pathlib.Path, items: list[dict]) -> None:
 
 
 def start(version: str, **numbers: int) -> tuple:
-    """Read the command line, check the release, and make the output folder anew with its manifest.
+    """Read the command line, check the release, and make the output folder fresh with its manifest.
 
     `numbers`: further options, with their defaults. Returns the seed, the folder, and what was given for these.
     """

@@ -35,8 +35,8 @@ def copied_caches(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     head = model.num_key_value_heads * model.head_dim
     sizes = {"slots": SLOTS * (WIDTH + NEW) * head, "pool": PLACES * WIDTH * head}
     found = {name: [] for name in sizes}
-    assert re.search(rf"\[{SLOTS},2,{WIDTH + NEW},{model.head_dim}\]", program), "there is no such cache"
-    assert re.search(rf"\[{PLACES},2,{WIDTH},{model.head_dim}\]", program), "there is no such pool"
+    assert re.search(rf"\[{SLOTS},2,{WIDTH + NEW},{model.head_dim}\]", program), "the program has no cache of slots"
+    assert re.search(rf"\[{PLACES},2,{WIDTH},{model.head_dim}\]", program), "the program has no cache of the pool"
     for line in _in_loops(program):
         if (match := COPY.match(line)) and ON_CHIP not in match[2]:
             size = math.prod(map(int, filter(None, match[1].split(","))))
