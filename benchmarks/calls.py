@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import sys
+import cProfile
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from benchmarks.modes import MODES
 from convert import load_hf
 from jaxgen import demo, generate
 
-ROOT = Path(jaxgen.__file__).parent
+ROOT = os.path.dirname(jaxgen.__file__) + os.sep
 
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 
@@ -59,20 +59,16 @@ def count_calls(mode: str) -> tuple[collections.Counter[Function], collections.C
 
 def counted(call: Callable[[], None]) -> collections.Counter[Function]:
     """Return how often each function of jaxgen runs during `call`, lambdas and generators included."""
+    profile = cProfile.Profile(subcalls=False, builtins=False)
+    profile.runcall(call)
     found: collections.Counter[Function] = collections.Counter()
-
-    def count(frame, event: str, _) -> None:
-        code = frame.f_code
-        file = Path(code.co_filename)
+    for entry in profile.getstats():
+        code = entry.code
         # Before Python 3.12 comprehensions are functions too, which nobody wrote as such.
-        if event == "call" and file.is_relative_to(ROOT) and code.co_name not in _COMPREHENSIONS:
-            found[str(file.relative_to(ROOT)), f"{code.co_qualname}:{code.co_firstlineno}"] += 1
-
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+        if isinstance(code, str) or code.co_name in _COMPREHENSIONS or not code.co_filename.startswith(ROOT):
+            continue
+        file = code.co_filename.removeprefix(ROOT)
+        found[file, f"{code.co_qualname}:{code.co_firstlineno}"] += entry.callcount
     return found
 
 

@@ -205,33 +205,28 @@ class KVCache:
     def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
         """Return this cache with row `rows[i]`, int32[n], replaced by row i of `source`, a cache of n rows.
 
-        Parts with as many rows as the cache are written; shared parts are unchanged. Only the inserted rows are copied,
-        also in a compiled loop. A row number out of range inserts nothing; the others must be distinct.
+        Only the inserted rows are copied, also in a compiled loop. A row number out of range inserts nothing; the
+        others must be distinct. A prefix has one row, which all rows share, those of `source` too: it is unchanged.
 
         Raises:
-            InputError: `source` has other parts than this cache, or rows share slots.
+            InputError: `source` has other parts than this cache, the prefix has several rows, or rows share slots.
         """
         if self.owners is not None:
             raise InputError("rows that share slots cannot be replaced one by one: use a cache with slots of their own")
+        if self.prefix is not None and self.prefix.rows > 1:
+            raise InputError(
+                f"rows cannot be replaced over a prefix of {self.prefix.rows} rows, which belong to their prompts: "
+                "`reorder` returns a cache in one part"
+            )
         sizes, given = ([_form(part) for part in cache.parts] for cache in (self, source))
         if sizes != given:
             raise InputError(f"source must have the parts ([K, S, H], dtype) = {sizes}, got {given}")
-        owned = [part.rows == self.rows for part in self.parts]
-        if any(own and new.rows != source.rows for own, new in zip(owned, source.parts, strict=True)):
-            raise InputError("each row of source must have its own slots in the parts where this cache's rows do")
         # Each dropped row gets its own number, because the scatter promises unique indices.
         dropped = self.rows + jnp.arange(source.rows, dtype=jnp.int32)
         rows = jnp.where((rows >= 0) & (rows < self.rows), rows, dropped)
-
-        def put(x: jax.Array, new: jax.Array) -> jax.Array:
-            return x.at[rows].set(new, mode="drop", unique_indices=True)
-
-        result = None
-        for part, new, own in zip(self.parts, source.parts, owned, strict=True):
-            part, new = (dataclasses.replace(cache, prefix=None) for cache in (part, new))
-            result = dataclasses.replace(jax.tree.map(put, part, new) if own else part, prefix=result)
-        assert result is not None
-        return result
+        part, new = (dataclasses.replace(cache, prefix=None) for cache in (self, source))
+        part = jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop", unique_indices=True), part, new)
+        return dataclasses.replace(part, prefix=self.prefix)
 
     def expand(self, copies: int) -> KVCache:
         """Return a copy in one part with each row repeated `copies` times, like `repeat_interleave`.

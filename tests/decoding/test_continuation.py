@@ -59,6 +59,7 @@ def test_a_continued_answer_is_the_whole_one(fields):
     assert on == fresh
 
 
+@pytest.mark.slow
 def test_own_stop_strings_begin_in_the_cache():
     """A string of each of two prompts, from the last token of the cache to the first new one."""
     first, tok = start(CFG), byte_level()

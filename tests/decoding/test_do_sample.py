@@ -43,6 +43,7 @@ def test_each_row_is_as_in_a_batch_of_its_kind(options):
     )
 
 
+@pytest.mark.slow
 def test_with_drafts():
     cfg = CFG.replace(prompt_lookup_num_tokens=3)
     plain, drafted = (generate(PARAMS, IDS, KEY, c.replace(do_sample=SAMPLES)) for c in (CFG, cfg))

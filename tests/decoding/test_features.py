@@ -23,7 +23,7 @@ from jaxgen import (
 )
 from jaxgen.decoding import modes
 from tests.support.goldens import GOLDENS
-from tests.support.models import all_generated, left_pad, model_config, random_params, slow
+from tests.support.models import all_generated, left_pad, model_config, random_params
 from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
 
@@ -286,7 +286,8 @@ def test_feature(feature, mode):
             FEATURES[feature](mode)
 
 
-@pytest.mark.parametrize("mode", ["sampling", *slow("greedy search", "beam search", "prompt lookup")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sampling", "greedy search", "beam search", "prompt lookup"])
 def test_stop_strings_per_prompt(mode):
     own_stop_strings(mode)
 
