@@ -270,9 +270,9 @@ def test_selecting_rows_copies_nothing_of_the_prefix(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_inserting_rows_moves_only_those_rows(dtype):
     model = model_config(**MODEL)
-    cache, source = (jax.eval_shape(lambda n=n: KVCache.create(model, n, PROMPT, dtype).fork(1, NEW)) for n in (5, 2))
+    cache, source = (jax.eval_shape(lambda n=n: KVCache.create(model, 1, PROMPT, dtype).fork(n, NEW)) for n in (5, 2))
     lines = steps_of(KVCache.insert, cache, source, jax.ShapeDtypeStruct((2,), jnp.int32))
-    assert results_of_size(lines, {5 * 2 * PROMPT * 32, 5 * 2 * NEW * 32}) == []
+    assert results_of_size(lines, {2 * PROMPT * 32, 5 * 2 * NEW * 32}) == []
 
 
 @pytest.mark.slow
