@@ -48,7 +48,7 @@ class GenerateOutput:
         hidden_states: of all layers, with `output_hidden_states`.
         attentions: of all layers, with `output_attentions`.
         cache: a `Continuation`: keys and values of all tokens except each row's last, the ids of all tokens, and their
-            count.
+            count; None with `slots`.
         prompt_width: P, static.
     """
 

@@ -252,15 +252,17 @@ def test_arguments_of_a_call_on_the_mesh(name):
 
 
 @pytest.mark.slow
-def test_a_streamer_and_a_deadline_on_the_mesh():
+@pytest.mark.parametrize("options", [{}, {"slots": 3}], ids=["batch", "slots"])
+def test_a_streamer_and_a_deadline_on_the_mesh(options):
     expected, found = Collector(), Collector()
-    cfg = CFG.replace(max_time=600.0)
+    cfg = CFG.replace(max_time=600.0, **options)
     for params, streamer in ((PARAMS, expected), (on_mesh((4, 2)), found)):
         generate(params, IDS, None, cfg, streamer=streamer)
     for one, other in zip(expected.values, found.values, strict=True):
         assert one.tolist() == other.tolist()
     rows = RowCollector()
     generate(on_mesh((4, 2)), IDS, None, cfg, streamer=rows)
+    assert expected.tokens.size
     assert [rows.rows[row] for row in range(len(rows.rows))] == expected.tokens.tolist()
 
 

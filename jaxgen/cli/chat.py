@@ -93,6 +93,8 @@ class Chat:
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
+        if self._cache is None:  # with slots the next answer reads the conversation from its beginning
+            self._forget_cache()
         self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
         return dropped
 

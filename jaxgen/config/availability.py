@@ -98,8 +98,12 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
             raise ConfigError(f"{name} has the token {largest}, but the vocabulary is 0 to {vocab - 1}")
         if isinstance(option.kind, ConstraintTable):
             _check_ends(name, option.kind.phrases(value), eos_list(cfg.eos_token_id))
-    if cfg.prefill_chunk_size is not None and cfg.model.rope.type == "dynamic":
-        raise ConfigError("prefill_chunk_size is not offered with dynamic RoPE, which depends on the total length")
+    for name in ("prefill_chunk_size", "slots"):
+        if getattr(cfg, name) is not None and cfg.model.rope.type == "dynamic":
+            raise ConfigError(
+                f"{name} is not offered with dynamic RoPE, which depends on the total length: prompts are read in "
+                "chunks. Leave it out"
+            )
     if cfg.on("exponential_decay_length_penalty") and not cfg.on("eos_token_id"):
         raise ConfigError("exponential_decay_length_penalty makes an end more likely: set eos_token_id too")
     if cfg.top_logprobs > vocab:

@@ -401,8 +401,10 @@ def _check(cfg: GenerationConfig) -> None:
             raise ConfigError("do_sample with one value per prompt works with num_beams=1: set it to True or False")
         _check_beams(cfg)
     elif cfg.num_return_sequences > 1 and not is_tracer(cfg.do_sample) and not np.all(cfg.do_sample):
+        which = "greedy search" if cfg.mode == SAMPLE else cfg.mode
+        some = " for some prompts, which do_sample chooses" if cfg.mode == SAMPLE else ""
         raise ConfigError(
-            f"num_return_sequences={cfg.num_return_sequences}: {cfg.mode} has one result per prompt; "
+            f"num_return_sequences={cfg.num_return_sequences}: {which} has one result per prompt{some}; "
             "set do_sample=True, or num_beams"
         )
 

@@ -1,7 +1,8 @@
 """Continuous batching: many sequences in a few slots. A sequence that ends leaves its slot to the next one.
 
 A round reads prompts if a slot is free and no prompt is ready, lets sequences enter, and takes steps until a slot can
-be filled. Each of these is a loop of its own inside the loop over rounds, because a `lax.cond` would copy the caches.
+be filled. Each of these is a loop of its own inside the loop over rounds, because XLA may copy a cache that a
+`lax.cond` passes on, in every round.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Request, Run
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.model.sharding import rows_on
+from jaxgen.shapes import repeat_rows
 
-_STEPS = 8  # of a round at most, so that a streamer need not wait for the end of a row
+_STEPS = 4  # of a round at most, so that a streamer need not wait for the end of a row
 _NOBODY = -1
 
 
@@ -54,15 +56,19 @@ class Answers(RowState):
 
     @classmethod
     def empty(cls, run: Run, rows: Rows) -> Answers:
-        """Return the results of all sequences, of which none has begun, with logprobs if `rows` have them."""
+        """Return the results of all sequences, of which none has begun, with logprobs if `rows` have them.
+
+        Those of prompts that pad the batch for a mesh have ended.
+        """
         count = run.prompts * run.needs.sequences
+        padding = jnp.arange(count) >= run.sizes.prompts * run.needs.sequences
         none = cls(
             tokens=jnp.broadcast_to(run.pad_id, (1, run.capacity)),
             lengths=jnp.zeros(1, jnp.int32),
-            reasons=jnp.full(1, StopReason.NONE, jnp.int32),
+            reasons=jnp.where(padding, jnp.int32(StopReason.LENGTH), jnp.int32(StopReason.NONE)),
             logprobs=jax.tree.map(lambda x: jnp.zeros_like(x[:1]), rows.logprobs),
         )
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape[1:])), none)
+        return jax.tree.map(lambda x: repeat_rows(x, count), none)
 
     def put(self, sequences: jax.Array, answers: Answers) -> Answers:
         """Store the results of sequences of these numbers, int32[n]; a negative number stores nothing."""
@@ -109,6 +115,7 @@ class Continuous(Mode):
 
     mode: Any
     slots: int
+    watched = 1
 
     def needs(self, cfg: GenerationConfig) -> Needs:
         """Return what the mode needs."""

@@ -53,7 +53,8 @@ class StepHook:
     It replaces overriding `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation` of transformers'
     models. Override the methods that you need with pure functions. The state is your own pytree. The first axis of all
     of its arrays is the rows, so that it can be repeated and reordered with them: the first step has one row per
-    prompt, later ones one per sequence. With `guidance_scale` the rows without the prompt come after the others.
+    prompt, later ones one per sequence. With `guidance_scale` the rows without the prompt come after the others. With
+    `slots` there are a few prompts at first, one row when a sequence enters, and then as many as slots.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that they are arguments of the compiled program
     and not constants in it. Any other hook is part of the program, and a new object recompiles.

@@ -40,7 +40,8 @@ class Mode(abc.ABC):
         takes_draft: a draft model may be passed; then `Assisted` is the mode.
         drafts: it reads drafted tokens.
         replays: `score(of="scores")` can compute its scores: they depend on nothing but the row's tokens.
-        refills: rows may leave, and others take their place; it then has `enter` and `insert`.
+        refills: rows may leave, and others take their place; it then has `empty`, `enter` and `insert`.
+        watched: how many steps are taken before the host sees the tokens, with a streamer or `max_time`.
         no_cache: why it cannot begin with a cache; empty if it can.
     """
 
@@ -48,6 +49,7 @@ class Mode(abc.ABC):
     drafts: bool = False
     replays: bool = False
     refills: bool = False
+    watched: int = 4
     no_cache: str = ""
 
     def needs(self, cfg: GenerationConfig) -> Needs:

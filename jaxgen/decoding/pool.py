@@ -26,8 +26,8 @@ _EMPTY = -1
 class Pool:
     """R places for prompts. A pass reads the next chunk of each prompt that has not been read to its end.
 
-    The number of places and the size of a chunk depend on the prompts' width only, so that how a prompt is read does
-    not depend on the others.
+    The number of places and the size of a chunk depend on the prompts' width, `slots`, `prefill_chunk_size` and the
+    mesh, so that how a prompt is read does not depend on the other prompts.
 
     Attributes:
         prompt: int32[R], the number of the prompt in each place, -1 in an empty one.

@@ -74,6 +74,8 @@ class StopStrings:
             TypeError: `strings` is not a value of the option `stop_strings`.
         """
         check_tokenizer(tokenizer)
+        if capacity is not None and not isinstance(capacity, int):
+            raise TypeError(f"capacity must be the number of states, got {capacity!r}")
         vocabulary = _vocabulary(tokenizer, vocab_size)
         empty = np.zeros((0, 256), np.int32), np.zeros(0, bool)
         tables = _tables(strings, vocabulary.text, *empty, capacity)

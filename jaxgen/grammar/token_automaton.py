@@ -150,6 +150,8 @@ class TokenAutomaton:
         Prompts that share an automaton (the same object) share its states. All must have the same vocabulary.
         `capacity` is the number of states and that of classes of tokens, if more automata will be added.
         """
+        if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == 2):
+            raise TypeError(f"capacity must be a pair, (states, classes of tokens), got {capacity!r}")
         if not automata:
             raise InputError("there is no automaton to stack: pass one per prompt")
         sizes = sorted({automaton.classes.shape[0] for automaton in automata})

@@ -31,5 +31,6 @@ def kind_of(quantize: Any) -> type[Quantized] | None:
     if isinstance(quantize, type) and hasattr(quantize, "from_matrix"):
         return quantize
     if quantize is not None and quantize not in CHOICES:
-        raise ConfigError(f"quantize must be {', '.join(map(repr, CHOICES))} or None, got {quantize!r}")
+        names = ", ".join(map(repr, CHOICES))
+        raise ConfigError(f"quantize must be {names}, None or a class with from_matrix, got {quantize!r}")
     return resolve_name(KINDS[quantize]) if quantize in KINDS else None

@@ -50,7 +50,7 @@ class Quantized(Weight, Protocol):
     """A `Weight` that is made of a matrix and stored in a checkpoint, in tensors of its own.
 
     Each of its arrays has the matrix's rows as the first axis, and an entry depends on that row alone: rows are
-    converted, read and concatenated separately. No array depends on `dtype`, and the first one's is not floating-point.
+    converted, read and concatenated separately. No array depends on `dtype`. The first array is not floating-point.
 
     Attributes:
         name: the value of `quantize`; the weights of a checkpoint are in `model.{name}.safetensors`.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn
-from jaxgen.config.options import OPTIONS
+from jaxgen.config.options import GREEDY, OPTIONS, SAMPLE
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.decoding.loop import Mode
@@ -86,8 +86,10 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
 def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: Extensions, mode: Mode) -> None:
     """Raise an error for what is not offered while rows leave and enter."""
     if not mode.refills:
-        what = "an assistant" if mode.drafts else cfg.mode
-        raise ConfigError(f"slots={cfg.slots} works with greedy search and sampling, not with {what}: leave slots out")
+        what = "an assistant" if mode.drafts and cfg.mode in (GREEDY, SAMPLE) else cfg.mode
+        raise ConfigError(
+            f"slots={cfg.slots} works with greedy search, sampling and DoLa, not with {what}: leave slots out"
+        )
     records = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
     for name in records:
         if getattr(cfg, name):

@@ -17,8 +17,6 @@ from jaxgen.decoding.stopping import StopReason
 from jaxgen.programs import Program, program
 from jaxgen.request.prepare import Prepared
 
-_CHUNK = 4  # steps per call of the compiled loop while the host watches: with a streamer, or max_time
-
 
 class Streamer(Protocol):
     """The interface of `streamer`: `BaseStreamer` of transformers."""
@@ -57,7 +55,7 @@ def _start(run: Run, request: Request, *, mode: Mode):
 
 @program(static_argnames=["mode"], donate_argnames=["state"])
 def _advance(run: Run, state, *, mode: Mode):
-    state = loop.advance(run, state, mode, _CHUNK)
+    state = loop.advance(run, state, mode, mode.watched)
     return state, loop.progress(run, state, mode)
 
 

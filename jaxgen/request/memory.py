@@ -46,6 +46,7 @@ _REMEDIES: dict[str, dict[str, Any]] = {
     "a smaller num_return_sequences or num_beams": {"sequences": 1},
     "a smaller top_k": {"candidates": 1},
     "fewer prompts at once": {"prompts": 1},
+    "fewer slots": {"slots": 1},
     "a shorter prompt": {"width": 1},
 }
 _SMALL = 2**28  # bytes; to read what is free would take longer than some calls that need less
@@ -183,7 +184,7 @@ class _Quantities:
 
     `sources` are the model and its draft model, if there is one: a checkpoint, which must be loaded, or the config of a
     model that is in memory. `records` is the number of outputs `[N, rows, V]`; what the mode needs is in `Needs`. With
-    `slots`, that many rows are in memory at a time, and at most as many prompts.
+    `slots`, that many rows are in memory, and at most as many prompts at a time.
     """
 
     sources: tuple[Checkpoint | ModelConfig, ...]
@@ -219,7 +220,7 @@ class _Quantities:
         rows = self.prompts * self.sequences
         if self.slots is None:
             return self.prompts, rows
-        return min(rows, self.slots), min(rows, self.slots)
+        return self.slots, self.slots  # all of them, even if there are fewer sequences
 
     def _capacity(self) -> int:
         return capacity_for(self.new_tokens, recorded=self.records > 0)
@@ -248,19 +249,21 @@ class _Quantities:
     def remedy(self, free: int) -> str:
         """Name what makes the request fit: single changes that suffice, else a combination."""
 
+        remedies = [name for name in _REMEDIES if name != "fewer slots" or self.slots is not None]
+
         def fit(names: Iterable[str]) -> bool:
             changes = {field: value for name in names for field, value in _REMEDIES[name].items()}
             return dataclasses.replace(self, **changes).needed() <= free
 
-        if alone := [name for name in _REMEDIES if fit([name])]:
+        if alone := [name for name in remedies if fit([name])]:
             return " or ".join(alone)
-        together = set(_REMEDIES)
+        together = set(remedies)
         if not fit(together):
             return "a smaller model or a machine with more memory"
-        for name in _REMEDIES:
+        for name in remedies:
             if fit(together - {name}):
                 together.remove(name)
-        return " and ".join(name for name in _REMEDIES if name in together)
+        return " and ".join(name for name in remedies if name in together)
 
 
 def _weights(checkpoint: Checkpoint, wanted: np.dtype | None) -> int:

@@ -86,6 +86,9 @@ class TestChat:
         kept = say("Hello\nand more\nand more", *options)
         assert [cache is None for _, cache, _ in asked] == [True, False, False]
         assert asked[2][0] < asked[0][0] + len("and more")
+        assert say("Hello\nand more\nand more", "--slots", 1, *options) == kept  # there is no cache
+        assert asked[5][0] > asked[4][0] > asked[3][0] == asked[0][0]
+        del asked[3:]
 
         def fresh(self):
             self._cache, self._text = None, ""
