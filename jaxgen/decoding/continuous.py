@@ -8,7 +8,7 @@ be filled. Each of these is a loop of its own inside the loop over rounds, becau
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
@@ -20,6 +20,7 @@ from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.pool import Pool
+from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.rows import Rows
@@ -29,7 +30,35 @@ from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import repeat_rows
 
 _STEPS = 4  # of a round at most, so that a streamer need not wait for the end of a row
-_NOBODY = -1
+
+
+@flax.struct.dataclass
+class Sequences:
+    """Names of sequences.
+
+    Attributes:
+        number: int32[n], the number of the prompt; `NOBODY` for no sequence.
+        copy: int32[n], which of the prompt's sequences it is.
+    """
+
+    number: jax.Array
+    copy: jax.Array
+
+
+class Results(Protocol):
+    """What is kept of the sequences. All functions are pure."""
+
+    def has_space(self) -> jax.Array:
+        """bool[], False if no more steps can be taken before the results have been read."""
+        ...
+
+    def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Any:
+        """Return the results after a step of some rows; `before` is None for rows that have just entered."""
+        ...
+
+    def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Any:
+        """Return the results after some rows have left their slots."""
+        ...
 
 
 @flax.struct.dataclass
@@ -70,17 +99,26 @@ class Answers(RowState):
         )
         return jax.tree.map(lambda x: repeat_rows(x, count), none)
 
-    def put(self, sequences: jax.Array, answers: Answers) -> Answers:
-        """Store the results of sequences of these numbers, int32[n]; a negative number stores nothing."""
+    def has_space(self) -> jax.Array:
+        """There is a place for each sequence."""
+        return jnp.ones((), bool)
+
+    def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Answers:
+        """The rows remember their steps."""
+        return self
+
+    def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
+        """Store the results of sequences; one of `NOBODY` is not stored."""
         count = self.lengths.shape[0]
         # Each dropped number becomes another one, because the scatter promises unique indices.
-        dropped = count + jnp.arange(sequences.shape[0], dtype=jnp.int32)
-        sequences = jnp.where(sequences >= 0, sequences, dropped)
+        dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
+        place = sequences.number * run.needs.sequences + sequences.copy
+        place = jnp.where(sequences.number == NOBODY, dropped, place)
 
         def write(x: jax.Array, new: jax.Array) -> jax.Array:
-            return x.at[sequences].set(new, mode="drop", unique_indices=True)
+            return x.at[place].set(new, mode="drop", unique_indices=True)
 
-        return jax.tree.map(write, self, answers)
+        return jax.tree.map(write, self, Answers.of(run, rows))
 
 
 @flax.struct.dataclass
@@ -89,18 +127,20 @@ class ContinuousState:
 
     Attributes:
         rows: the state of the mode, whose rows are the slots; its rows that have ended are free.
-        sequence: int32[S], the number of the sequence in each slot, -1 if there was none.
+        sequences: the last sequence in each slot.
         pool: the prompts that are about to enter.
-        answers: of the sequences that have left their slots.
-        queue: all prompts.
+        results: of the sequences.
+        queue: the prompts that wait.
+        steps: int32[], the number of steps so far.
         finished: bool[], True when all sequences have ended.
     """
 
     rows: Any
-    sequence: jax.Array
+    sequences: Sequences
     pool: Pool
-    answers: Answers
-    queue: Request
+    results: Any
+    queue: Queue
+    steps: jax.Array
     finished: jax.Array
 
     @property
@@ -122,16 +162,22 @@ class Continuous(Mode):
         return self.mode.needs(cfg)
 
     def start(self, run: Run, request: Request) -> ContinuousState:
-        """Return the state in which all slots are free."""
-        queue = request.complete()
+        """Return the state in which all slots are free and all prompts wait."""
+        state = self.open(run, Queue.of(run, request.complete()))
+        return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
+
+    def open(self, run: Run, queue: Queue) -> ContinuousState:
+        """Return the state in which all slots are free, without results."""
         slots = rows_on(run.mesh, self.slots)
         pool = Pool.open(run, queue, slots)
+        nobody = jnp.full(slots, NOBODY, jnp.int32)
         return ContinuousState(
             rows=self.mode.empty(run, pool.rows, pool.cache, slots),
-            sequence=jnp.full(slots, _NOBODY, jnp.int32),
+            sequences=Sequences(nobody, nobody),
             pool=pool,
-            answers=Answers.empty(run, pool.rows),
+            results=None,
             queue=queue,
+            steps=jnp.zeros((), jnp.int32),
             finished=jnp.zeros((), bool),
         )
 
@@ -145,48 +191,62 @@ class Continuous(Mode):
 
     def _read(self, run: Run, state: ContinuousState) -> ContinuousState:
         """Read a chunk of each prompt in the pool, if a slot is free and no prompt is ready."""
-        pool = state.pool
-        wanted = jnp.any(state.free) & ~jnp.any(pool.ready(run)) & pool.has_unread(run)
+        pool, queue = state.pool, state.queue
+        wanted = jnp.any(state.free) & ~jnp.any(pool.ready(run))
+
+        def can_load(carry: tuple[Pool, Queue]) -> jax.Array:
+            return wanted & carry[0].can_load(carry[1])
 
         def read(carry: tuple[jax.Array, Pool]) -> tuple[jax.Array, Pool]:
             return jnp.zeros((), bool), carry[1].read_chunk(run)
 
-        pool = lax.while_loop(lambda pool: wanted & pool.can_load(run), lambda pool: pool.load(run, state.queue), pool)
-        return dataclasses.replace(state, pool=lax.while_loop(lambda carry: carry[0], read, (wanted, pool))[1])
+        pool, queue = lax.while_loop(can_load, lambda carry: carry[0].load(run, carry[1]), (pool, queue))
+        pool = lax.while_loop(lambda carry: carry[0], read, (wanted & pool.has_unread(run), pool))[1]
+        return dataclasses.replace(state, pool=pool, queue=queue)
 
     def _fill(self, run: Run, state: ContinuousState) -> ContinuousState:
         """Let sequences enter while a slot is free and a prompt is ready."""
 
         def can_enter(state: ContinuousState) -> jax.Array:
-            return jnp.any(state.free) & jnp.any(state.pool.ready(run))
+            return jnp.any(state.free) & jnp.any(state.pool.ready(run)) & state.results.has_space()
 
         def enter(state: ContinuousState) -> ContinuousState:
             slot, place = (jnp.argmax(x)[None].astype(jnp.int32) for x in (state.free, state.pool.ready(run)))
-            answers = state.answers.put(state.sequence[slot], Answers.of(run, state.rows.rows.take(slot)))
-            number = state.pool.prompt[place] * run.needs.sequences + state.pool.taken[place]
+            old = jax.tree.map(lambda x: x[slot], state.sequences)
+            new = Sequences(state.pool.number[place], state.pool.taken[place])
             pool, prefilled = state.pool.take(run, place)
-            rows = self.mode.insert(run, state.rows, self.mode.enter(run, prefilled), slot)
-            sequence = state.sequence.at[slot].set(number)
-            return dataclasses.replace(state, rows=rows, sequence=sequence, pool=pool, answers=answers)
+            entered = self.mode.enter(run, prefilled)
+            results = state.results.leave(run, old, state.rows.rows.take(slot))
+            return dataclasses.replace(
+                state,
+                rows=self.mode.insert(run, state.rows, entered, slot),
+                sequences=jax.tree.map(lambda x, new: x.at[slot].set(new), state.sequences, new),
+                pool=pool,
+                results=results.follow(new, None, entered.rows),
+            )
 
         with jax.named_scope("enter"):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
         """Take steps until a slot can be filled; at least one, so that no row waits for more than one chunk."""
-        someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run)
+        someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run) | (state.queue.waiting > 0)
 
-        def goes_on(carry: tuple[jax.Array, Any]) -> jax.Array:
-            step, rows = carry
+        def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:
+            step, rows, results = carry
             can_be_filled = (step > 0) & someone_waits & jnp.any(rows.rows.history.done)
-            return ~rows.finished & ~can_be_filled & (step < _STEPS)
+            return ~rows.finished & ~can_be_filled & (step < _STEPS) & results.has_space()
 
-        def step(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            return carry[0] + 1, self.mode.step(run, carry[1])
+        def step(carry: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, Any, Any]:
+            step, rows, results = carry
+            after = self.mode.step(run, rows)
+            return step + 1, after, results.follow(state.sequences, rows.rows, after.rows)
 
         with jax.named_scope("decode"):
-            rows = lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), state.rows))[1]
-        return dataclasses.replace(state, rows=rows, finished=rows.finished & ~someone_waits)
+            carry = jnp.zeros((), jnp.int32), state.rows, state.results
+            steps, rows, results = lax.while_loop(goes_on, step, carry)
+        finished = rows.finished & ~someone_waits
+        return dataclasses.replace(state, rows=rows, results=results, steps=state.steps + steps, finished=finished)
 
     def finish(self, run: Run, state: ContinuousState) -> Decoded:
         """Return the results, without a cache: the keys and values of most sequences have been replaced."""
@@ -204,4 +264,4 @@ class Continuous(Mode):
 
 def _all_answers(run: Run, state: ContinuousState) -> Answers:
     """Return the results of all sequences, including those in the slots."""
-    return state.answers.put(state.sequence, Answers.of(run, state.rows.rows))
+    return state.results.leave(run, state.sequences, state.rows.rows)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, ModelInputs, begin_hook, in_one_pass, inputs_of
 from jaxgen.decoding.loop import Prefilled, open_prompts
+from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Request, Run
 from jaxgen.model.cache import KVCache
@@ -19,7 +20,6 @@ from jaxgen.model.sharding import rows_on
 
 _TOKENS = 512  # that a pass reads, of all prompts together
 _CHUNK = 128  # the most that it reads of one prompt, unless `prefill_chunk_size` is set
-_EMPTY = -1
 
 
 @flax.struct.dataclass
@@ -30,18 +30,19 @@ class Pool:
     mesh, so that how a prompt is read does not depend on the other prompts.
 
     Attributes:
-        prompt: int32[R], the number of the prompt in each place, -1 in an empty one.
-        taken: int32[R], how many of its sequences have been taken.
+        number: int32[R], the number of the prompt in each place, `NOBODY` in an empty one.
+        sequences: int32[R], how many sequences it gets.
+        taken: int32[R], how many of them have been taken.
         read: int32[streams * R], how many of its tokens the model has read.
         inputs: all of its tokens.
         rows: one row per place, with nothing generated.
         logits: float32[streams * R, 1, V], for the last token of each prompt that has been read.
         states: the layers' hidden states at that token; see `Forward`.
         cache: the prompts' tokens that have been read.
-        following: int32[], the next prompt of the queue.
     """
 
-    prompt: jax.Array
+    number: jax.Array
+    sequences: jax.Array
     taken: jax.Array
     read: jax.Array
     inputs: ModelInputs
@@ -49,52 +50,49 @@ class Pool:
     logits: jax.Array
     states: tuple[jax.Array, ...]
     cache: KVCache
-    following: jax.Array
 
     @classmethod
-    def open(cls, run: Run, queue: Request, most: int) -> Pool:
-        """Fill the places with the first prompts of the queue, a complete request; nothing is read yet.
-
-        There are `most` places, or fewer.
-        """
-        chunk = _chunk(run, _width(queue))
+    def open(cls, run: Run, queue: Queue, most: int) -> Pool:
+        """Return an empty pool for the prompts of a queue, with `most` places or fewer."""
+        chunk = _chunk(run, _width(queue.request))
         places = rows_on(run.mesh, min(most, max(_TOKENS // chunk, 1)))
-        number = jnp.arange(places, dtype=jnp.int32)
-        inputs, rows, cache = _open(run, queue, number)
+        nobody = jnp.full(places, NOBODY, jnp.int32)
+        inputs, rows, cache = _open(run, queue.request, jnp.zeros(places, jnp.int32))
         layers = run.model.num_hidden_layers + 1 if run.reads_states else 0
         states = jnp.zeros((cache.rows, 1, run.model.hidden_size), run.model.dtype)
         return cls(
-            prompt=jnp.where(number < run.sizes.prompts, number, _EMPTY),
-            taken=jnp.zeros(places, jnp.int32),
+            number=nobody,
+            sequences=nobody,
+            taken=nobody,
             read=jnp.zeros(cache.rows, jnp.int32),
             inputs=inputs,
             rows=rows,
             logits=jnp.zeros((cache.rows, 1, run.model.vocab_size), jnp.float32),
             states=(states,) * layers,
             cache=cache,
-            following=jnp.int32(min(places, run.sizes.prompts)),
         )
 
     def ready(self, run: Run) -> jax.Array:
         """bool[R], the places whose prompt has been read to its end."""
         ended = jnp.stack(guidance.split(run.cfg, self.read >= self.inputs.length))
-        return (self.prompt != _EMPTY) & jnp.all(ended, axis=0)
+        return (self.number != NOBODY) & jnp.all(ended, axis=0)
 
     def has_unread(self, run: Run) -> jax.Array:
-        """bool[], True if a prompt has not been read to its end, here or in the queue."""
-        here = (self.prompt != _EMPTY) & ~self.ready(run)
-        return jnp.any(here) | (self.following < run.sizes.prompts)
+        """bool[], True if a prompt has not been read to its end."""
+        return jnp.any((self.number != NOBODY) & ~self.ready(run))
 
-    def can_load(self, run: Run) -> jax.Array:
-        """bool[], True if a place is empty and the queue has another prompt."""
-        return jnp.any(self.prompt == _EMPTY) & (self.following < run.sizes.prompts)
+    def can_load(self, queue: Queue) -> jax.Array:
+        """bool[], True if a place is empty and a prompt waits."""
+        return jnp.any(self.number == NOBODY) & (queue.waiting > 0)
 
-    def load(self, run: Run, queue: Request) -> Pool:
+    def load(self, run: Run, queue: Queue) -> tuple[Pool, Queue]:
         """Put the next prompts of the queue into the empty places."""
-        empty = self.prompt == _EMPTY
-        number = self.following + jnp.cumsum(empty, dtype=jnp.int32) - 1
-        loaded = empty & (number < run.sizes.prompts)
-        inputs, rows, cache = _open(run, queue, jnp.minimum(number, run.sizes.prompts - 1))
+        empty = self.number == NOBODY
+        order = jnp.cumsum(empty, dtype=jnp.int32) - 1
+        given, place = empty & (order < queue.waiting), queue.place(order)
+        number = jnp.where(given, queue.number[place], NOBODY)
+        loaded = number != NOBODY
+        inputs, rows, cache = _open(run, queue.request, place)
         of_streams = guidance.stack(run.cfg, loaded)
 
         def where(loaded: jax.Array, new, old):
@@ -103,17 +101,18 @@ class Pool:
         def own(cache: KVCache) -> KVCache:
             return dataclasses.replace(cache, prefix=None)
 
-        return dataclasses.replace(
+        pool = dataclasses.replace(
             self,
-            prompt=jnp.where(loaded, number, self.prompt),
+            number=jnp.where(loaded, number, self.number),
+            sequences=jnp.where(loaded, queue.sequences[place], self.sequences),
             taken=jnp.where(loaded, 0, self.taken),
             read=jnp.where(of_streams, 0, self.read),
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
             # The previous prompt's keys and values go: a NaN among them would spread, though nothing attends to it.
             cache=dataclasses.replace(where(of_streams, own(cache), own(self.cache)), prefix=self.cache.prefix),
-            following=self.following + jnp.sum(loaded, dtype=jnp.int32),
         )
+        return pool, queue.drop(jnp.sum(given, dtype=jnp.int32))
 
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt."""
@@ -136,27 +135,27 @@ class Pool:
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
         """Take the next sequence of the prompt in `place int32[1]`; the last sequence leaves the place empty."""
         rows = self.rows.take(place).sequence(self.taken[place])
-        at = guidance.rows_of_cache(run.cfg, place, self.prompt.shape[0])
+        at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))
         prefilled = Prefilled(rows, Forward(logits, states, ModelOutput(logits), self.cache.select(at)))
         taken = self.taken.at[place].add(1)
-        prompt = jnp.where(taken < run.needs.sequences, self.prompt, _EMPTY)
-        return dataclasses.replace(self, taken=taken, prompt=prompt), prefilled
+        number = jnp.where(taken < self.sequences, self.number, NOBODY)
+        return dataclasses.replace(self, taken=taken, number=number), prefilled
 
 
-def _open(run: Run, queue: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:
-    """Return the inputs of some prompts of the queue, int32[R], their rows, and the cache before they are read."""
+def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:
+    """Return the inputs of some prompts of a request, int32[R], their rows, and the cache before they are read."""
     run = run.of_prompts(prompts.shape[0])
-    tokens, cache, rows = open_prompts(run, queue.select(prompts))
+    tokens, cache, rows = open_prompts(run, request.select(prompts))
     if run.extensions.hook is not None:
         rows = begin_hook(run, rows)
     inputs, rows = inputs_of(run, rows, tokens, cache, following=run.capacity)
     return inputs, rows, cache
 
 
-def _width(queue: Request) -> int:
-    negative = 0 if queue.negative_ids is None else queue.negative_ids.shape[1]
-    return max(queue.ids.shape[1] + (queue.cache is not None), negative)
+def _width(request: Request) -> int:
+    negative = 0 if request.negative_ids is None else request.negative_ids.shape[1]
+    return max(request.ids.shape[1] + (request.cache is not None), negative)
 
 
 def _chunk(run: Run, width: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
@@ -43,6 +44,7 @@ class Rows(RowState):
         options: the options of the row's prompt, by name.
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], the states of the stop strings' automaton; None without stop strings.
+        unusual: bool[rows], the rows whose options are not all in `Run.usual`; None without it.
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
         logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless asked for.
@@ -58,6 +60,7 @@ class Rows(RowState):
     options: OptionValues
     keys: jax.Array | None
     stop_strings: jax.Array | None
+    unusual: jax.Array | None
     constraints: ConstraintState | None
     hook: tuple[Any, ...]
     logprobs: LogProbs | None
@@ -81,11 +84,13 @@ class Rows(RowState):
         wrong |= ~jnp.any(request.mask, axis=-1)
         reasons = first_reason(BAD_ID=wrong, LENGTH=budget <= 0)
         ids = jnp.pad(known.ids, ((0, 0), (0, run.capacity)))
-        history = History.begin(run.cfg, ids, known.length, budget, request.grammar, unknown=total - known.length)
-        stop_strings = None
+        history = History.begin(
+            run.cfg, ids, known.length, budget, request.grammar, total - known.length, request.options
+        )
+        stop_strings = request.stop_strings
         if run.extensions.stop_strings is not None:
-            assert request.stop_strings is not None
-            stop_strings = run.extensions.stop_strings.begin(request.stop_strings, history.ids, history.length)
+            assert stop_strings is not None
+            stop_strings = run.extensions.stop_strings.begin(stop_strings, history.ids, history.length)
         constraints = ConstraintTable.of(run.cfg) if run.cfg.constrained else None
         return cls(
             history=dataclasses.replace(history, done=reasons != StopReason.NONE),
@@ -93,6 +98,7 @@ class Rows(RowState):
             options=request.options,
             keys=request.key,
             stop_strings=stop_strings,
+            unusual=request.unusual,
             constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
             logprobs=None if run.cfg.output_logprobs is None else _no_logprobs(run.cfg, prompts, run.capacity),
@@ -183,30 +189,46 @@ class Rows(RowState):
 
         Arguments are those of `push`.
         """
-        extensions = run.extensions
         with jax.named_scope("stop"):
-            automaton, eos = extensions.allowed, None
-            if isinstance(automaton, TokenAutomaton):
-                eos = RowOptions(run.cfg, self.options).eos(self.count)
-            history = self.history.push(tokens, added, automaton, eos)
+            history = self.history.push(tokens, added)
+            stop_strings, ends = self.stop_strings, {}
+            if run.extensions.allowed is not None or run.extensions.stop_strings is not None:
+                grammar, stop_strings, ends = self._read_texts(run, tokens, added)
+                history = dataclasses.replace(history, grammar=grammar)
             stops = {"EOS": is_eos(tokens, self.options.get("eos_token_id")), "LENGTH": history.step >= history.budget}
-            if isinstance(automaton, TokenAutomaton) and eos is not None and history.grammar is not None:
-                endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
-                # With an empty budget, a text to which a token could be added ends for its length.
-                remaining = jnp.maximum(history.budget - history.step, 1)
-                stops["COMPLETE"] = endless & automaton.exhausted(history.grammar, remaining)
-            stop_strings = self.stop_strings
-            if extensions.stop_strings is not None and stop_strings is not None:
-                following, stops["STOP_STRING"] = extensions.stop_strings.push(stop_strings, tokens)
-                stop_strings = jnp.where(added, following, stop_strings)
-            for criterion in extensions.criteria:
+            for criterion in run.extensions.criteria:
                 met = pipeline.call("stopping_criteria", criterion, history, scores)
-                stops["CRITERION"] = stops.get("CRITERION", False) | _checked(met, self.count)
+                ends["CRITERION"] = ends.get("CRITERION", False) | _checked(met, self.count)
             constraints = self.constraints
             if constraints is not None:
                 constraints = ConstraintTable.of(run.cfg).push(constraints, tokens, added)
             rows = dataclasses.replace(self, history=history, stop_strings=stop_strings, constraints=constraints)
-            return rows.end(added, first_reason(**stops))
+            return rows.end(added, first_reason(**stops, **ends))
+
+    def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the states of grammar and stop strings after the tokens, and bool[rows] by reason: which rows end."""
+        grammar, stop_strings = self.history.grammar, self.stop_strings
+
+        def read() -> tuple[Any, Any, dict[str, Any]]:
+            following, found, ends = grammar, stop_strings, {}
+            automaton, strings = run.extensions.allowed, run.extensions.stop_strings
+            if isinstance(automaton, TokenAutomaton) and grammar is not None:
+                eos = RowOptions(run.cfg, self.options).eos(self.count)
+                following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
+                endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
+                # With an empty budget, a text to which a token could be added ends for its length.
+                remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
+                ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
+            if strings is not None and stop_strings is not None:
+                after, ends["STOP_STRING"] = strings.push(stop_strings, tokens)
+                found = jnp.where(added, after, stop_strings)
+            return following, found, ends
+
+        if run.usual is None:
+            return read()
+        ends = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), jax.eval_shape(read)[2])
+        in_use = jnp.any(added & ((grammar != 0) | (stop_strings != 0)))
+        return lax.cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
     def end(self, rows: jax.Array, reason: jax.Array) -> Rows:
         """Set the reason, int32[rows], of the `rows bool[rows]`; a row with a reason other than NONE is done."""

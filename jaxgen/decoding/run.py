@@ -37,6 +37,7 @@ class Request:
         options: values of options that are on, each for all prompts or `[B, ...]`; see `GenerationConfig.split`.
         grammar: int32[] or int32[B], the first state of the token automaton; None without one.
         stop_strings: int32[] or int32[B], the first state of the stop strings' automaton; None without stop strings.
+        unusual: bool[B], the prompts whose options are not all in `Run.usual`; None without it.
         key: one key, `key[B]`, or None for greedy search.
         cache: the tokens before the prompts, with B rows or a divisor of B; or None.
         embeds: `[B, P, D]`, or None.
@@ -50,6 +51,7 @@ class Request:
     options: OptionValues
     grammar: Array | None = None
     stop_strings: Array | None = None
+    unusual: Array | None = None
     key: jax.Array | None = None
     cache: Continuation | None = None
     embeds: Array | None = None
@@ -109,6 +111,9 @@ class Run:
         params: the model's parameters.
         cfg: the model's config, and which options are on. Values that belong to a prompt are in `Request.options` and
             `Rows.options`.
+        usual: the config with the options that most rows have; None if all rows have all that are on in `cfg`. In a
+            step in which all rows are usual, only its options are applied. Then the automata's state 0 is that of rows
+            without a grammar or stop strings.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
@@ -122,6 +127,7 @@ class Run:
     extensions: Extensions
     sizes: Sizes = flax.struct.field(pytree_node=False)
     context: Context = NO_CONTEXT
+    usual: GenerationConfig | None = None
     draft: Run | None = None
     mesh: Mesh | None = flax.struct.field(pytree_node=False, default=None)
 

@@ -7,6 +7,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
@@ -126,15 +127,27 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
 def choose(rows: Rows, scores: jax.Array) -> Choice:
     """Choose the next token of each row from its processed scores, `scores float32[rows, V]`."""
     with jax.named_scope("choose"):
-        token = greedy(scores) if rows.keys is None else draw(rows.keys, rows.history.step, scores)
-        if "do_sample" in rows.options:
-            token = jnp.where(rows.options["do_sample"], token, greedy(scores))
+        keys, step, samples = rows.keys, rows.history.step, rows.options.get("do_sample")
+        if keys is None:
+            token = greedy(scores)
+        elif samples is None:
+            token = draw(keys, step, scores)
+        else:
+            some = jnp.any(samples & rows.live)
+            drawn = lax.cond(some, lambda x: draw(keys, step, x), greedy, scores)
+            token = jnp.where(samples, drawn, greedy(scores))
         failed = failure(jnp.max(scores, axis=-1))
     return Choice(token, scores, failed)
 
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
     """Apply the processors, and the warpers if tokens are drawn, to `scores float32[rows, V]`."""
+    if run.usual is not None and rows.unusual is not None:
+        rest = dataclasses.replace(run.extensions, allowed=None)
+        usual = dataclasses.replace(run, cfg=run.usual, usual=None, extensions=rest)
+        full = dataclasses.replace(run, usual=None)
+        some = jnp.any(rows.unusual & rows.live)
+        return lax.cond(some, lambda x: process(full, rows, x), lambda x: process(usual, rows, x), scores)
     if not run.changes_scores:
         return scores
     extensions = run.extensions

@@ -1,7 +1,7 @@
 """The reasons why a row ends.
 
 `Rows.push` in rows.py determines which one applies. `Rows.begin` adds BAD_ID, the modes add NO_TOKEN and NOT_A_NUMBER,
-and request/driver.py adds TIME.
+request/driver.py adds TIME, and chunks.py adds CANCELLED.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class StopReason(enum.IntEnum):
     NO_TOKEN = 7  # all tokens are banned
     NOT_A_NUMBER = 8  # the scores contain NaN
     BAD_ID = 9  # the prompt has an id outside the vocabulary, or no token
+    CANCELLED = 10  # by the caller of an engine
 
 
 FAILURES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import flax.struct
 import jax
@@ -54,10 +55,16 @@ class History:
         budget: jax.Array,
         grammar: jax.Array | None = None,
         unknown: jax.Array | int = 0,
+        options: Collection[str] = (),
     ) -> History:
-        """Begin with the first `length int32[rows]` of `ids int32[rows, W]`; W leaves space for `budget` more."""
+        """Begin with the first `length int32[rows]` of `ids int32[rows, W]`; W leaves space for `budget` more.
+
+        State is kept for the options that are on in `cfg`, and for those named by `options`.
+        """
         seen = None
-        if cfg.on("repetition_penalty") or cfg.on("encoder_repetition_penalty"):
+        needs_seen = cfg.on("repetition_penalty") or "repetition_penalty" in options
+        needs_prompt = cfg.on("encoder_repetition_penalty") or "encoder_repetition_penalty" in options
+        if needs_seen or needs_prompt:
             within = jnp.arange(ids.shape[1])[None, :] < length[:, None]
             seen = token_set(jnp.where(within, ids, -1), cfg.model.vocab_size)
         return cls(
@@ -67,8 +74,8 @@ class History:
             budget=budget,
             done=budget <= 0,
             unknown=jnp.broadcast_to(jnp.asarray(unknown, jnp.int32), length.shape),
-            seen=seen if cfg.on("repetition_penalty") else None,
-            prompt_seen=seen if cfg.on("encoder_repetition_penalty") else None,
+            seen=seen if needs_seen else None,
+            prompt_seen=seen if needs_prompt else None,
             grammar=grammar,
         )
 

@@ -135,7 +135,19 @@ def prepare(
     run, options = _without_options(run, np.asarray if eager else jnp.asarray)
     grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
     stops = None if extensions.stop_strings is None else extensions.stop_strings.start
-    request = Request(ids, mask, budget, options, grammar, stops, key, cache, embeds, negative_ids, negative_mask)
+    request = Request(
+        ids,
+        mask,
+        budget,
+        options,
+        grammar=grammar,
+        stop_strings=stops,
+        key=key,
+        cache=cache,
+        embeds=embeds,
+        negative_ids=negative_ids,
+        negative_mask=negative_mask,
+    )
     return Prepared(mode, run, request, *given, width, new_tokens)
 
 

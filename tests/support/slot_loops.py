@@ -21,17 +21,26 @@ CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
+def config(dtype: str) -> GenerationConfig:
+    """The options of the programs that are looked at."""
+    return GenerationConfig(
+        **{"model": model_config(torch_dtype=dtype, **MODEL), "prefill_chunk_size": 512 // PLACES},
+        **{"max_new_tokens": NEW, "do_sample": True, "eos_token_id": 1, "pad_token_id": 0},
+    )
+
+
 def copied_caches(device: jax.Device, dtype: str) -> dict[str, list[str]]:
+    """Return the copies of caches inside the loops of `generate` with slots; see `copies`."""
+    cfg = config(dtype).replace(slots=SLOTS, num_return_sequences=2)
+    return copies(compile_generate(cfg, device, rows=7, width=WIDTH).as_text(), cfg)
+
+
+def copies(program: str, cfg: GenerationConfig) -> dict[str, list[str]]:
     """Return the copies inside loops that are as large as a layer's cache of the slots, or of the prompts' pool.
 
     Moves to and from the memory on a chip are not counted.
     """
-    model = model_config(torch_dtype=dtype, **MODEL)
-    cfg = GenerationConfig(
-        **{"model": model, "slots": SLOTS, "prefill_chunk_size": 512 // PLACES, "max_new_tokens": NEW},
-        **{"do_sample": True, "num_return_sequences": 2, "eos_token_id": 1, "pad_token_id": 0},
-    )
-    program = compile_generate(cfg, device, rows=7, width=WIDTH).as_text()
+    model = cfg.model
     head = model.num_key_value_heads * model.head_dim
     sizes = {"slots": SLOTS * (WIDTH + NEW) * head, "pool": PLACES * WIDTH * head}
     found = {name: [] for name in sizes}

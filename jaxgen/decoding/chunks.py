@@ -1,0 +1,130 @@
+"""Decoding in chunks of steps, between which the host adds prompts and takes others away.
+
+`Continuous` in the device's hands is a closed list of prompts. Here the list stays open: each chunk begins with the
+`Arrivals` since the last one, and its result is the `Journal` of what happened in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.decoding.continuous import Continuous, ContinuousState
+from jaxgen.decoding.journal import Journal
+from jaxgen.decoding.queue import NOBODY, Queue
+from jaxgen.decoding.run import Array, Request, Run
+from jaxgen.decoding.stopping import StopReason
+
+
+@flax.struct.dataclass
+class Arrivals:
+    """What changes before a chunk, in arrays of fixed sizes.
+
+    Attributes:
+        request: M prompts, complete but for their keys.
+        number: int32[M], the number of each prompt; `NOBODY` after the last.
+        sequences: int32[M], how many sequences each prompt gets.
+        key_data: uint32[M, ...], the data of a key for each prompt.
+        index: uint32[M], folded into the key.
+        own_key: bool[M], True for a prompt whose key is used unchanged.
+        cancelled: int32[C], the numbers of prompts that are given up, and `NOBODY`.
+    """
+
+    request: Request
+    number: Array
+    sequences: Array
+    key_data: Array
+    index: Array
+    own_key: Array
+    cancelled: Array
+
+
+def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, steps: int, key_impl: str):
+    """Return the state in which all slots are free and no prompt waits.
+
+    Args:
+        run: the constants, with all that rows may need.
+        arrivals: of the form of those that come later; the prompts are left out.
+        mode: the mode.
+        places: the most prompts that can wait.
+        steps: the most steps of a chunk.
+        key_impl: of the keys.
+    """
+    one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
+    at = jnp.zeros(places, jnp.int32)
+    nobody, zero = jnp.full(places, NOBODY, jnp.int32), jnp.zeros((), jnp.int32)
+    state = mode.open(run, Queue(one.select(at), nobody, nobody, zero, zero))
+    return dataclasses.replace(state, results=Journal.open(state.rows.rows, steps))
+
+
+def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str):
+    """Let prompts arrive, and take about `steps int32[]` steps, or fewer if nothing is left to do.
+
+    The number of waiting prompts and `arrivals` must fit into the queue together.
+
+    Returns:
+        The state, and int32[E + 1, C]: the number of entries in the journal, of prompts that wait and of steps since
+        the beginning, as its first row, and the entries.
+    """
+    state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
+    last = state.steps + steps
+    state = dataclasses.replace(state, results=state.results.clear(), finished=jnp.zeros((), bool))
+
+    def goes_on(state: ContinuousState) -> jax.Array:
+        return ~state.finished & (state.steps < last) & state.results.has_space()
+
+    state = lax.while_loop(goes_on, lambda state: mode.step(run, state), state)
+    journal = state.results
+    head = jnp.stack([journal.count, state.queue.waiting, state.steps])
+    head = jnp.pad(head, (0, journal.entries.shape[1] - head.shape[0]))
+    return state, jnp.concatenate([head[None, :], journal.entries])
+
+
+def _keys(arrivals: Arrivals, key_impl: str) -> jax.Array:
+    own = jax.random.wrap_key_data(arrivals.key_data, impl=key_impl)
+    folded = jax.vmap(jax.random.fold_in)(own, arrivals.index)
+    return jnp.where(arrivals.own_key, own, folded)
+
+
+def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> ContinuousState:
+    """Put the prompts that have arrived at the end of the queue."""
+    queue, count = state.queue, arrivals.number.shape[0]
+    order = jnp.arange(count, dtype=jnp.int32)
+    given = arrivals.number != NOBODY
+    # Each dropped prompt gets its own place, because the scatter promises unique indices.
+    place = jnp.where(given, queue.place(queue.waiting + order), queue.places + order)
+    request = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        return x.at[place].set(new, mode="drop", unique_indices=True)
+
+    queue = dataclasses.replace(
+        queue,
+        request=jax.tree.map(put, queue.request, request),
+        number=put(queue.number, arrivals.number),
+        sequences=put(queue.sequences, arrivals.sequences),
+        waiting=queue.waiting + jnp.sum(given, dtype=jnp.int32),
+    )
+    return dataclasses.replace(state, queue=queue)
+
+
+def _cancel(state: ContinuousState, cancelled: jax.Array) -> ContinuousState:
+    """Give up prompts: those that wait are skipped, and rows end."""
+
+    def remaining(number: jax.Array) -> jax.Array:
+        hit = jnp.any(number[:, None] == cancelled[None, :], axis=1)
+        return jnp.where(hit, NOBODY, number)
+
+    number = remaining(state.sequences.number)
+    rows = state.rows.rows.end((number == NOBODY) & state.rows.rows.live, jnp.int32(StopReason.CANCELLED))
+    return dataclasses.replace(
+        state,
+        rows=dataclasses.replace(state.rows, rows=rows),
+        sequences=dataclasses.replace(state.sequences, number=number),
+        pool=dataclasses.replace(state.pool, number=remaining(state.pool.number)),
+        queue=dataclasses.replace(state.queue, number=remaining(state.queue.number)),
+    )

@@ -1,0 +1,92 @@
+"""The tokens and ends of rows in the order in which they happened, for a host that reads them now and then."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxgen.decoding.continuous import Sequences
+from jaxgen.decoding.queue import NOBODY
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.run import Run
+
+NO_TOKEN = -1  # of an entry that only ends a sequence
+
+
+@flax.struct.dataclass
+class Journal:
+    """Entries since the journal was last cleared, each a row of numbers.
+
+    The columns are the prompt's number, which of its sequences it is, the token or `NO_TOKEN`, the `StopReason` or 0,
+    and with log-probabilities the bits of the token's, and then the ids of the most likely tokens and the bits of
+    theirs.
+
+    Attributes:
+        entries: int32[E, C].
+        count: int32[], the number of entries.
+        rows: the number of entries that one step may add, static.
+    """
+
+    entries: jax.Array
+    count: jax.Array
+    rows: int = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def open(cls, rows: Rows, steps: int) -> Journal:
+        """Return an empty journal of `steps` steps of these rows."""
+        columns = 4
+        if rows.logprobs is not None:
+            top = rows.logprobs.top_tokens
+            columns += 1 if top is None else 1 + 2 * top.shape[-1]
+        return cls(jnp.zeros((steps * rows.count, columns), jnp.int32), jnp.zeros((), jnp.int32), rows.count)
+
+    def clear(self) -> Journal:
+        """Return the journal without entries."""
+        return dataclasses.replace(self, count=jnp.zeros((), jnp.int32))
+
+    def has_space(self) -> jax.Array:
+        """bool[], True if the entries of another step fit."""
+        return self.count + self.rows <= self.entries.shape[0]
+
+    def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Journal:
+        """Add an entry for each row that got a token or ended; `before` is None for rows that have just entered."""
+        added, ended = after.history.step > 0, after.history.done
+        if before is not None:
+            added, ended = after.history.step > before.history.step, ended & ~before.history.done
+        columns = [
+            sequences.number,
+            sequences.copy,
+            jnp.where(added, after.history.last(1)[:, 0], NO_TOKEN),
+            jnp.where(ended, after.reasons, 0),
+        ]
+        if after.logprobs is not None:
+            columns += _logprobs(after)
+        told = (added | ended) & (sequences.number != NOBODY)
+        # Each dropped entry becomes another one, because the scatter promises unique indices.
+        dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
+        place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
+        entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
+        return dataclasses.replace(self, entries=entries, count=self.count + jnp.sum(told, dtype=jnp.int32))
+
+    def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Journal:
+        """All of a sequence is in the journal already."""
+        return self
+
+
+def _logprobs(rows: Rows) -> list[jax.Array]:
+    """Return the columns, int32[rows] each, of the newest token of each row."""
+    assert rows.logprobs is not None
+    column = jnp.maximum(rows.history.step - 1, 0)
+    newest = jax.tree.map(lambda x: jax.vmap(lambda row, at: row[at])(x, column), rows.logprobs)
+    columns = [_bits(newest.logprobs)]
+    if newest.top_tokens is not None and newest.top_logprobs is not None:
+        columns += [*newest.top_tokens.T, *_bits(newest.top_logprobs).T]
+    return columns
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
