@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -93,6 +93,23 @@ class StopStrings:
         longest = max(self.longest, tables["longest"], key=int)
         return dataclasses.replace(self, **tables | {"longest": longest, "start": self.start}), tables["start"]
 
+    @classmethod
+    def join(
+        cls, parts: Mapping[int, StopAutomaton], tokenizer: Tokenizer, vocab_size: int, *, capacity: int
+    ) -> StopStrings:
+        """Return tables of `capacity` states with some automata, each from the state on that is its key in `parts`.
+
+        `start` is 0.
+        """
+        vocabulary = _vocabulary(tokenizer, vocab_size)
+        goto, found = np.zeros((capacity, 256), np.int32), np.zeros(capacity, bool)
+        for first, part in parts.items():
+            own = slice(first, first + len(part.found))
+            goto[own], found[own] = part.goto + first, part.found
+        longest = max((part.longest for part in parts.values()), default=0)
+        arrays = map(jnp.asarray, (vocabulary.text, vocabulary.offsets, goto, found, np.int32(longest), np.int32(0)))
+        return cls(*arrays)
+
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
         """Return the states int32[rows] after the prompts.
 
@@ -145,6 +162,21 @@ class StopStrings:
         return jnp.where(position < 0, -1, self._bytes(at))
 
 
+class StopAutomaton(NamedTuple):
+    """The automaton of one set of stop strings: its tables, and the bytes of its longest string."""
+
+    goto: np.ndarray
+    found: np.ndarray
+    longest: int
+
+    @classmethod
+    def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> StopAutomaton:
+        """Build the automaton; without strings, it finds nothing. Errors are those of `StopStrings.build`."""
+        check_tokenizer(tokenizer)
+        patterns = _patterns(strings, _vocabulary(tokenizer, vocab_size).text.tobytes())
+        return cls(*_automaton(patterns), max(map(len, patterns), default=0))
+
+
 class _Vocabulary(NamedTuple):
     text: np.ndarray
     offsets: np.ndarray
@@ -179,13 +211,8 @@ def _tables(
     `text` has the bytes of all tokens. `longest` and `start` are those of the further strings.
     """
     given, possible = Text().parse("stop_strings", strings), text.tobytes()
-    sets = [tuple(sorted({encoded("a string of stop_strings", x) for x in own or ()})) for own in Text().sets(given)]
+    sets = [_patterns(own or (), possible) for own in Text().sets(given)]
     patterns = list(itertools.chain(*sets))
-    for pattern in patterns:
-        if not all(byte in possible for byte in pattern):
-            raise InputError(
-                f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
-            )
     parts, first, used = [(goto, found)], {}, len(found)
     for own in dict.fromkeys(sets):
         goto, found = _automaton(own)
@@ -206,6 +233,17 @@ def _tables(
         "longest": jnp.asarray(max(map(len, patterns), default=0), jnp.int32),
         "start": jnp.asarray(start[0] if Text().prompt_count(given) is None else start, jnp.int32),
     }
+
+
+def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:
+    """Return the bytes of a set of strings; `possible` are the bytes that tokens can have."""
+    patterns = tuple(sorted({encoded("a string of stop_strings", string) for string in strings}))
+    for pattern in patterns:
+        if not all(byte in possible for byte in pattern):
+            raise InputError(
+                f"stop_strings has {pattern.decode()!r}, which this tokenizer's tokens cannot produce: leave it out"
+            )
+    return patterns
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

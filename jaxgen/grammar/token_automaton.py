@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import flax.struct
@@ -158,27 +158,44 @@ class TokenAutomaton:
         if len(sizes) > 1:
             raise InputError(f"the automata have vocabularies of {sizes} tokens: build all with the same vocab_size")
         parts = {id(automaton): automaton for automaton in automata}
-        joint = np.zeros(sizes[0], np.int64)  # numbers the combinations of a token's classes
+        offset, total = {}, 0
+        for key, automaton in parts.items():
+            offset[key], total = total, total + automaton.states
+        joint = cls.join({offset[key]: automaton for key, automaton in parts.items()}, capacity)
+        start = np.concatenate([np.atleast_1d(automaton.start) + offset[id(automaton)] for automaton in automata])
+        return dataclasses.replace(joint, start=jnp.asarray(start, jnp.int32))
+
+    @classmethod
+    def join(cls, parts: Mapping[int, TokenAutomaton], capacity: tuple[int, int] | None = None) -> TokenAutomaton:
+        """Join automata of one vocabulary into one table, each from the state on that is its key in `parts`.
+
+        States between them lead nowhere. `start` is that of the first. `capacity` is as in `stack`.
+        """
+        total = max(first + automaton.states for first, automaton in parts.items())
+        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # numbers a token's classes in all
         for automaton in parts.values():
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
         example = np.unique(joint, return_index=True)[1]
-        needed = sum(map(_used_states, parts.values())) * len(example)
-        if needed > LARGEST_TABLE:
+        if (needed := total * len(example)) > LARGEST_TABLE:
             raise InputError(
                 f"{len(parts)} automata have {needed} transitions together, and at most {LARGEST_TABLE} are supported: "
                 "stack fewer"
             )
-        offset, total = {}, 0
-        tables, accepting = [], []
-        for key, automaton in parts.items():
-            states = _used_states(automaton)
-            table = np.asarray(automaton.transitions)[:states, np.asarray(automaton.classes)[example]]
-            tables.append(np.where(table < 0, -1, table + total))
-            accepting.append(np.asarray(automaton.accepting)[:states])
-            offset[key], total = total, total + states
-        start = np.concatenate([np.atleast_1d(automaton.start) + offset[id(automaton)] for automaton in automata])
-        return _padded(joint, np.concatenate(tables), np.concatenate(accepting), start, capacity)
+        table, accepting = np.full((total, len(example)), -1, np.int32), np.zeros(total, bool)
+        for first, automaton in parts.items():
+            part = slice(first, first + automaton.states)
+            own = np.asarray(automaton.transitions)[: automaton.states, np.asarray(automaton.classes)[example]]
+            table[part] = np.where(own < 0, -1, own + first)
+            accepting[part] = np.asarray(automaton.accepting)[: automaton.states]
+        first = min(parts)
+        return _padded(joint, table, accepting, np.asarray(parts[first].start) + first, capacity)
+
+    @property
+    def states(self) -> int:
+        """The number of states, without the padding: each is accepting or has a transition."""
+        used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
+        return int(np.flatnonzero(used)[-1]) + 1
 
     def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
         """Return the table with another automaton, and the `start` of that automaton in the table.
@@ -334,12 +351,6 @@ def _refuse_size(states: int) -> NoReturn:
         f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
         "supported; lower the bounds of long texts and arrays, shorten long prefixes, or split the grammar"
     )
-
-
-def _used_states(automaton: TokenAutomaton) -> int:
-    """Count the states without the padding: each is accepting or has a transition."""
-    used = np.asarray(automaton.accepting) | np.any(np.asarray(automaton.transitions) >= 0, axis=1)
-    return int(np.flatnonzero(used)[-1]) + 1
 
 
 def _padded(
