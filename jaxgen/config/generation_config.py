@@ -172,6 +172,10 @@ class GenerationConfig(GenerationOptions):
         }
         return self._changed(dict.fromkeys(values, IN_REQUEST)), values
 
+    def in_requests(self, names: Collection[str]) -> GenerationConfig:
+        """Return a copy in which these options are on, with their values in the requests; unchecked."""
+        return self._changed(dict.fromkeys(names, IN_REQUEST) | {"enabled": self.enabled.union(names)})
+
     def reset(self, names: Collection[str]) -> GenerationConfig:
         """Return a copy with these options at their neutral values, unchecked."""
         return self._changed(

@@ -94,6 +94,13 @@ class Kind:
         """Return one option value that contains one of `values` per prompt."""
         return list(values)
 
+    def off_leaf(self, entries: int, width: int) -> Any:
+        """Return the leaf of one prompt for which the option is off, while it is on for others.
+
+        Tables have `entries` entries, of `width` ids.
+        """
+        raise NotImplementedError
+
 
 # --- Static values ----------------------------------------------------------------------------------------------------
 
@@ -270,6 +277,9 @@ class Flags(Flag):
     def per_prompt_value(self, values: Iterable[Any]) -> list[bool]:
         return np.ravel(list(values)).tolist()
 
+    def off_leaf(self, entries: int, width: int) -> Any:
+        return np.bool_(False)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Number(Kind):
@@ -339,6 +349,12 @@ class _Number(Kind):
     def prompt_count(self, value: Any) -> int | None:
         return value.shape[0] if is_array(value) and value.ndim else None
 
+    def off_leaf(self, entries: int, width: int) -> Any:
+        off = self.also_off if self.neutral is None else self.neutral
+        if off is None:
+            off = np.inf if self.least is None else self.least
+        return self.array_dtype(off)
+
     @property
     def allowed(self) -> str:
         if (self.least, self.most) == (0, 1):
@@ -379,6 +395,9 @@ class TokenId(Integer):
     def tokens(self, value: Any) -> list[int]:
         return [] if value is None or is_tracer(value) else np.ravel(value).tolist()
 
+    def off_leaf(self, entries: int, width: int) -> Any:
+        return np.int32(-1)
+
 
 class DecayPair(Kind):
     """`(start, factor)`, each a number or one per prompt. Leaf: `(int32, float32)`."""
@@ -404,6 +423,9 @@ class DecayPair(Kind):
 
     def per_prompt_value(self, values: Iterable[Any]) -> Any:
         return tuple(map(list, zip(*values, strict=True)))
+
+    def off_leaf(self, entries: int, width: int) -> Any:
+        return np.int32(INT32_MAX), np.float32(1)
 
 
 class Watermark(Kind):

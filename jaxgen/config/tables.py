@@ -111,6 +111,9 @@ class TokenIds(_Table):
             return np.asarray(filled(value, power_of_two(len(value), _LEAST)), np.int32)
         return value
 
+    def off_leaf(self, entries: int, width: int) -> Any:
+        return np.full(entries, -1, np.int32)
+
 
 class TokenSequences(_Table):
     """A list of sequences of ids, or a list of such lists, one per prompt. Leaf: int32[S, W] or int32[B, S, W]."""
@@ -145,6 +148,9 @@ class TokenSequences(_Table):
 
     def leaf(self, value: Any) -> Any:
         return _stacked([value])[0] if isinstance(value, tuple) else value
+
+    def off_leaf(self, entries: int, width: int) -> Any:
+        return np.full((entries, self.width or width), -1, np.int32)
 
 
 class PlacedTokens(TokenSequences):
@@ -210,6 +216,9 @@ class SequenceBias(_Table):
             return value
         sequences, biases = _biases([value])
         return sequences[0], biases[0]
+
+    def off_leaf(self, entries: int, width: int) -> Any:
+        return np.full((entries, width), -1, np.int32), np.zeros(entries, np.float32)
 
 
 def _biases(dicts: Sequence[Mapping]) -> tuple[np.ndarray, np.ndarray]:

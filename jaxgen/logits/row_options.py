@@ -84,7 +84,8 @@ class RowOptions:
         """int32[rows]: the step that begin_suppress_tokens applies to, the first in which nothing is forced."""
         begin = jnp.zeros_like(history.length)
         if self.cfg.on("forced_bos_token_id"):
-            begin = begin + (history.prompt_length <= 1).astype(jnp.int32)
+            forced = (history.prompt_length <= 1) & (self.value("forced_bos_token_id") >= 0)
+            begin = begin + forced.astype(jnp.int32)
         if self.cfg.on("forced_decoder_ids"):
             position = self.values["forced_decoder_ids"][..., 0]
             count = jnp.sum(position >= 0, axis=-1)

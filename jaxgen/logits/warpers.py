@@ -172,13 +172,14 @@ def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     """Keep the most likely tokens whose entropy is at most `value` times that of the 100 most likely ones.
 
     `TopHLogitsWarper` of release 5 (arXiv 2509.02510). Both entropies are sums of the tokens' terms in the entropy of
-    the distribution over the 100. The most likely token is always kept. A value of 1 keeps the 100.
+    the distribution over the 100. The most likely token is always kept. A value of 1 keeps the 100, infinity all.
     """
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
     entropy = jnp.cumsum(_entropy_terms(log_probs), axis=-1)
     kept = (entropy <= value * entropy[:, -1:]).at[:, 0].set(True)
-    return put(jnp.full_like(scores, BANNED), tokens, jnp.where(kept, best, BANNED))
+    cut = put(jnp.full_like(scores, BANNED), tokens, jnp.where(kept, best, BANNED))
+    return jnp.where(value > 1, scores, cut)
 
 
 def _entropy_terms(log_probs: jax.Array) -> jax.Array:
