@@ -2,9 +2,10 @@
 
     python -m benchmarks slots --prompts 256 --width 16 64 --answers 1 200 --slots 16
 
-Three programs generate in turn: all prompts in slots; batches of as many rows; and such batches in which every answer
-has the mean length, so that no row waits for another. Lengths are drawn uniformly between the two `--answers`; with
-`--mean`, an answer instead ends by chance after that many tokens on average, at most the second of `--answers`.
+Four programs generate in turn: all prompts in slots; the prompts of an iteration, with `generate_many`; batches of as
+many rows; and such batches in which every answer has the mean length, so that no row waits for another. Lengths are
+drawn uniformly between the two `--answers`; with `--mean`, an answer instead ends by chance after that many tokens on
+average, at most the second of `--answers`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from benchmarks import measure
 from convert import load_hf
-from jaxgen import GenerationConfig, generate
+from jaxgen import GenerationConfig, generate, generate_many
 from jaxgen.cli import arguments
 
 BUNDLED = Path(__file__).parent.parent / "jaxgen" / "demo"
@@ -61,7 +62,11 @@ def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[st
     mean = np.full_like(lengths, args.mean or round(np.mean(lengths)))
     # Without the checkpoint's options, which could cut off the eos id.
     cfg = GenerationConfig(
-        model=cfg.model, do_sample=True, top_k=0, num_return_sequences=args.sequences, pad_token_id=0
+        model=cfg.model,
+        do_sample=not args.greedy,
+        top_k=0,
+        num_return_sequences=args.sequences,
+        pad_token_id=0,
     )
     ending = cfg.replace(eos_token_id=EOS) if args.mean else cfg
     processors = [functools.partial(_end_by_chance, 1 / args.mean)] if args.mean else None
@@ -69,7 +74,13 @@ def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[st
     def run(cfg: GenerationConfig, some: slice, limits: np.ndarray, processors: list | None) -> int:
         cfg = cfg.replace(max_new_tokens=limits[some])
         inputs = {"attention_mask": mask[some], "logits_processor": processors}
-        return int(np.sum(generate(params, ids[some], keys[some], cfg, **inputs).lengths))
+        return int(np.sum(generate(params, ids[some], None if args.greedy else keys[some], cfg, **inputs).lengths))
+
+    def stream() -> int:
+        one = ending.replace(max_new_tokens=args.answers[1])
+        prompts = ({"ids": ids[n][mask[n]], "max_new_tokens": int(limits[n])} for n in range(args.prompts))
+        inputs = {"slots": args.slots, "prompt_width": width, "logits_processor": processors}
+        return sum(len(done.tokens) for done in generate_many(params, prompts, keys[0], one, **inputs))
 
     def in_batches(cfg: GenerationConfig, limits: np.ndarray, processors: list | None) -> int:
         starts = range(0, args.prompts, rows)
@@ -77,6 +88,7 @@ def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[st
 
     return {
         "slots": lambda: run(ending.replace(slots=args.slots), slice(None), limits, processors),
+        "generate_many": stream,
         "batches": lambda: in_batches(ending, limits, processors),
         "batches of equal answers": lambda: in_batches(cfg, mean, None),
     }
@@ -88,8 +100,8 @@ def table(args: argparse.Namespace, speeds: dict[str, list[float]]) -> list[str]
         f"## {args.prompts} prompts x {args.sequences} of {args.model.resolve().name}, {args.slots} slots",
         "",
         f"{measure.machine()['cpu']}, jax {jax.__version__}; prompts of {args.width[0]} to {args.width[1]} tokens, "
-        f"answers of {f'{args.mean} on average' if args.mean else args.answers[0]} to {args.answers[1]}; median "
-        f"(smallest to largest) of {args.rounds} rounds.",
+        f"{'greedy ' if args.greedy else ''}answers of {f'{args.mean} on average' if args.mean else args.answers[0]} "
+        f"to {args.answers[1]}; median (smallest to largest) of {args.rounds} rounds.",
         "",
         "| program | tokens/s | slots against it |",
         "|---|---|---|",
@@ -121,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=arguments.count, default=256)
     parser.add_argument("--width", type=arguments.count, nargs=2, default=[16, 64], help="tokens of a prompt")
     parser.add_argument("--answers", type=arguments.count, nargs=2, default=[1, 200], help="tokens of an answer")
+    parser.add_argument("--greedy", action="store_true", help="choose the most likely tokens in place of drawing them")
     parser.add_argument("--mean", type=arguments.count, help="answers end by chance, after so many tokens on average")
     parser.add_argument("--sequences", type=arguments.count, default=1, help="answers per prompt")
     parser.add_argument("--slots", type=arguments.count, default=16)

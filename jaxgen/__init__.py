@@ -13,6 +13,9 @@ _NAMES = {
     "decoding.continuation": "Continuation",
     "decoding.hook": "StepHook StepInputs StepOutput",
     "decoding.stopping": "StopReason",
+    "engine.engine": "Engine QueueFull",
+    "engine.many": "generate_many",
+    "engine.results": "Completion EngineClosed Event Handle",
     "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
     "generation": "generate prefill",
     "grammar.token_automaton": "TokenAutomaton",
@@ -48,6 +51,14 @@ if TYPE_CHECKING:
         StepOutput as StepOutput,
     )
     from jaxgen.decoding.stopping import StopReason as StopReason
+    from jaxgen.engine.engine import Engine as Engine, QueueFull as QueueFull
+    from jaxgen.engine.many import generate_many as generate_many
+    from jaxgen.engine.results import (
+        Completion as Completion,
+        EngineClosed as EngineClosed,
+        Event as Event,
+        Handle as Handle,
+    )
     from jaxgen.errors import (
         ConfigError as ConfigError,
         GenerationError as GenerationError,

@@ -15,6 +15,7 @@ FLOORS = (
     {"decoding", "training"},
     {"request", "output"},
     {"generation", "scoring", "warming"},
+    {"engine"},
     {"demo", "cli"},
     {"__init__", "__main__"},
 )

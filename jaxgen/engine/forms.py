@@ -1,0 +1,288 @@
+"""Prompts with options of their own, checked and brought into arrays of fixed sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgen.config.availability import check_options, normal_form, refuse_unavailable
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.kinds import Text, is_array
+from jaxgen.config.options import GREEDY, OPTIONS, SAMPLE
+from jaxgen.decoding.run import Request
+from jaxgen.errors import ConfigError, InputError, shown
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.request.checks import check_grammar, check_key, check_room
+from jaxgen.text.tokenizer import Tokenizer
+
+ENTRIES, WIDTH = 32, 8  # of the tables of ids: entries, and ids of a sequence
+# What a prompt may have besides the options of the config.
+_FIELDS = ("ids", "text", "index", "n", "key", "allowed")
+_OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "top_logprobs", "min_length")
+_LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as the device reads it.
+
+    Attributes:
+        index: what is folded into the engine's key for it, and what its results are known by.
+        ids: int32[n].
+        budget: the maximum number of tokens of each of its sequences.
+        sequences: how many sequences it gets.
+        options: a leaf for each option that the program has.
+        key: the data of its own key, or None.
+        grammar: the automaton of its texts, or None.
+        stop_strings: the texts that end it, or None.
+        top_logprobs: how many of the most likely tokens its results show.
+        unusual: it turns on an option that the engine's config does not, or has a grammar.
+    """
+
+    index: int
+    ids: np.ndarray
+    budget: int
+    sequences: int
+    options: dict[str, Any]
+    key: np.ndarray | None = None
+    grammar: TokenAutomaton | None = None
+    stop_strings: tuple[str, ...] | None = None
+    top_logprobs: int = 0
+    unusual: bool = False
+
+
+class Form:
+    """What prompts may ask for, given the config of the engine: its values are the defaults.
+
+    Attributes:
+        cfg: the engine's config.
+        full: the config of the program, with all options that a prompt may have of its own.
+        usual: the config with the options that `cfg` turns on.
+        width: the most tokens of a prompt.
+        capacity: the most tokens of an answer.
+        own: the names of the options that a prompt may have of its own.
+    """
+
+    def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer | None, width: int):
+        refuse_unavailable(cfg)
+        _check(cfg)
+        self.cfg, self.tokenizer, self.width = cfg, tokenizer, width
+        self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
+        self._off = {name: OPTIONS[name].kind.off_leaf(ENTRIES, WIDTH) for name in _per_prompt()}
+        self.own = frozenset(self._off)
+        one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
+        # One value of do_sample for all prompts would be part of the program.
+        one = _without_min_length(one.replace(do_sample=[True]) if cfg.on("do_sample") else one)
+        self.usual = self._in_requests(one)
+        self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self._off)
+        self._defaults = self._leaves(cfg)
+
+    def _in_requests(self, cfg: GenerationConfig) -> GenerationConfig:
+        cfg = normal_form(cfg)
+        return jax.tree.map(np.asarray, cfg.in_requests(cfg.enabled.intersection(self._off)))
+
+    def _leaves(self, cfg: GenerationConfig) -> dict[str, Any]:
+        return {name: self._leaf(cfg, name) for name in self._off}
+
+    def _leaf(self, cfg: GenerationConfig, name: str) -> Any:
+        """Return the leaf of an option, as large as all prompts have it."""
+        off, kind = self._off[name], OPTIONS[name].kind
+        if name == "do_sample":
+            return np.bool_(cfg.on(name))
+        if not cfg.on(name):
+            return off
+        return jax.tree.map(lambda off, x: _into(name, off, x), off, kind.leaf(getattr(cfg, name)))
+
+    def read(self, given: Any, index: int) -> Prompt:
+        """Return a prompt: a list of ids, or a dict with `ids` or `text` and options by name.
+
+        Args:
+            given: the prompt; a dict may also have `index`, `key`, `n` (for `num_return_sequences`) and `allowed`, a
+                `TokenAutomaton`.
+            index: used if it has none.
+
+        Raises:
+            InputError, ConfigError, TypeError: a prompt or an option that cannot be honoured.
+        """
+        fields = dict(given) if isinstance(given, Mapping) else {"ids": given}
+        named = {name: fields.pop(name) for name in _FIELDS if name in fields}
+        cfg = self._own(fields, named)
+        ids = self._ids(named)
+        sequences = cfg.num_return_sequences
+        budget = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
+        if budget > self.capacity:
+            raise ConfigError(
+                f"max_new_tokens={budget} is more than the {self.capacity} of the engine's config, for which it has "
+                "memory: raise it there"
+            )
+        if cfg.top_logprobs > self.cfg.top_logprobs:
+            raise ConfigError(
+                f"top_logprobs={cfg.top_logprobs} is more than the {self.cfg.top_logprobs} of the engine's config"
+            )
+        grammar = self._grammar(named.get("allowed"), cfg, budget)
+        options = self._leaves(cfg) if fields else dict(self._defaults)
+        if cfg.on("min_length") and not cfg.on("min_new_tokens"):
+            options["min_new_tokens"] = np.int32(max(0, int(cfg.min_length) - len(ids)))  # pyright: ignore
+        stop_strings = self._stop_strings(cfg)
+        asked = cfg.enabled.intersection(self._off) | ({"min_new_tokens"} if cfg.on("min_length") else set())
+        return Prompt(
+            index=_index(named.get("index", index)),
+            ids=ids,
+            budget=budget,
+            sequences=sequences,
+            options=options,
+            key=_key_data(named.get("key"), cfg),
+            grammar=grammar,
+            stop_strings=stop_strings,
+            top_logprobs=cfg.top_logprobs,
+            unusual=grammar is not None or not self.usual.enabled.issuperset(asked),
+        )
+
+    def _own(self, fields: dict[str, Any], named: Mapping[str, Any]) -> GenerationConfig:
+        """Return the config with the prompt's own options."""
+        if "n" in named:
+            if "num_return_sequences" in fields:
+                raise InputError("n and num_return_sequences mean the same: pass one of them")
+            fields["num_return_sequences"] = named["n"]
+        cfg = self.cfg.replace(**fields) if fields else self.cfg
+        for name in fields:
+            if name not in self._off and name not in _OF_HOST:
+                raise ConfigError(f"{name} is part of the program: set it in the engine's config, for all prompts")
+        if fields:
+            check_options(cfg, 1)
+            for name in fields:
+                if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
+                    raise ConfigError(f"{name} must be the value of this prompt, got {shown(fields[name])}")
+        return cfg
+
+    def _ids(self, named: Mapping[str, Any]) -> np.ndarray:
+        if ("ids" in named) == ("text" in named):
+            raise InputError("a prompt must be a list of ids, or a dict with either ids or text")
+        given = named["ids"] if "ids" in named else self._encoded(named["text"])
+        try:
+            ids = np.asarray(given)
+        except ValueError as error:
+            raise TypeError(f"ids must be a list of token ids, got {shown(given)}") from error
+        if not ids.size and ids.ndim == 1:
+            raise InputError("the prompt has no token: pass at least one")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"ids must be a list of token ids, got {shown(given)}")
+        vocab = self.cfg.model.vocab_size
+        if len(wrong := ids[(ids < 0) | (ids >= vocab)]):
+            raise InputError(f"the prompt has the id {wrong[0]}, and the vocabulary is 0 to {vocab - 1}")
+        if len(ids) > self.width:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, more than prompt_width={self.width}, for which the engine has "
+                "memory: raise it, or cut the prompt"
+            )
+        return ids.astype(np.int32)
+
+    def _encoded(self, text: Any) -> list[int]:
+        if self.tokenizer is None:
+            raise InputError("a prompt given as text needs a tokenizer: pass tokenizer=, or ids")
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a string, got {shown(text)}")
+        return self.tokenizer.encode(text)
+
+    def _grammar(self, allowed: Any, cfg: GenerationConfig, budget: int) -> TokenAutomaton | None:
+        if allowed is None:
+            return None
+        if not isinstance(allowed, TokenAutomaton):
+            raise TypeError(f"allowed must be a TokenAutomaton, got {type(allowed).__name__}")
+        check_grammar(allowed, cfg, 1)
+        check_room(allowed, cfg, np.asarray([budget]))
+        return allowed
+
+    def _stop_strings(self, cfg: GenerationConfig) -> tuple[str, ...] | None:
+        if cfg.stop_strings is None:
+            return None
+        if self.tokenizer is None:
+            raise InputError("stop_strings are text: pass the engine a tokenizer")
+        return Text().sets(cfg.stop_strings)[0]
+
+    def request(self, prompts: Sequence[Prompt], rows: int, grammar: Sequence[int], stops: Sequence[int]) -> Request:
+        """Return the prompts as a request of `rows` prompts without keys; those that are missing are empty.
+
+        `grammar` and `stops` are the first states of each prompt.
+        """
+        ids, mask = np.zeros((rows, self.width), np.int32), np.zeros((rows, self.width), bool)
+        budget, unusual = np.zeros(rows, np.int32), np.zeros(rows, bool)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt.ids)], mask[row, : len(prompt.ids)] = prompt.ids, True
+            budget[row], unusual[row] = prompt.budget, prompt.unusual
+        missing = [self._defaults] * (rows - len(prompts))
+        options = jax.tree.map(lambda *x: np.stack(x), *[prompt.options for prompt in prompts], *missing)
+        first, stop = (np.asarray([*given, *[0] * (rows - len(given))], np.int32) for given in (grammar, stops))
+        return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, unusual=unusual)
+
+
+def _check(cfg: GenerationConfig) -> None:
+    """Refuse a config that an engine cannot have."""
+    if not isinstance(cfg.max_new_tokens, int):
+        raise ConfigError(
+            f"max_new_tokens must be one number in an engine's config, got {shown(cfg.max_new_tokens)}: it is the most "
+            "tokens of an answer, and what a prompt gets that does not set it"
+        )
+    for name in ("max_time", "token_healing", "slots", "guidance_scale"):
+        if cfg.on(name):
+            raise ConfigError(f"{name} is not an option of an engine: leave it out")
+    for name in cfg.enabled:
+        if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
+            raise ConfigError(f"{name} has one value per prompt, and an engine has no fixed prompts: set one value")
+    check_options(cfg, 1)
+
+
+def _per_prompt() -> list[str]:
+    """Return the options that a prompt may have of its own."""
+    return [
+        name
+        for name, option in OPTIONS.items()
+        if option.kind.traced
+        and option.kind.per_prompt
+        and not option.host
+        and (option.modes is None or {GREEDY, SAMPLE}.intersection(option.modes))
+        and name not in ("min_length", "guidance_scale")
+    ]
+
+
+def _without_min_length(cfg: GenerationConfig) -> GenerationConfig:
+    """Return the config with `min_new_tokens` in place of `min_length`, which depends on the prompt's length."""
+    if not cfg.on("min_length"):
+        return cfg
+    least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
+    return cfg.reset(["min_length"]).replace(min_new_tokens=least)
+
+
+def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
+    """Return the leaf of a value in the shape of `off`."""
+    value = np.asarray(value, off.dtype)
+    if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
+        # A table is rounded up; only its entries have to fit.
+        used = np.argwhere(value != -1).max(axis=0, initial=-1) + 1
+        if any(used > off.shape):
+            raise ConfigError(f"{name} has {list(used)} entries, and an engine's tables have {list(off.shape)}")
+        value = value[tuple(map(slice, used))]
+    leaf = np.array(off)
+    leaf[tuple(map(slice, value.shape))] = value
+    return leaf
+
+
+def _index(index: Any) -> int:
+    if isinstance(index, bool) or not isinstance(index, int | np.integer):
+        raise TypeError(f"index must be a whole number, got {shown(index)}")
+    if not 0 <= index <= _LARGEST_INDEX:
+        raise InputError(f"index must be from 0 to {_LARGEST_INDEX}, got {index}")
+    return int(index)
+
+
+def _key_data(key: Any, cfg: GenerationConfig) -> np.ndarray | None:
+    if key is None:
+        return None
+    if is_array(key) and key.ndim:
+        raise InputError(f"key must be one key, got shape {list(key.shape)}")
+    check_key(key, cfg.replace(do_sample=True), 1)
+    return np.asarray(jax.random.key_data(key))

@@ -1,0 +1,113 @@
+"""generate_many(): any number of prompts from an iteration, answered in slots."""
+
+from __future__ import annotations
+
+import functools
+import queue
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.engine.engine import Engine
+from jaxgen.engine.results import Completion, EngineClosed, Handle
+from jaxgen.errors import JaxgenError
+from jaxgen.text.tokenizer import Tokenizer
+
+
+def generate_many(
+    params,
+    prompts: Iterable[Any],
+    key: jax.Array | None,
+    cfg: GenerationConfig,
+    *,
+    slots: int = 32,
+    tokenizer: Tokenizer | None = None,
+    ordered: bool = False,
+    **engine: Any,
+) -> Iterator[Completion]:
+    """Answer the prompts of an iteration, thousands of them or endless, and yield each sequence when it has ended.
+
+    >>> for done in generate_many(params, prompts, key, cfg, slots=16, tokenizer=tok):          # doctest: +SKIP
+    ...     print(done.index, done.text)
+
+    Prompts are read as they are needed. The error of a prompt, an id outside the vocabulary for example, is in its
+    completion; the others are answered.
+
+    Args:
+        params: the parameters.
+        prompts: each a list of ids; or a dict with `ids`, or with `text` and a tokenizer, and with options by name, as
+            `Engine.submit` takes them. A prompt without `index` has its place in the iteration.
+        key: the prompt with index i uses `fold_in(key, i)`; None if nothing is drawn.
+        cfg: the options, as for `Engine`.
+        slots: the number of sequences that are decoded at a time.
+        tokenizer: for prompts and results as text, and for stop strings.
+        ordered: yield the completions in the order of the prompts.
+        **engine: further arguments of `Engine`.
+
+    Raises:
+        InputError, ConfigError, TypeError: as `Engine`.
+    """
+    most = 4 * slots  # prompts that have been read and not answered: some wait, so that no slot is free
+    with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
+        ended = _ended(made, prompts, most)
+        yield from _in_order(ended) if ordered else (completion for _, completion, _ in ended)
+
+
+def _ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
+    """Yield sequences when they end: the place of their prompt, the completion, and True for the prompt's last one."""
+    happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    running: dict[int, tuple[Handle, set[int]]] = {}
+
+    def follow(place: int, number: int, tokens: list[int], reason: StopReason) -> None:
+        if reason or not tokens:
+            happened.put((place, number))
+
+    def next_one() -> tuple[int, Completion, bool]:
+        place, number = happened.get()
+        handle, left = running[place]
+        if handle.failure is not None:
+            raise handle.failure
+        left.discard(number)
+        if not left:
+            del running[place]
+        return place, handle.completion(number), not left
+
+    for place, prompt in enumerate(prompts):
+        given = {"index": place, **(prompt if isinstance(prompt, Mapping) else {"ids": prompt})}
+        try:
+            handle = engine.follow(given, functools.partial(follow, place), timeout=None)
+        except EngineClosed:
+            raise
+        except (JaxgenError, TypeError) as error:
+            yield place, _failed(given, error), True
+            continue
+        running[place] = handle, set(range(handle.sequences))
+        while len(running) >= most or not happened.empty():
+            yield next_one()
+    while running:
+        yield next_one()
+
+
+def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
+    """Return the result of a prompt that cannot be answered."""
+    ids = given.get("ids")
+    ids = np.asarray(ids).tolist() if isinstance(ids, list | tuple | np.ndarray) else []
+    return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error))
+
+
+def _in_order(ended: Iterable[tuple[int, Completion, bool]]) -> Iterator[Completion]:
+    """Yield completions in the order of their prompts."""
+    kept: dict[int, list[Completion]] = {}
+    complete, following = set(), 0
+    for place, completion, is_last in ended:
+        kept.setdefault(place, []).append(completion)
+        if is_last:
+            complete.add(place)
+        while following in complete:
+            complete.remove(following)
+            yield from sorted(kept.pop(following), key=lambda completion: completion.sequence)
+            following += 1

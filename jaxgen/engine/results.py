@@ -1,0 +1,267 @@
+"""What becomes of a prompt: events while it is answered, and the completions."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.decoding.stopping import FAILURES, StopReason
+from jaxgen.engine.forms import Prompt
+from jaxgen.errors import JaxgenError
+from jaxgen.text.streaming import TextStream
+from jaxgen.text.tokenizer import Tokenizer
+
+
+class Event(NamedTuple):
+    """The next tokens of a sequence.
+
+    Attributes:
+        sequence: which of the prompt's sequences.
+        tokens: the ids, at least one unless the sequence has ended.
+        text: what they complete, whole characters; empty without a tokenizer.
+        stop_reason: why it ended, `StopReason.NONE` if it has not.
+    """
+
+    sequence: int
+    tokens: list[int]
+    text: str
+    stop_reason: StopReason
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A sequence that has ended.
+
+    Attributes:
+        index: the prompt's index.
+        sequence: which of the prompt's sequences.
+        ids: the prompt.
+        tokens: the generated tokens, eos included.
+        text: their text without special tokens; None without a tokenizer.
+        stop_reason: why it ended; NONE if it never began.
+        logprobs: those of the tokens, `[n]` each, and of the most likely ones, `[n, top_logprobs]`; None unless the
+            engine's config has `output_logprobs`.
+        error: why it failed, or None.
+        versions: the versions of the weights that its tokens come from, in order; see `Engine.update_params`.
+    """
+
+    index: int
+    sequence: int
+    ids: list[int]
+    tokens: list[int]
+    text: str | None
+    stop_reason: StopReason
+    logprobs: LogProbs | None = None
+    error: str | None = None
+    versions: tuple[int, ...] = ()
+
+
+class EngineClosed(JaxgenError):
+    """The engine takes no more prompts, or was closed before this one was answered."""
+
+
+@dataclasses.dataclass
+class _Sequence:
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    rest: list[np.ndarray] = dataclasses.field(default_factory=list)
+    reason: StopReason = StopReason.NONE
+    versions: list[int] = dataclasses.field(default_factory=list)
+
+
+class Handle:
+    """A prompt that was submitted to an engine.
+
+    Iterate over it, or use `async for`, to get its events as they come, from the first one on; `result` waits for the
+    end. Several threads may do so.
+
+    Attributes:
+        failure: the exception that `result` raises, or None.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: Tokenizer | None,
+        listener: Callable[[int, list[int], StopReason], object] | None,
+        cancel: Callable[[], object],
+    ):
+        self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
+        self._sequences = [_Sequence() for _ in range(prompt.sequences)]
+        self._events: list[tuple[int, list[int], StopReason]] = []
+        self._changed = threading.Condition()
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self.failure: BaseException | None = None
+
+    @property
+    def index(self) -> int:
+        """The prompt's index."""
+        return self._prompt.index
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences the prompt gets."""
+        return len(self._sequences)
+
+    @property
+    def done(self) -> bool:
+        """True if all of its sequences have ended, or cannot be continued."""
+        return self.failure is not None or all(sequence.reason for sequence in self._sequences)
+
+    def cancel(self) -> None:
+        """Give up the prompt: its sequences end with `StopReason.CANCELLED`, and keep the tokens that they have."""
+        self._cancel()
+
+    def result(self, timeout: float | None = None) -> list[Completion]:
+        """Wait until all sequences have ended and return them, in order.
+
+        Args:
+            timeout: the number of seconds to wait, None for no limit.
+
+        Raises:
+            TimeoutError: they have not ended in time; they continue.
+            EngineClosed: the engine was closed before.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"prompt {self.index} was not answered in {timeout} seconds: it continues")
+            if self.failure is not None:
+                raise self.failure
+        return self.completions()
+
+    def completions(self) -> list[Completion]:
+        """Return the sequences as they are now; the reason of one that has not ended is `StopReason.NONE`."""
+        return [self.completion(number) for number in range(self.sequences)]
+
+    def completion(self, number: int) -> Completion:
+        """Return one of the sequences as it is now."""
+        sequence, prompt = self._sequences[number], self._prompt
+        tokens = list(sequence.tokens)
+        return Completion(
+            index=prompt.index,
+            sequence=number,
+            ids=prompt.ids.tolist(),
+            tokens=tokens,
+            text=None if self._tokenizer is None else self._tokenizer.decode(tokens),
+            stop_reason=sequence.reason,
+            logprobs=_logprobs(sequence.rest, prompt.top_logprobs),
+            error=FAILURES.get(sequence.reason),
+            versions=tuple(sequence.versions),
+        )
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the events until all sequences have ended; raise `EngineClosed` if they never will."""
+        reader, seen = EventReader(self._tokenizer), 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: len(self._events) > seen or self.done)
+                new, done = self._events[seen:], self.done
+            seen += len(new)
+            for event in new:
+                yield reader.read(*event)
+            if done and seen == len(self._events):
+                break
+        if self.failure is not None:
+            raise self.failure
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Yield the events, as the iteration in a thread does."""
+        reader, seen = EventReader(self._tokenizer), 0
+        waiter = asyncio.get_running_loop(), asyncio.Event()
+        with self._changed:
+            self._waiters.add(waiter)
+        try:
+            while True:
+                waiter[1].clear()
+                with self._changed:
+                    new, done = self._events[seen:], self.done
+                seen += len(new)
+                for event in new:
+                    yield reader.read(*event)
+                if done and seen == len(self._events):
+                    break
+                if not new:
+                    await waiter[1].wait()
+        finally:
+            with self._changed:
+                self._waiters.discard(waiter)
+        if self.failure is not None:
+            raise self.failure
+
+    def _add(self, number: int, tokens: list[int], reason: StopReason, rest: Any = None, version: int = 0) -> None:
+        """Add what happened to a sequence; called by the engine."""
+        with self._changed:
+            sequence = self._sequences[number]
+            sequence.tokens += tokens
+            sequence.reason = reason
+            if rest is not None and rest.shape[1]:
+                sequence.rest.append(rest)
+            if tokens and version not in sequence.versions:
+                sequence.versions.append(version)
+            self._events.append((number, tokens, reason))
+            self._wake()
+        self._tell(number, tokens, reason)
+
+    def _end(self, reason: StopReason) -> None:
+        """End the sequences that have not ended."""
+        for number, sequence in enumerate(self._sequences):
+            if not sequence.reason:
+                self._add(number, [], reason)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all sequences with an exception; the listener hears of a sequence without tokens and reason."""
+        with self._changed:
+            if self.done:
+                return
+            self.failure = error
+            self._wake()
+        self._tell(0, [], StopReason.NONE)
+
+    def _tell(self, number: int, tokens: list[int], reason: StopReason) -> None:
+        """Call the listener; an exception that it raises is the prompt's failure, and it is not called again."""
+        listener = self._listener
+        if listener is None:
+            return
+        try:
+            listener(number, tokens, reason)
+        except Exception as error:
+            self._listener = None
+            self._fail(error)
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for loop, event in self._waiters:
+            loop.call_soon_threadsafe(event.set)
+
+
+class EventReader:
+    """Turns tokens of sequences into events, with their text."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._streams: dict[int, TextStream] = {}
+
+    def read(self, number: int, tokens: list[int], reason: StopReason) -> Event:
+        """Return the event."""
+        text = ""
+        if self._tokenizer is not None:
+            stream = self._streams.setdefault(number, TextStream(self._tokenizer))
+            text = stream.put(tokens) + (stream.end() if reason else "")
+        return Event(number, tokens, text, reason)
+
+
+def _logprobs(parts: list[np.ndarray], top: int) -> LogProbs | None:
+    """Return the log-probabilities in the columns of the journal, and the first `top` of the most likely ones."""
+    if not parts:
+        return None
+    columns = np.concatenate(parts)
+    numbers = columns.view(np.float32)
+    if not top:
+        return LogProbs(numbers[:, 0])  # pyright: ignore[reportArgumentType]
+    most = (columns.shape[1] - 1) // 2
+    return LogProbs(numbers[:, 0], numbers[:, 1 + most :][:, :top], columns[:, 1 : 1 + most][:, :top])  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,160 @@
+"""Tables of states that prompts in flight share: their grammars and stop strings."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxgen.errors import InputError
+from jaxgen.grammar.stop_strings import StopAutomaton, StopStrings
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.text.tokenizer import Tokenizer
+
+
+class Kind(Protocol):
+    """A kind of automata, and how several become one table."""
+
+    name: str
+
+    def states(self, automaton: Any) -> int:
+        """Return the number of states."""
+        ...
+
+    def start(self, automaton: Any) -> int:
+        """Return the first state, counted from 0 in the automaton."""
+        ...
+
+    def free(self) -> Any:
+        """Return the automaton of prompts that have none."""
+        ...
+
+    def join(self, parts: dict[int, Any]) -> Any:
+        """Return the table of automata, each from the state on that is its key."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammars:
+    """Token automata, in a table of so many states and classes of tokens."""
+
+    vocab_size: int
+    capacity: tuple[int, int]
+    name = "allowed"
+
+    def states(self, automaton: TokenAutomaton) -> int:
+        """Return the number of states."""
+        return automaton.states
+
+    def start(self, automaton: TokenAutomaton) -> int:
+        """Return the first state."""
+        return int(automaton.start)
+
+    def free(self) -> TokenAutomaton:
+        """Return the automaton in which every token may follow, special tokens too."""
+        every = np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool), np.zeros(1, np.int32)
+        return TokenAutomaton(*every, start=np.int32(0))  # pyright: ignore[reportArgumentType]
+
+    def join(self, parts: dict[int, TokenAutomaton]) -> TokenAutomaton:
+        """Return the joint automaton."""
+        return TokenAutomaton.join(parts, self.capacity)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stops:
+    """Automata of stop strings, in a table of so many states."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    capacity: int
+    name = "stop_strings"
+
+    def states(self, automaton: StopAutomaton) -> int:
+        """Return the number of states."""
+        return len(automaton.found)
+
+    def start(self, automaton: StopAutomaton) -> int:
+        """Return the first state."""
+        return 0
+
+    def free(self) -> StopAutomaton:
+        """Return the automaton that finds nothing."""
+        return StopAutomaton.of((), self.tokenizer, self.vocab_size)
+
+    def join(self, parts: dict[int, StopAutomaton]) -> StopStrings:
+        """Return the joint tables."""
+        return StopStrings.join(parts, self.tokenizer, self.vocab_size, capacity=self.capacity)
+
+
+@dataclasses.dataclass
+class _Part:
+    """An automaton in a table, its first state, and how many prompts use it."""
+
+    automaton: Any
+    first: int
+    users: int = 0
+
+
+class Table:
+    """A table that automata join and leave while prompts use it: no state changes its number.
+
+    Attributes:
+        joint: the table on the device.
+    """
+
+    def __init__(self, kind: Kind, states: int):
+        self._kind, self._states = kind, states
+        self._parts: dict[Hashable, _Part] = {None: _Part(kind.free(), 0, 1)}
+        self._lock = threading.Lock()
+        self.joint = self._join()
+
+    def fits(self, automaton: Any) -> None:
+        """Raise an error if an automaton does not fit even if it is the only one."""
+        if (needed := self._kind.states(automaton) + 1) > self._states:
+            raise InputError(
+                f"{self._kind.name} needs {needed} states, and the engine's table has {self._states}: make the "
+                "engine with more, or use fewer or shorter texts"
+            )
+
+    def enter(self, key: Hashable, automaton: Any, may_join: bool = True) -> int | None:
+        """Add a user of an automaton, which joins the table if it is not there; return its first state.
+
+        None if it is not there and may not join, or if there is no space for it now.
+        """
+        with self._lock:
+            part = self._parts.get(key)
+            if part is None:
+                first = self._space(self._kind.states(automaton)) if may_join else None
+                if first is None:
+                    return None
+                part = self._parts[key] = _Part(automaton, first)
+                try:
+                    self.joint = self._join()
+                except InputError:  # too many classes of tokens together
+                    del self._parts[key]
+                    return None
+            part.users += 1
+            return part.first + self._kind.start(part.automaton)
+
+    def leave(self, key: Hashable) -> None:
+        """Remove a user; the states of an automaton without users are free."""
+        with self._lock:
+            part = self._parts[key]
+            part.users -= 1
+            if not part.users:
+                del self._parts[key]
+
+    def _space(self, states: int) -> int | None:
+        """Return the first state of the first gap of this size."""
+        first = 0
+        for part in sorted(self._parts.values(), key=lambda part: part.first):
+            if part.first - first >= states:
+                return first
+            first = part.first + self._kind.states(part.automaton)
+        return first if self._states - first >= states else None
+
+    def _join(self) -> Any:
+        return self._kind.join({part.first: part.automaton for part in self._parts.values()})

@@ -1,0 +1,342 @@
+"""The engine: prompts with options of their own that come and go, each answered as if it were alone."""
+
+import asyncio
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxgen import ConfigError, GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, generate
+from jaxgen.engine.engine import Engine, QueueFull
+from jaxgen.engine.many import generate_many
+from jaxgen.engine.results import EngineClosed
+from tests.support import slot_loops
+from tests.support.compilations import compilations
+from tests.support.models import model_config, random_params
+from tests.support.tokenizers import byte_level
+
+MODEL = model_config(vocab_size=320, hidden_size=32)
+PARAMS = random_params(MODEL, scale=0.3)
+TOK = byte_level()
+KEY = jax.random.key(3)
+CFG = GenerationConfig(
+    model=MODEL,
+    max_new_tokens=14,
+    pad_token_id=0,
+    eos_token_id=[1, 2],
+    do_sample=True,
+    top_k=0,
+    temperature=0.9,
+    output_logprobs="scores",
+    top_logprobs=3,
+)
+GRAMMARS = [TokenAutomaton.from_regex(p, TOK, vocab_size=320) for p in ("[a-c]+", "(yes|no)", "[0-9]{2,4}", "z+x")]
+WIDTH = 24
+
+
+def random_prompts(count: int, seed: int, plain: bool = False) -> list[dict]:
+    """Prompts with random options, which turn on more than the config does unless they are `plain`."""
+    rng = np.random.default_rng(seed)
+    prompts = []
+    for index in rng.permutation(10 * count)[:count]:
+        prompt = {"ids": rng.integers(40, 120, rng.integers(1, WIDTH + 1)).tolist(), "index": int(index)}
+        own = {
+            "temperature": float(rng.uniform(0.5, 1.5)),
+            "do_sample": bool(rng.integers(2)),
+            "max_new_tokens": int(rng.integers(1, 15)),
+            "eos_token_id": rng.integers(0, 320, rng.integers(0, 6)).tolist(),
+            "top_logprobs": int(rng.integers(4)),
+        }
+        if not plain:
+            own |= {
+                "top_k": int(rng.integers(1, 30)),
+                "top_p": float(rng.uniform(0.5, 1)),
+                "typical_p": float(rng.uniform(0.5, 1)),
+                "repetition_penalty": float(rng.uniform(0.8, 1.4)),
+                "presence_penalty": float(rng.uniform(-1, 1)),
+                "min_length": int(rng.integers(30)),
+                "suppress_tokens": rng.integers(0, 320, rng.integers(1, 9)).tolist(),
+                "bad_words_ids": [rng.integers(0, 320, rng.integers(1, 3)).tolist() for _ in range(3)],
+                "sequence_bias": {(int(rng.integers(320)),): float(rng.normal())},
+                "stop_strings": [chr(c) for c in rng.integers(97, 120, 3)],
+                "allowed": GRAMMARS[rng.integers(len(GRAMMARS))],
+                "forced_eos_token_id": 2,
+            }
+        for name in rng.permutation(list(own))[: rng.integers(len(own))].tolist():
+            prompt[name] = own[name]
+        if "allowed" in prompt:
+            prompt["max_new_tokens"] = max(prompt.get("max_new_tokens", 14), 4)
+        if prompt.get("do_sample", True) and not rng.integers(3):
+            prompt["n"] = int(rng.integers(2, 5))
+        prompts.append(prompt)
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(PARAMS, CFG, KEY, slots=5, prompt_width=WIDTH, tokenizer=TOK) as made:
+        made.warmup()
+        yield made
+
+
+def assert_same(completions, others) -> None:
+    assert len(completions) == len(others)
+    for one, other in zip(completions, others, strict=True):
+        for name in ("index", "sequence", "ids", "tokens", "text", "stop_reason", "error"):
+            assert getattr(one, name) == getattr(other, name), (name, one, other)
+        for name in ("logprobs", "top_logprobs", "top_tokens"):
+            np.testing.assert_array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name))
+
+
+def test_a_prompt_is_answered_as_if_it_were_alone(engine):
+    prompts = random_prompts(40, seed=0)
+    together = [handle.result(60) for handle in [engine.submit(prompt) for prompt in prompts]]
+    assert len({c.stop_reason for completions in together for c in completions}) > 3
+    order = np.random.default_rng(1).permutation(len(prompts))
+    for place in order[:20]:
+        assert_same(engine.submit(prompts[place]).result(60), together[place])
+
+
+def test_a_neighbour_with_more_options_changes_no_bit(engine):
+    prompts = random_prompts(12, seed=2, plain=True)
+    alone = [handle.result(60) for handle in [engine.submit(prompt) for prompt in prompts]]
+    other = engine.submit({"ids": [50], "top_k": 5, "allowed": GRAMMARS[0], "max_new_tokens": 14, "n": 4, "index": 7})
+    beside = [handle.result(60) for handle in [engine.submit(prompt) for prompt in prompts]]
+    other.result(60)
+    for one, two in zip(alone, beside, strict=True):
+        assert_same(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* does not read|.* cannot be reached")
+def test_generate_says_the_same():
+    prompts = random_prompts(30, seed=3)
+    completions = list(
+        generate_many(PARAMS, prompts, KEY, CFG, slots=4, prompt_width=WIDTH, tokenizer=TOK, ordered=True)
+    )
+    place = 0
+    for prompt in prompts:
+        own = {name: value for name, value in prompt.items() if name not in ("ids", "index", "n", "allowed")}
+        cfg = CFG.replace(**own | {"num_return_sequences": prompt.get("n", 1), "top_logprobs": 3})
+        key = jax.random.fold_in(KEY, prompt["index"])[None] if cfg.do_sample else None
+        more = {"tokenizer": TOK, "prefix_allowed_tokens_fn": prompt.get("allowed")}
+        try:
+            out = generate(PARAMS, [prompt["ids"]], key, cfg, attention_mask=np.ones((1, len(prompt["ids"]))), **more)
+        except GenerationError as error:  # all tokens are banned
+            out = error.output
+        for row in range(prompt.get("n", 1)):
+            completion = completions[place]
+            length = int(out.lengths[row])
+            assert (completion.index, completion.sequence) == (prompt["index"], row)
+            assert completion.tokens == out.sequences[row, len(prompt["ids"]) :][:length].tolist()
+            assert completion.stop_reason == out.stop_reasons[row]
+            np.testing.assert_allclose(completion.logprobs.logprobs, out.logprobs[row, :length], atol=5e-5)
+            place += 1
+    assert place == len(completions)
+
+
+def test_no_prompt_compiles_anything(engine):
+    prompts = [*random_prompts(30, seed=4), *random_prompts(30, seed=5, plain=True)]
+    with compilations() as compiled:
+        for handle in [engine.submit(prompt) for prompt in prompts]:
+            handle.result(60)
+    assert compiled == [0]
+
+
+def test_no_loop_copies_a_cache():
+    cfg = slot_loops.config("bfloat16")
+    sizes = {"slots": slot_loops.SLOTS, "prompt_width": slot_loops.WIDTH}
+    with Engine(random_params(cfg.model), cfg, KEY, **sizes) as made:
+        program = made._device.trace(made._schedule.arrivals(), made._joint()).lower().compile().as_text()
+    assert slot_loops.copies(program, cfg) == {"slots": [], "pool": []}
+
+
+def test_events_say_what_the_result_says(engine):
+    for prompt in random_prompts(6, seed=6):
+        heard = []
+        handle = engine.submit(prompt, on_event=heard.append)
+        events, completions = list(handle), handle.result()
+        assert events == heard == list(handle)
+        for completion in completions:
+            own = [event for event in events if event.sequence == completion.sequence]
+            assert [token for event in own for token in event.tokens] == completion.tokens
+            assert "".join(event.text for event in own) == completion.text
+            assert [event.stop_reason for event in own][-1] == completion.stop_reason
+            assert all(event.stop_reason == StopReason.NONE for event in own[:-1])
+
+
+def test_a_coroutine_reads_events(engine):
+    prompts = random_prompts(5, seed=7)
+
+    async def read(prompt):
+        handle = engine.submit(prompt)
+        return [event async for event in handle], handle
+
+    async def read_all():
+        return await asyncio.gather(*[read(prompt) for prompt in prompts])
+
+    for events, handle in asyncio.run(read_all()):
+        assert events == list(handle)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ({"ids": [50, 320]}, InputError, "the prompt has the id 320, and the vocabulary is 0 to 319"),
+        ({"ids": []}, InputError, "the prompt has no token"),
+        ([50] * 25, InputError, "the prompt has 25 tokens, more than prompt_width=24"),
+        ({"ids": [5.0]}, TypeError, "ids must be a list of token ids"),
+        ("text", TypeError, "ids must be a list of token ids"),
+        ({"text": 5}, TypeError, "text must be a string"),
+        ({"ids": [50], "text": "a"}, InputError, "either ids or text"),
+        ({"ids": [50], "temprature": 1.0}, ConfigError, "did you mean 'temperature'"),
+        ({"ids": [50], "temperature": -1.0}, ConfigError, "temperature must be > 0"),
+        ({"ids": [50], "temperature": [1.0, 2.0]}, InputError, "temperature has 2 values for 1 prompts"),
+        ({"ids": [50], "num_beams": 2}, ConfigError, "num_beams is part of the program"),
+        ({"ids": [50], "no_repeat_ngram_size": 2}, ConfigError, "no_repeat_ngram_size is part of the program"),
+        ({"ids": [50], "max_new_tokens": 15}, ConfigError, "max_new_tokens=15 is more than the 14"),
+        ({"ids": [50], "top_logprobs": 4}, ConfigError, "top_logprobs=4 is more than the 3"),
+        ({"ids": [50], "do_sample": False, "n": 2}, ConfigError, "has one result per prompt"),
+        ({"ids": [50], "n": 2, "num_return_sequences": 2}, InputError, "n and num_return_sequences"),
+        ({"ids": [50], "index": -1}, InputError, "index must be from 0"),
+        ({"ids": [50], "index": "a"}, TypeError, "index must be a whole number"),
+        ({"ids": [50], "allowed": "[a-z]"}, TypeError, "allowed must be a TokenAutomaton"),
+        ({"ids": [50], "suppress_tokens": list(range(33))}, ConfigError, r"suppress_tokens has .* entries"),
+        ({"ids": [50], "suppress_tokens": [320]}, ConfigError, "suppress_tokens has the token 320"),
+        ({"ids": [50], "stop_strings": ["a" * 2000]}, InputError, "stop_strings needs 2002 states"),
+        ({"ids": [50], "key": 5}, TypeError, "key must be a jax.random.key"),
+    ],
+)
+def test_prompts_that_are_refused(engine, prompt, error, words):
+    with pytest.raises(error, match=words):
+        engine.submit(prompt)
+
+
+def test_the_error_of_a_prompt_is_its_result():
+    cfg = CFG.replace(do_sample=False, output_logprobs=None, top_logprobs=0)
+    ends = TokenAutomaton.from_regex("[a-c]", TOK, vocab_size=320)
+    banned = {"ids": [51], "allowed": ends, "suppress_tokens": [TOK.encode(c)[0] for c in "abc"]}
+    prompts = [{"ids": [50, 999]}, {"ids": [50, 60]}, banned, [], [70] * 30]
+    done = list(generate_many(PARAMS, prompts, None, cfg, slots=2, prompt_width=WIDTH, ordered=True))
+    assert [completion.index for completion in done] == [0, 1, 2, 3, 4]
+    assert "the prompt has the id 999" in done[0].error
+    assert done[1].error is None
+    assert len(done[1].tokens) > 1
+    assert "every token is banned" in done[2].error
+    assert "no token" in done[3].error
+    assert "more than prompt_width=24" in done[4].error
+
+
+def test_cancelled_prompts_leave_their_slots(engine):
+    handles = [engine.submit(prompt) for prompt in random_prompts(30, seed=8)]
+    for handle in handles[::2]:
+        handle.cancel()
+        handle.cancel()
+    for place, handle in enumerate(handles):
+        reasons = {completion.stop_reason for completion in handle.result(60)}
+        assert place % 2 == 0 or StopReason.CANCELLED not in reasons
+    assert any(c.stop_reason == StopReason.CANCELLED for handle in handles for c in handle.result())
+    again = engine.submit(random_prompts(30, seed=8)[1]).result(60)
+    assert_same(again, handles[1].result())
+
+
+def test_an_exception_of_a_callback_ends_its_prompt_alone(engine):
+    def fail(event):
+        raise ZeroDivisionError("mine")
+
+    bad, good = engine.submit([50, 60], on_event=fail), engine.submit([50, 60], index=3)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        bad.result(60)
+    assert good.result(60)[0].tokens
+
+
+def test_a_pause_new_weights_and_versions(engine):
+    prompt = {"ids": [50, 60, 70], "index": 3}
+    before = engine.submit(prompt).result(60)
+    engine.pause()
+    handle = engine.submit(prompt)
+    with pytest.raises(TimeoutError, match=r"prompt 3 was not answered in 0\.05 seconds"):
+        handle.result(0.05)
+    version = engine.update_params(jax.tree.map(lambda x: x * 1.5, PARAMS))
+    engine.resume()
+    changed = handle.result(60)
+    assert changed[0].versions == (version,)
+    assert changed[0].tokens != before[0].tokens
+    with pytest.raises(InputError, match="params do not fit"):
+        engine.update_params({"model": {}})
+    engine.update_params(PARAMS)
+    after = engine.submit(prompt).result(60)
+    assert_same(after, before)
+    assert after[0].versions == (version + 1,)
+
+
+def test_a_queue_that_is_full_and_an_engine_that_is_closed():
+    with Engine(PARAMS, CFG, KEY, slots=1, prompt_width=8, most_waiting=2) as small:
+        small.pause()
+        handles = [small.submit([50 + n]) for n in range(2)]
+        with pytest.raises(QueueFull, match="2 prompts wait"):
+            small.submit([60])
+        with pytest.raises(QueueFull):
+            small.submit([60], timeout=0.05)
+        threading.Timer(0.1, small.resume).start()
+        handles.append(small.submit([60], timeout=None))
+    assert all(handle.done for handle in handles)
+    with pytest.raises(EngineClosed, match="the engine is closed"):
+        small.submit([50])
+
+    dropped = Engine(PARAMS, CFG, KEY, slots=1, prompt_width=8)
+    dropped.pause()
+    handle = dropped.submit([50])
+    dropped.close(drain=False)
+    with pytest.raises(EngineClosed, match="before this prompt was answered"):
+        handle.result()
+    with pytest.raises(EngineClosed):
+        list(handle)
+
+
+def test_threads_lose_nothing_and_get_nothing_twice(engine):
+    wanted = {n: engine.submit([40 + n, 50], index=n).result(60) for n in range(8)}
+    problems = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(30):
+            number = int(rng.integers(8))
+            handle = engine.submit([40 + number, 50], index=number, timeout=None)
+            if rng.integers(4) == 0:
+                handle.cancel()
+                continue
+            try:
+                assert_same(handle.result(60), wanted[number])
+            except BaseException as error:
+                problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    deadline = time.monotonic() + 10
+    while not engine._schedule.idle and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine._schedule.idle
+
+
+def test_an_unbounded_iteration_is_read_as_needed():
+    read = []
+
+    def prompts():
+        for number in range(10**9):
+            read.append(number)
+            yield {"ids": [40 + number % 50, 60], "max_new_tokens": 3}
+
+    cfg = CFG.replace(output_logprobs=None, top_logprobs=0)
+    answers = generate_many(PARAMS, prompts(), KEY, cfg, slots=2, prompt_width=8)
+    first = [next(answers) for _ in range(20)]
+    assert len({completion.index for completion in first}) == 20
+    assert len(read) < 20 + 4 * 2 + 2
+    answers.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "jaxgen engine" and thread.is_alive()][1:]

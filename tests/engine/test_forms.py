@@ -1,0 +1,51 @@
+"""What prompts may ask for: options that are off for one prompt and on for others, and configs that are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen import ConfigError, GenerationConfig
+from jaxgen.config.options import OPTIONS
+from jaxgen.engine.forms import Form
+from jaxgen.logits.history import History
+from jaxgen.logits.pipeline import build_transform
+from tests.support.models import model_config
+
+CFG = GenerationConfig(model=model_config(), max_new_tokens=8, do_sample=True, top_k=0, eos_token_id=2)
+VOCAB = CFG.model.vocab_size
+FORM = Form(CFG, None, 8)
+
+
+def test_an_option_that_is_off_changes_no_bit_of_a_prompt_beside_others():
+    assert {"top_h", "top_p", "sequence_bias", "forced_bos_token_id", "exponential_decay_length_penalty"} < FORM.own
+    off = FORM.read([5], 0).options
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(3, VOCAB, (2, 9)), jnp.int32)
+    length, budget = jnp.asarray([1, 6], jnp.int32), jnp.asarray([3, 3], jnp.int32)
+    history = History.begin(FORM.full, ids, length, budget, options=FORM.own)
+    history = history.push(jnp.asarray([7, 8], jnp.int32), jnp.ones(2, bool))
+    scores = jnp.asarray(rng.normal(size=(2, VOCAB)), jnp.float32)
+    for name in FORM.own - {"do_sample"}:
+        option = OPTIONS[name]
+        own = FORM.read({"ids": [5], name: option.examples[0], "do_sample": True}, 0).options
+        rows = jax.tree.map(lambda *x: jnp.stack(x), off | {"do_sample": np.bool_(True)}, own)
+        got = build_transform(FORM.full, rows)(history, scores)
+        np.testing.assert_array_equal(got[0], scores[0], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": None}, "max_new_tokens must be one number in an engine's config"),
+        ({"max_new_tokens": [4, 8]}, "max_new_tokens must be one number"),
+        ({"temperature": [0.5, 0.7]}, "temperature has one value per prompt"),
+        ({"max_time": 5.0}, "max_time is not an option of an engine"),
+        ({"slots": 4}, "slots is not an option of an engine"),
+        ({"guidance_scale": 1.5}, "guidance_scale is not an option of an engine"),
+        ({"token_healing": True}, "token_healing is not an option of an engine"),
+    ],
+)
+def test_configs_that_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        Form(CFG.replace(**options), None, 8)

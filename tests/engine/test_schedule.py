@@ -1,0 +1,99 @@
+"""The schedule, without a device: who is sent when, and who is told what."""
+
+import numpy as np
+import pytest
+
+from jaxgen import GenerationConfig, StopReason
+from jaxgen.decoding.queue import NOBODY
+from jaxgen.engine.forms import Form
+from jaxgen.engine.schedule import Flight, Schedule
+from jaxgen.engine.tables import Grammars, Table
+from tests.engine.test_tables import VOCAB, grammar
+from tests.support.models import model_config
+
+CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, do_sample=True, eos_token_id=2)
+
+
+def schedule(places: int = 4, arrivals: int = 2, states: int = 12) -> Schedule:
+    form = Form(CFG, None, 8)
+    tables = {"allowed": Table(Grammars(VOCAB, (states, 64)), states)}
+    return Schedule(form, tables, places, arrivals, np.zeros(2, np.uint32))
+
+
+def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
+    prompt = plan.form.read({"ids": [5, 6], "allowed": automaton, **options}, index)
+    return Flight(prompt, index, {} if automaton is None else {"allowed": (id(automaton), automaton)})
+
+
+def packed(waiting: int, *entries: tuple[int, int, int, int]) -> np.ndarray:
+    return np.asarray([(len(entries), waiting, 0, 0), *entries, (9, 9, 9, 9)], np.int32)
+
+
+def sent(plan: Schedule) -> list[int]:
+    """The indices of the prompts that arrive."""
+    arrivals = plan.arrivals()
+    return arrivals.index[arrivals.number != NOBODY].tolist()
+
+
+def test_prompts_are_sent_in_order_while_there_are_places():
+    plan = schedule()
+    plan.waiting.extend(flight(plan, n) for n in range(7))
+    assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
+    list(plan.read(packed(2)))
+    assert sent(plan) == []  # two waited, and two were sent since then
+    list(plan.read(packed(3)))
+    assert sent(plan) == [4]
+
+
+def test_entries_are_told_by_sequence_and_numbers_are_free_after_the_last():
+    plan = schedule()
+    one, two = flight(plan, 0, n=2), flight(plan, 1)
+    plan.waiting.extend([one, two])
+    plan.arrivals()
+    eos = StopReason.EOS
+    told = list(
+        plan.read(packed(0, (0, 1, 7, 0), (1, 0, 8, 0), (0, 0, 5, eos), (0, 1, 9, 0), (1, 0, -1, StopReason.NO_TOKEN)))
+    )
+    assert [(e.flight.owner, e.sequence, e.tokens.tolist(), e.reason) for e in told] == [
+        (0, 0, [5], eos),
+        (0, 1, [7, 9], 0),
+        (1, 0, [8], StopReason.NO_TOKEN),
+    ]
+    assert list(plan.flying) == [0]
+    plan.arrivals()
+    [last] = plan.read(packed(0, (0, 1, 2, eos)))
+    assert (last.tokens.tolist(), last.reason) == ([2], eos)
+    assert plan.idle
+
+
+def test_a_cancelled_prompt_is_told_nothing_more():
+    plan = schedule()
+    one, two, three = (flight(plan, n) for n in range(3))
+    plan.waiting.extend([one, two, three])
+    plan.arrivals()
+    plan.cancel(two)
+    plan.cancel(three)
+    plan.cancel(three)
+    arrivals = plan.arrivals()
+    assert arrivals.cancelled.max() == two.number
+    told = list(plan.read(packed(0, (one.number, 0, 5, 0), (two.number, 0, 6, 0))))
+    assert [e.flight.owner for e in told] == [0]
+    assert not plan.waiting
+
+
+def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
+    plan = schedule(places=9, arrivals=9)
+    large, other, small = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}"), grammar("z")
+    plan.waiting.extend(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None]))
+    assert sent(plan) == [0, 1, 3, 5]  # the small grammar must not overtake the other one for ever
+    ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
+    list(plan.read(packed(0, *ends)))
+    assert sent(plan) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "unusual"),
+    [({}, False), ({"temperature": 0.5}, True), ({"do_sample": False}, False), ({"min_length": 3}, True)],
+)
+def test_which_prompts_turn_on_more_than_the_config(options, unusual):
+    assert schedule().form.read({"ids": [5], **options}, 0).unusual == unusual
