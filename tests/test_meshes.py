@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from convert import CheckpointError, load_hf, save_hf
 from convert.hf import open_checkpoint
 from convert.tensors import Tensor
-from jaxgen import GenerationConfig, InputError, StepHook, generate, prefill, score, shard_params
+from jaxgen import GenerationConfig, InputError, StepHook, generate, generate_many, prefill, score, shard_params
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.model.sharding import mesh_of
 from jaxgen.request.prepare import CallInputs, prepare
@@ -27,6 +27,7 @@ PARAMS = random_params(MODEL, scale=0.2)
 CFG = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0, eos_token_id=[1, 2])
 IDS = np.random.default_rng(0).integers(3, 96, (6, 9), np.int32)
 MASK = np.arange(9)[None, :] >= np.array([0, 3, 5, 0, 1, 2])[:, None]
+KEY = jax.random.key(3)
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
 MODES = {
     "greedy": {},
@@ -264,6 +265,21 @@ def test_a_streamer_and_a_deadline_on_the_mesh(options):
     generate(on_mesh((4, 2)), IDS, None, cfg, streamer=rows)
     assert expected.tokens.size
     assert [rows.rows[row] for row in range(len(rows.rows))] == expected.tokens.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES)
+def test_an_engine_on_the_mesh(shape):
+    prompts = [{"ids": row[keep], "max_new_tokens": 2 + n} for n, (row, keep) in enumerate(zip(IDS, MASK, strict=True))]
+    prompts[1] |= {"n": 3}
+    prompts[4] |= {"temperature": 1.5, "suppress_tokens": [5, 6]}
+    cfg = CFG.replace(do_sample=True)
+    alone, found = (
+        [done.tokens for done in generate_many(params, prompts, KEY, cfg, slots=3, prompt_width=9, ordered=True)]
+        for params in (PARAMS, on_mesh(shape))
+    )
+    assert len(alone) == 8
+    assert alone == found
 
 
 def test_the_driver_says_whether_weights_are_divided():

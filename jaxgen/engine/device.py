@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.availability import check_options
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.continuous import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.run import Run, Sizes
+from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.engine.forms import Form
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
@@ -44,22 +45,26 @@ class Device:
         self.params, self._form, self._extensions, self._steps = params, form, extensions, np.int32(steps)
         self._key_impl, self._mesh = key_impl, mesh_of(params)
         mode = mode_of(form.full)
-        self._cfg = form.full.replace(slots=slots)
-        check_slots(self._cfg, None, extensions, mode)
-        check_options(self._cfg.reset(form.own), 1)
+        cfg = form.full.replace(slots=slots)
+        check_slots(cfg, None, extensions, mode)
+        check_options(cfg.reset(form.own), 1)
         self._sizes = Sizes(slots, form.capacity, needs=mode.needs(form.full))
         self._mode = Continuous(mode, slots)
+        self._check_memory(cfg)
         self._state: Any = None
+
+    def _check_memory(self, cfg: GenerationConfig) -> None:
+        width, capacity = self._form.width, self._form.capacity
+        ids = jax.ShapeDtypeStruct((self._mode.slots, width), np.int32)
+        run = dataclasses.replace(self._run({}), cfg=cfg)
+        check_call_memory(Prepared(self._mode, run, Request(ids, ids, ids, {}), ids, ids, width, capacity))
 
     def open(self, arrivals: Arrivals, tables: dict[str, Any], places: int) -> None:
         """Make the state: all slots are free."""
         # A step adds an entry per slot, and so does each sequence that enters.
         steps = 2 * int(self._steps) + 8
-        run, request, form = self._run(tables), arrivals.request, self._form
-        in_slots = dataclasses.replace(run, cfg=self._cfg)
-        check_call_memory(Prepared(self._mode, in_slots, request, request.ids, request.mask, form.width, form.capacity))
         names = {"mode": self._mode, "key_impl": self._key_impl}
-        self._state = _open(run, arrivals, places=places, steps=steps, **names)
+        self._state = _open(self._run(tables), arrivals, places=places, steps=steps, **names)
 
     def step(self, arrivals: Arrivals, tables: dict[str, Any]) -> jax.Array:
         """Start a chunk and return what will have happened in it; see `run_chunk`."""

@@ -79,6 +79,7 @@ class Engine:
     ):
         check_call(params, cfg)
         _check_sizes(slots=slots, prompt_width=prompt_width, most_waiting=most_waiting)
+        _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
         self._form, self._tokenizer, self._most_waiting = Form(cfg, tokenizer, prompt_width), tokenizer, most_waiting
         check_key(key, cfg, 1)
         self._has_key = key is not None

@@ -13,6 +13,7 @@ from jaxgen.config.availability import check_options, normal_form, refuse_unavai
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.kinds import Text, is_array
 from jaxgen.config.options import GREEDY, OPTIONS, SAMPLE
+from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Request
 from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -222,6 +223,8 @@ class Form:
 
 def _check(cfg: GenerationConfig) -> None:
     """Refuse a config that an engine cannot have."""
+    if not mode_of(cfg).refills:
+        raise ConfigError(f"an engine works with greedy search, sampling and DoLa, not with {cfg.mode}: use generate")
     if not isinstance(cfg.max_new_tokens, int):
         raise ConfigError(
             f"max_new_tokens must be one number in an engine's config, got {shown(cfg.max_new_tokens)}: it is the most "

@@ -14,7 +14,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import Completion, EngineClosed, Handle
-from jaxgen.errors import JaxgenError
+from jaxgen.errors import JaxgenError, shown
 from jaxgen.text.tokenizer import Tokenizer
 
 
@@ -51,6 +51,8 @@ def generate_many(
     Raises:
         InputError, ConfigError, TypeError: as `Engine`.
     """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
     most = 4 * slots  # prompts that have been read and not answered: some wait, so that no slot is free
     with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
         ended = _ended(made, prompts, most)

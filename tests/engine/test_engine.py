@@ -325,6 +325,28 @@ def test_threads_lose_nothing_and_get_nothing_twice(engine):
     assert engine._schedule.idle
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"slots": 0}, InputError, "slots must be at least 1, got 0"),
+        ({"prompt_width": 2.0}, TypeError, "prompt_width must be a whole number"),
+        ({"stop_states": 0}, InputError, "stop_states must be at least 1"),
+        ({"prompt_width": 10**9}, InputError, "this call needs .* try a shorter prompt"),
+        ({"key": None}, InputError, "sampling needs a key"),
+        ({"cfg": CFG.replace(output_scores=True)}, ConfigError, "output_scores is not offered"),
+    ],
+)
+def test_engines_that_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        Engine(PARAMS, **{"cfg": CFG, "key": KEY} | arguments)
+
+
+@pytest.mark.parametrize("prompts", ["text", None, {"ids": [5]}])
+def test_what_is_not_an_iterable_of_prompts(prompts):
+    with pytest.raises(TypeError, match="prompts must be an iterable of prompts"):
+        list(generate_many(PARAMS, prompts, KEY, CFG))
+
+
 def test_an_unbounded_iteration_is_read_as_needed():
     read = []
 

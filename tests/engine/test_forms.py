@@ -43,6 +43,12 @@ def test_an_option_that_is_off_changes_no_bit_of_a_prompt_beside_others():
         ({"max_time": 5.0}, "max_time is not an option of an engine"),
         ({"slots": 4}, "slots is not an option of an engine"),
         ({"guidance_scale": 1.5}, "guidance_scale is not an option of an engine"),
+        (
+            {"num_beams": 2, "do_sample": False},
+            "greedy search, sampling and DoLa, not with beam_search",
+        ),
+        ({"penalty_alpha": 0.5, "top_k": 4, "do_sample": False}, "not with contrastive_search"),
+        ({"prompt_lookup_num_tokens": 3}, "not with prompt_lookup"),
         ({"token_healing": True}, "token_healing is not an option of an engine"),
     ],
 )
