@@ -205,8 +205,13 @@ def raise_failures(out: GenerateOutput) -> None:
 
 def failure_of(out: GenerateOutput, row: int) -> str | None:
     """Return why a row could not continue, or None if it could."""
-    text = FAILURES.get(StopReason(int(np.asarray(out.stop_reasons)[row])))
-    return text and f"cannot continue after {int(np.asarray(out.lengths)[row])} generated tokens: {text}"
+    return failure_text(int(np.asarray(out.stop_reasons)[row]), int(np.asarray(out.lengths)[row]))
+
+
+def failure_text(reason: int, tokens: int) -> str | None:
+    """Return why a sequence could not continue after so many generated tokens, or None if it could."""
+    text = FAILURES.get(StopReason(reason))
+    return text and f"cannot continue after {tokens} generated tokens: {text}"
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:

@@ -23,6 +23,23 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
+def where(mask: jax.Array, new: Any, old: Any) -> Any:
+    """Return a tree with the entries of `new` where `mask` is True, else of `old`.
+
+    The axes of the mask are the first of each array.
+    """
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(mask.reshape(*mask.shape, *[1] * (new.ndim - mask.ndim)), new, old)
+
+    return jax.tree.map(choose, new, old)
+
+
+def at_most(size: int, most: int) -> bool:
+    """Return True if a size is at most `most`; False if it is symbolic, so that `jax.export` serves any size."""
+    return isinstance(size, int) and size <= most
+
+
 def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
     """Repeat each row of `x [n, ...]`, like `numpy.repeat`, to `rows` rows, a multiple of n."""
     return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)

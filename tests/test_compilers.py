@@ -19,7 +19,7 @@ from jaxgen.model.causal_lm import RMSNorm
 from jaxgen.programs import Program
 from tests.support.communication import MODEL, check_communication
 from tests.support.models import CONFIG
-from tests.support.slot_loops import copied_caches
+from tests.support.slot_loops import copied_by_an_engine, copied_caches
 
 pytestmark = pytest.mark.compilers
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +32,10 @@ def test_communication_of_a_step_on_a_tpu(name):
 
 def test_no_loop_copies_the_cache_of_slots_on_a_tpu():
     assert copied_caches(device_for("v5e:2x2"), "bfloat16") == {"slots": [], "pool": []}
+
+
+def test_no_loop_of_an_engine_copies_a_cache_on_a_tpu():
+    assert copied_by_an_engine(device_for("v5e:2x2"), "bfloat16") == {"slots": [], "pool": [], "store": []}
 
 
 def test_what_a_step_does_on_a_tpu_is_reported(tmp_path):
@@ -76,6 +80,11 @@ def test_a_step_on_an_h100_has_few_operations_and_copies_no_cache(shape, new_tok
 @pytest.mark.usefixtures("_compiler_for_an_h100")
 def test_no_loop_copies_a_cache_of_slots_on_an_h100():
     assert copied_caches(device_for("h100"), "bfloat16") == {"slots": [], "pool": []}
+
+
+@pytest.mark.usefixtures("_compiler_for_an_h100")
+def test_no_loop_of_an_engine_copies_a_cache_on_an_h100():
+    assert copied_by_an_engine(device_for("h100"), "bfloat16") == {"slots": [], "pool": [], "store": []}
 
 
 # What is done for the GPU's compiler: a place, a name, and what the compiler would have without it.

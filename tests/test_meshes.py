@@ -273,12 +273,13 @@ def test_an_engine_on_the_mesh(shape):
     prompts = [{"ids": row[keep], "max_new_tokens": 2 + n} for n, (row, keep) in enumerate(zip(IDS, MASK, strict=True))]
     prompts[1] |= {"n": 3}
     prompts[4] |= {"temperature": 1.5, "suppress_tokens": [5, 6]}
-    cfg = CFG.replace(do_sample=True)
+    prompts += [{"ids": prompt["ids"]} for prompt in prompts]  # read before: a part of each is copied
+    cfg = CFG.replace(do_sample=True, prefill_chunk_size=4)
     alone, found = (
         [done.tokens for done in generate_many(params, prompts, KEY, cfg, slots=3, prompt_width=9, ordered=True)]
         for params in (PARAMS, on_mesh(shape))
     )
-    assert len(alone) == 8
+    assert len(alone) == 14
     assert alone == found
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from convert import load_hf, save_hf
-from jaxgen import GenerationConfig, generate, score
+from jaxgen import GenerationConfig, generate, generate_many, score
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.training.train import TrainBatch, TrainConfig, train
 from tests.support.models import model_config, random_params
-from tests.support.one_of_two import OPTIONS
+from tests.support.one_of_two import OPTIONS, PROMPTS, grammar
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = model_config(vocab_size=96, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=4)
@@ -101,6 +101,26 @@ def test_two_processes(tmp_path, both, shape):
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
+def test_process_0_decides_for_an_engine(tmp_path, both, shape):
+    params, key, sizes = random_params(MODEL, scale=0.2), jax.random.key(4), {"slots": 3, "prompt_width": 9}
+    save_hf(params, CFG, tmp_path / "one")
+    first, second = both("engine", shape, tmp_path / "one")
+    cfg = CFG.replace(do_sample=True)
+    alone = [done.tokens for done in generate_many(params, PROMPTS, key, cfg, ordered=True, **sizes)]
+    changed = jax.tree.map(lambda x: x * 1.25, params)
+    prompts = [*PROMPTS, {"ids": [5], "allowed": grammar(), "index": 9}]
+    *after, only = [done.tokens for done in generate_many(changed, prompts, key, cfg, ordered=True, **sizes)]
+    assert first == {"many": alone, "before": alone, "after": after, "grammar": only, "error": DIFFERENT}
+    assert alone != after
+    assert second["many"] == []
+    assert second["error"] == DIFFERENT
+    assert second["submit"] == "prompts are submitted in process 0, and this is process 1"
+
+
+DIFFERENT = "the processes made the engine with different arguments: they must be the same in all"
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
 def test_training_resumes(tmp_path, both, shape):
     params = random_params(MODEL, scale=0.2)
     save_hf(params, CFG, tmp_path / "one")
@@ -148,7 +168,7 @@ def start(tmp_path, port, environment):
 def many(tmp_path) -> list:
     """Options with which the command runs for long."""
     (tmp_path / "prompts.txt").write_text("Tell me a story about a fox\n" * 2000)
-    return ["--max-new-tokens", 20, "--input", tmp_path / "prompts.txt", "--batch-size", 2]
+    return ["--max-new-tokens", 20, "--input", tmp_path / "prompts.txt", "--slots", 2]
 
 
 def wait_for_answers(process: subprocess.Popen, file: Path) -> None:

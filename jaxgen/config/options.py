@@ -441,7 +441,6 @@ class GenerationOptions:
         "decode at most this many sequences at a time; when one ends, the next one takes its place",
         since="jaxgen",
         modes=(GREEDY, SAMPLE, DOLA),
-        command=True,
     )
     prefill_chunk_size: int | None = _output(
         StaticInteger(None, least=1),

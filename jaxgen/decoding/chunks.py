@@ -15,9 +15,11 @@ from jax import lax
 
 from jaxgen.decoding.continuous import Continuous, ContinuousState
 from jaxgen.decoding.journal import Journal
+from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.run import Array, Request, Run
 from jaxgen.decoding.stopping import StopReason
+from jaxgen.model.sharding import REPLICATED, constrain
 
 
 @flax.struct.dataclass
@@ -32,6 +34,7 @@ class Arrivals:
         index: uint32[M], folded into the key.
         own_key: bool[M], True for a prompt whose key is used unchanged.
         cancelled: int32[C], the numbers of prompts that are given up, and `NOBODY`.
+        prefixes: where the prompts' first chunks are in the store of prefixes; None without a store.
     """
 
     request: Request
@@ -41,9 +44,10 @@ class Arrivals:
     index: Array
     own_key: Array
     cancelled: Array
+    prefixes: Places | None = None
 
 
-def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, steps: int, key_impl: str):
+def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, steps: int, stored: int, key_impl: str):
     """Return the state in which all slots are free and no prompt waits.
 
     Args:
@@ -52,12 +56,14 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
         mode: the mode.
         places: the most prompts that can wait.
         steps: the most steps of a chunk.
+        stored: how many chunks of prefixes the store has space for; 0 for no store.
         key_impl: of the keys.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
     at = jnp.zeros(places, jnp.int32)
     nobody, zero = jnp.full(places, NOBODY, jnp.int32), jnp.zeros((), jnp.int32)
-    state = mode.open(run, Queue(one.select(at), nobody, nobody, zero, zero))
+    prefixes = jax.tree.map(lambda x: jnp.asarray(x)[at], arrivals.prefixes)
+    state = mode.open(run, Queue(one.select(at), nobody, nobody, zero, zero, prefixes), stored)
     return dataclasses.replace(state, results=Journal.open(state.rows.rows, steps))
 
 
@@ -81,7 +87,7 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
     journal = state.results
     head = jnp.stack([journal.count, state.queue.waiting, state.steps])
     head = jnp.pad(head, (0, journal.entries.shape[1] - head.shape[0]))
-    return state, jnp.concatenate([head[None, :], journal.entries])
+    return state, constrain(jnp.concatenate([head[None, :], journal.entries]), run.mesh, REPLICATED)
 
 
 def _keys(arrivals: Arrivals, key_impl: str) -> jax.Array:
@@ -107,6 +113,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
         request=jax.tree.map(put, queue.request, request),
         number=put(queue.number, arrivals.number),
         sequences=put(queue.sequences, arrivals.sequences),
+        prefixes=jax.tree.map(put, queue.prefixes, arrivals.prefixes),
         waiting=queue.waiting + jnp.sum(given, dtype=jnp.int32),
     )
     return dataclasses.replace(state, queue=queue)

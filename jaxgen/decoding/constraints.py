@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.shapes import where
 
 
 @flax.struct.dataclass
@@ -111,9 +112,7 @@ class ConstraintTable:
             matched=matched,
             met=state.met + ends.astype(jnp.int32),
         )
-        return jax.tree.map(
-            lambda new, old: jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old), pushed, state
-        )
+        return where(live, pushed, state)
 
     def banks(self, state: ConstraintState) -> jax.Array:
         """int32[rows]: how far each row is; a row in progress counts as if its alternative were the longest."""

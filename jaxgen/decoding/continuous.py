@@ -166,10 +166,10 @@ class Continuous(Mode):
         state = self.open(run, Queue.of(run, request.complete()))
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
-    def open(self, run: Run, queue: Queue) -> ContinuousState:
-        """Return the state in which all slots are free, without results."""
+    def open(self, run: Run, queue: Queue, stored: int = 0) -> ContinuousState:
+        """Return the state in which all slots are free, without results, with space for `stored` chunks of prefixes."""
         slots = rows_on(run.mesh, self.slots)
-        pool = Pool.open(run, queue, slots)
+        pool = Pool.open(run, queue, slots, stored)
         nobody = jnp.full(slots, NOBODY, jnp.int32)
         return ContinuousState(
             rows=self.mode.empty(run, pool.rows, pool.cache, slots),

@@ -20,7 +20,7 @@ from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
-from jaxgen.shapes import pad_axis
+from jaxgen.shapes import pad_axis, where
 
 # Scores float32[streams * rows, V] of such logits and of the layers' states, L + 1 arrays `[streams * rows, D]`.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
@@ -175,11 +175,7 @@ def begin_hook(run: Run, rows: Rows) -> Rows:
 def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
     """Return the rows with the hook's new state; rows that are not live keep theirs."""
     split = guidance.split(run.cfg, state)
-
-    def update_live(new, old):
-        return jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    return dataclasses.replace(rows, hook=jax.tree.map(update_live, split, rows.hook))
+    return dataclasses.replace(rows, hook=where(live, split, rows.hook))
 
 
 def _before(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int) -> tuple[ModelInputs, Rows]:

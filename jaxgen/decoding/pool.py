@@ -8,15 +8,18 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, ModelInputs, begin_hook, in_one_pass, inputs_of
 from jaxgen.decoding.loop import Prefilled, open_prompts
+from jaxgen.decoding.prefixes import NOWHERE, copy_from, copy_to
 from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Request, Run
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.model.sharding import rows_on
+from jaxgen.shapes import where
 
 _TOKENS = 512  # that a pass reads, of all prompts together
 _CHUNK = 128  # the most that it reads of one prompt, unless `prefill_chunk_size` is set
@@ -39,6 +42,8 @@ class Pool:
         logits: float32[streams * R, 1, V], for the last token of each prompt that has been read.
         states: the layers' hidden states at that token; see `Forward`.
         cache: the prompts' tokens that have been read.
+        keep: int32[R, J], where the chunks of each prompt are to be stored; see `Places`. None without a store.
+        store: the store of prefixes, a row for each chunk; or None.
     """
 
     number: jax.Array
@@ -50,17 +55,26 @@ class Pool:
     logits: jax.Array
     states: tuple[jax.Array, ...]
     cache: KVCache
+    keep: jax.Array | None = None
+    store: KVCache | None = None
 
     @classmethod
-    def open(cls, run: Run, queue: Queue, most: int) -> Pool:
-        """Return an empty pool for the prompts of a queue, with `most` places or fewer."""
-        chunk = _chunk(run, _width(queue.request))
+    def open(cls, run: Run, queue: Queue, most: int, stored: int = 0) -> Pool:
+        """Return an empty pool for the prompts of a queue.
+
+        Args:
+            run: the constants.
+            queue: the prompts that wait.
+            most: the most places.
+            stored: how many chunks the store has space for; 0 for no store.
+        """
+        chunk = chunk_size(run.cfg, _width(queue.request))
         places = rows_on(run.mesh, min(most, max(_TOKENS // chunk, 1)))
         nobody = jnp.full(places, NOBODY, jnp.int32)
         inputs, rows, cache = _open(run, queue.request, jnp.zeros(places, jnp.int32))
         layers = run.model.num_hidden_layers + 1 if run.reads_states else 0
         states = jnp.zeros((cache.rows, 1, run.model.hidden_size), run.model.dtype)
-        return cls(
+        pool = cls(
             number=nobody,
             sequences=nobody,
             taken=nobody,
@@ -71,6 +85,11 @@ class Pool:
             states=(states,) * layers,
             cache=cache,
         )
+        if not stored or queue.prefixes is None:
+            return pool
+        keep = jnp.full((places, queue.prefixes.keep.shape[1]), NOWHERE, jnp.int32)
+        store = KVCache.create(run.model, stored, chunk, run.cfg.cache_dtype)
+        return dataclasses.replace(pool, keep=keep, store=store)
 
     def ready(self, run: Run) -> jax.Array:
         """bool[R], the places whose prompt has been read to its end."""
@@ -93,10 +112,11 @@ class Pool:
         number = jnp.where(given, queue.number[place], NOBODY)
         loaded = number != NOBODY
         inputs, rows, cache = _open(run, queue.request, place)
+        keep = self.keep
+        if self.store is not None and queue.prefixes is not None:
+            cache = copy_from(self.store, cache, queue.prefixes.have[place])
+            keep = where(loaded, queue.prefixes.keep[place], keep)
         of_streams = guidance.stack(run.cfg, loaded)
-
-        def where(loaded: jax.Array, new, old):
-            return jax.tree.map(lambda new, old: jnp.where(_as_mask(loaded, new), new, old), new, old)
 
         def own(cache: KVCache) -> KVCache:
             return dataclasses.replace(cache, prefix=None)
@@ -106,31 +126,33 @@ class Pool:
             number=jnp.where(loaded, number, self.number),
             sequences=jnp.where(loaded, queue.sequences[place], self.sequences),
             taken=jnp.where(loaded, 0, self.taken),
-            read=jnp.where(of_streams, 0, self.read),
+            read=jnp.where(of_streams, cache.length, self.read),
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
             # The previous prompt's keys and values go: a NaN among them would spread, though nothing attends to it.
             cache=dataclasses.replace(where(of_streams, own(cache), own(self.cache)), prefix=self.cache.prefix),
+            keep=keep,
         )
         return pool, queue.drop(jnp.sum(given, dtype=jnp.int32))
 
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt."""
         length = self.inputs.length
-        chunk = _chunk(run, self.inputs.mask.shape[1])
+        chunk = chunk_size(run.cfg, self.inputs.mask.shape[1])
         remaining = length - self.read
         last = jnp.clip(remaining - 1, 0, chunk - 1)
         with jax.named_scope("prefill"):
             read = in_one_pass(run, self.inputs.columns(self.read, chunk), self.cache, last)
         ends = (remaining > 0) & (remaining <= chunk)
-        logits, states = jax.tree.map(
-            lambda new, old: jnp.where(_as_mask(ends, new), new, old),
-            (read.logits, read.states),
-            (self.logits, self.states),
-        )
-        return dataclasses.replace(
-            self, read=jnp.minimum(self.read + chunk, length), logits=logits, states=states, cache=read.cache
-        )
+        logits, states = where(ends, (read.logits, read.states), (self.logits, self.states))
+        store = self.store
+        if store is not None and self.keep is not None:
+            number = jnp.minimum(self.read // chunk, self.keep.shape[1] - 1)
+            keep = jnp.take_along_axis(self.keep, number[:, None], axis=1)[:, 0]
+            is_kept = (remaining > 0) & (number == self.read // chunk) & (self.number != NOBODY)
+            store = copy_to(store, read.cache, number, jnp.where(is_kept, keep, NOWHERE))
+        read_to = jnp.minimum(self.read + chunk, length)
+        return dataclasses.replace(self, read=read_to, logits=logits, states=states, cache=read.cache, store=store)
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
         """Take the next sequence of the prompt in `place int32[1]`; the last sequence leaves the place empty."""
@@ -158,9 +180,6 @@ def _width(request: Request) -> int:
     return max(request.ids.shape[1] + (request.cache is not None), negative)
 
 
-def _chunk(run: Run, width: int) -> int:
-    return min(run.cfg.prefill_chunk_size or _CHUNK, width)
-
-
-def _as_mask(chosen: jax.Array, x: jax.Array) -> jax.Array:
-    return chosen.reshape(-1, *[1] * (x.ndim - 1))
+def chunk_size(cfg: GenerationConfig, width: int) -> int:
+    """Return the most tokens that a pass reads of a prompt of `width` tokens, padding included."""
+    return min(cfg.prefill_chunk_size or _CHUNK, width)

@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.run import Request, Run
 
 NOBODY = -1  # the number of no prompt
@@ -23,6 +24,7 @@ class Queue:
         sequences: int32[Q], how many sequences each prompt gets.
         first: int32[], the place of the next prompt.
         waiting: int32[], how many prompts wait.
+        prefixes: where their first chunks are in the store of prefixes; None without a store.
     """
 
     request: Request
@@ -30,6 +32,7 @@ class Queue:
     sequences: jax.Array
     first: jax.Array
     waiting: jax.Array
+    prefixes: Places | None = None
 
     @classmethod
     def of(cls, run: Run, request: Request) -> Queue:

@@ -6,11 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.availability import check_options
-from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.continuous import Continuous
 from jaxgen.decoding.extensions import Extensions
@@ -25,61 +23,105 @@ from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import Prepared
 
 _STATIC = ("mode", "key_impl")
-_open = Program(open_queue, static_argnames=[*_STATIC, "places", "steps"])
+_open = Program(open_queue, static_argnames=[*_STATIC, "places", "steps", "stored"])
 _chunk = Program(run_chunk, static_argnames=_STATIC, donate_argnames=["state"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What is the same in all chunks of an engine, but for the parameters and tables.
+
+    Attributes:
+        form: of the prompts.
+        extensions: the caller's functions.
+        mode: the decode mode, with rows that leave and enter.
+        sizes: the static sizes.
+        steps: about how many steps a chunk takes.
+        key_impl: the implementation of random keys.
+        stored: how many chunks of prefixes the store has space for; 0 for no store.
+    """
+
+    form: Form
+    extensions: Extensions
+    mode: Continuous
+    sizes: Sizes
+    steps: int
+    key_impl: str
+    stored: int = 0
+
+    @classmethod
+    def of(cls, form: Form, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0) -> Loop:
+        """Return the loop of this many slots.
+
+        Raises:
+            InputError, ConfigError: what an engine cannot have.
+        """
+        mode = mode_of(form.full)
+        cfg = form.full.replace(slots=slots)
+        check_slots(cfg, None, extensions, mode)
+        check_options(cfg.reset(form.own), 1)
+        sizes = Sizes(slots, form.capacity, needs=mode.needs(form.full))
+        return cls(form, extensions, Continuous(mode, slots), sizes, steps, key_impl, stored)
+
+    @property
+    def places(self) -> int:
+        """The most prompts that wait on the device."""
+        return max(2 * self.mode.slots, 8)
+
+    def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
+        """Return the constants of a chunk."""
+        extensions, context = dataclasses.replace(self.extensions, **tables), Context(mesh is not None)
+        return Run(params, self.form.full, extensions, self.sizes, context, usual=self.form.usual, mesh=mesh)
+
+    @property
+    def of_open(self) -> dict[str, Any]:
+        """The static arguments of `open_queue`."""
+        steps = 2 * self.steps + 8  # each step is one of the journal, and so is each sequence that enters
+        return {**self.of_chunk, "places": self.places, "steps": steps, "stored": self.stored}
+
+    @property
+    def of_chunk(self) -> dict[str, Any]:
+        """The static arguments of `run_chunk`."""
+        return {"mode": self.mode, "key_impl": self.key_impl}
 
 
 class Device:
     """The device's side of an engine: its state, and the program that changes it.
 
     Args:
-        params: the parameters.
-        form: of the prompts.
-        extensions: the caller's functions.
-        slots: the number of sequences that are decoded at a time.
-        steps: about how many steps a chunk takes.
-        key_impl: the implementation of random keys.
+        params: the first parameters; each chunk gets its own.
+        loop: what is the same in all chunks.
+        store_bytes: the size of the store of prefixes.
     """
 
-    def __init__(self, params: Any, form: Form, extensions: Extensions, slots: int, steps: int, key_impl: str):
-        self.params, self._form, self._extensions, self._steps = params, form, extensions, np.int32(steps)
-        self._key_impl, self._mesh = key_impl, mesh_of(params)
-        mode = mode_of(form.full)
-        cfg = form.full.replace(slots=slots)
-        check_slots(cfg, None, extensions, mode)
-        check_options(cfg.reset(form.own), 1)
-        self._sizes = Sizes(slots, form.capacity, needs=mode.needs(form.full))
-        self._mode = Continuous(mode, slots)
-        self._check_memory(cfg)
+    def __init__(self, params: Any, loop: Loop, store_bytes: int = 0):
+        self._loop, self._mesh, self._steps = loop, mesh_of(params), np.int32(loop.steps)
+        self._check_memory(params, store_bytes)
         self._state: Any = None
 
-    def _check_memory(self, cfg: GenerationConfig) -> None:
-        width, capacity = self._form.width, self._form.capacity
-        ids = jax.ShapeDtypeStruct((self._mode.slots, width), np.int32)
-        run = dataclasses.replace(self._run({}), cfg=cfg)
-        check_call_memory(Prepared(self._mode, run, Request(ids, ids, ids, {}), ids, ids, width, capacity))
+    def _check_memory(self, params: Any, store_bytes: int) -> None:
+        form, mode = self._loop.form, self._loop.mode
+        ids = jax.ShapeDtypeStruct((mode.slots, form.width), np.int32)
+        run = dataclasses.replace(self._run(params, {}), cfg=form.full.replace(slots=mode.slots))
+        request = Request(ids, ids, ids, {})
+        check_call_memory(Prepared(mode, run, request, ids, ids, form.width, form.capacity), store_bytes)
 
-    def open(self, arrivals: Arrivals, tables: dict[str, Any], places: int) -> None:
+    def open(self, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> None:
         """Make the state: all slots are free."""
-        # A step adds an entry per slot, and so does each sequence that enters.
-        steps = 2 * int(self._steps) + 8
-        names = {"mode": self._mode, "key_impl": self._key_impl}
-        self._state = _open(self._run(tables), arrivals, places=places, steps=steps, **names)
+        self._state = _open(self._run(params, tables), arrivals, **self._loop.of_open)
 
-    def step(self, arrivals: Arrivals, tables: dict[str, Any]) -> jax.Array:
+    def step(self, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.Array:
         """Start a chunk and return what will have happened in it; see `run_chunk`."""
-        arrivals = replicate(jax.tree.map(jnp.asarray, arrivals), self._mesh) if self._mesh else arrivals
-        run = self._run(tables)
-        self._state, packed = _chunk(run, self._state, arrivals, self._steps, mode=self._mode, key_impl=self._key_impl)
+        arrivals, run = replicate(arrivals, self._mesh), self._run(params, tables)
+        self._state, packed = _chunk(run, self._state, arrivals, self._steps, **self._loop.of_chunk)
         return packed
 
-    def trace(self, arrivals: Arrivals, tables: dict[str, Any]) -> jax.stages.Traced:
-        """Return the program, not compiled yet."""
-        names = {"mode": self._mode, "key_impl": self._key_impl}
-        return _chunk.trace(self._run(tables), self._state, arrivals, self._steps, **names)
+    def _run(self, params: Any, tables: dict[str, Any]) -> Run:
+        return self._loop.run(params, tables, self._mesh)
 
-    def _run(self, tables: dict[str, Any]) -> Run:
-        form = self._form
-        extensions = dataclasses.replace(self._extensions, **tables)
-        context = Context(self._mesh is not None)
-        return Run(self.params, form.full, extensions, self._sizes, context, usual=form.usual, mesh=self._mesh)
+
+def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.stages.Traced:
+    """Return the program of a chunk, not compiled yet; parameters may be shapes."""
+    run = loop.run(params, tables)
+    state = jax.eval_shape(lambda: open_queue(run, arrivals, **loop.of_open))
+    return _chunk.trace(run, state, arrivals, np.int32(loop.steps), **loop.of_chunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,22 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.stopping import StopReason
-from jaxgen.engine.device import Device
+from jaxgen.engine.device import Device, Loop
 from jaxgen.engine.forms import Form, Prompt
+from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.processes import Plan, Processes, Step
 from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle
-from jaxgen.engine.schedule import Flight, Schedule
+from jaxgen.engine.schedule import Counts, Flight, Schedule
 from jaxgen.engine.tables import Grammars, Stops, Table
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
+from jaxgen.model.sharding import mesh_of
 from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
 _STEPS = 8  # of a chunk
+_PULSE = 1.0  # seconds after which the other processes hear that nothing happens
 
 
 class QueueFull(JaxgenError):
@@ -41,6 +45,9 @@ class Engine:
     The tokens of a prompt depend on the prompt, its options, its key and the engine's sizes, not on the other prompts
     or on when they come: docs/engine.md says what is the same in which cases.
 
+    If the parameters are divided over several processes, all of them make the engine, with the same arguments, and
+    close it. Prompts are submitted in process 0, whose `leads` is True; the others do what it decides.
+
     Args:
         params: the parameters, a tree with Hugging Face's names, as `load_hf` returns.
         cfg: the options of all prompts, and the values for prompts that do not set them. `max_new_tokens` is also the
@@ -49,11 +56,16 @@ class Engine:
         key: from which a prompt's key is made, by `fold_in(key, index)`; None if nothing is drawn.
         slots: the number of sequences that are decoded at a time.
         prompt_width: the most tokens of a prompt.
+        prompt_options: the options that a prompt may set, of those that may have one value per prompt; None for all.
+            With fewer, the program is smaller and compiles sooner. Those that `cfg` turns on can be set in any case.
         tokenizer: for prompts and results as text, and for stop strings.
         most_waiting: the most prompts that wait before `submit` raises `QueueFull`.
         grammar_states, grammar_classes: the size of the table that the grammars of all prompts in flight share:
             states, and classes of tokens.
         stop_states: the size of the table of stop strings, about one for each of their bytes.
+        prefix_cache_bytes: the most bytes of the keys and values that are kept of prompts, so that the next ones that
+            begin with the same tokens need not be read from the start. By default 256 MB, or less if the prompts of
+            all slots need less; 0 for none, as always with a hook.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
     Raises:
@@ -68,11 +80,13 @@ class Engine:
         *,
         slots: int = 32,
         prompt_width: int = 1024,
+        prompt_options: Collection[str] | None = None,
         tokenizer: Tokenizer | None = None,
         most_waiting: int = 1024,
         grammar_states: int = 1024,
         grammar_classes: int = 256,
         stop_states: int = 1024,
+        prefix_cache_bytes: int | None = None,
         logits_processor: Sequence[Callable] | None = None,
         stopping_criteria: Sequence[Callable] | None = None,
         hook: StepHook | None = None,
@@ -80,29 +94,46 @@ class Engine:
         check_call(params, cfg)
         _check_sizes(slots=slots, prompt_width=prompt_width, most_waiting=most_waiting)
         _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
-        self._form, self._tokenizer, self._most_waiting = Form(cfg, tokenizer, prompt_width), tokenizer, most_waiting
+        self._form = Form(cfg, tokenizer, prompt_width, prompt_options)
+        self._tokenizer, self._most_waiting = tokenizer, most_waiting
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
-        self._device = Device(params, self._form, extensions, slots, _STEPS, str(jax.random.key_impl(key)))
+        if hook is not None:
+            prefix_cache_bytes = _without_store(prefix_cache_bytes)
+        prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes)
+        of_chunks = {"steps": _STEPS, "key_impl": str(jax.random.key_impl(key)), "stored": prefixes.places}
+        loop = Loop.of(self._form, extensions, slots, **of_chunks)
+        self._device = Device(params, loop, prefixes.bytes(self._form.full))
         vocab = cfg.model.vocab_size
         self._tables = {"allowed": Table(Grammars(vocab, (grammar_states, grammar_classes)), grammar_states)}
         if tokenizer is not None:
             self._tables["stop_strings"] = Table(Stops(tokenizer, vocab, stop_states), stop_states)
-        places = max(2 * slots, 8)
         key_data = np.asarray(jax.random.key_data(key))
-        self._schedule = Schedule(self._form, self._tables, places, slots, key_data)
+        self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
         arrivals = self._schedule.arrivals()
         self._schedule.forget()
-        self._device.open(arrivals, self._joint(), places)
+        first = Plan(Step.CHUNK, 0, arrivals, self._joint())
+        mesh = mesh_of(params)
+        self._processes = None
+        if mesh is not None and mesh.is_multi_process:
+            arguments = cfg, slots, prompt_width, grammar_states, grammar_classes, stop_states, prefixes.places
+            self._processes = Processes(first, repr(arguments))
+        self._device.open(params, arrivals, first.tables)
         self._changed = threading.Condition()
+        self._weights = {0: params}
         self._version, self._next_index = 0, 0
         self._is_open = True
-        self._paused = self._in_flight = False
+        self._paused = self._in_flight = self._warming = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="jaxgen engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="jaxgen engine", daemon=True)
         self._thread.start()
+
+    @property
+    def leads(self) -> bool:
+        """True in the process to which prompts are submitted; False in the others, if there are several."""
+        return self._processes is None or jax.process_index() == 0
 
     def submit(
         self,
@@ -146,6 +177,8 @@ class Engine:
 
         The other arguments and the errors are those of `submit`.
         """
+        if not self.leads:
+            raise InputError(f"prompts are submitted in process 0, and this is process {jax.process_index()}")
         with self._changed:
             index = self._next_index
         read = self._form.read(prompt, index)
@@ -197,32 +230,39 @@ class Engine:
         """Use other weights of the same form from the next chunk on, also for rows in flight.
 
         Nothing is compiled. Keys and values that were computed with the earlier weights stay. Returns the version of
-        the new weights; that of the first is 0.
+        the new weights; that of the first is 0. If there are several processes, all of them must call it.
         """
         check_call(params, self._form.cfg)
-        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (self._device.params, params))
+        with self._changed:
+            present = self._weights[self._version]
+        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
             raise InputError("params have another form than those of the engine: make another engine for them")
         with self._changed:
-            self._device.params = params
+            self._schedule.prefixes.clear()
             self._version += 1
+            self._weights = {**({} if self.leads else self._weights), self._version: params}
+            self._changed.notify_all()
             return self._version
 
     def warmup(self) -> None:
-        """Compile the program, so that no prompt waits for it.
+        """Compile the program, so that no prompt waits for it; where the engine does not lead, nothing happens.
 
         Raises:
             InputError: prompts are being answered: call it before the first.
         """
-        self.pause()
-        try:
-            with self._changed:
-                if not self._schedule.idle:
-                    raise InputError("warmup needs an engine without prompts: call it before the first")
-                jax.block_until_ready(self._dispatch())
-                self._schedule.forget()
-        finally:
-            self.resume()
+        with self._changed:
+            if not self._schedule.idle:
+                raise InputError("warmup needs an engine without prompts: call it before the first")
+            self._warming = self.leads
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not (self._warming or self._in_flight))
+        self._raise_error()
+
+    def counts(self) -> Counts:
+        """Return the numbers of tokens and steps so far, and how many slots were in use on average."""
+        with self._changed:
+            return self._schedule.counts
 
     def close(self, drain: bool = True) -> None:
         """Take no more prompts, and return when those that were submitted have been answered.
@@ -273,38 +313,67 @@ class Engine:
     def _joint(self) -> dict[str, Any]:
         return {name: table.joint for name, table in self._tables.items()}
 
-    def _dispatch(self) -> jax.Array:
-        """Start a chunk."""
-        packed = self._device.step(self._schedule.arrivals(), self._joint())
-        packed.copy_to_host_async()
-        return packed
-
-    def _work(self) -> None:
-        """Run chunks while there is something to do. Each is started before the one before it is read."""
-        running: tuple[jax.Array, int] | None = None
+    def _run(self) -> None:
+        """Work until the engine is closed; an exception ends it, and all prompts."""
         try:
-            while True:
-                with self._changed:
-                    self._in_flight = running is not None
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda running=running: running or self._can_start or not self._is_open)
-                    if running is None and not self._can_start:
-                        return  # closed, and nothing is left
-                    started = (self._dispatch(), self._version) if self._can_start else None
-                    self._in_flight = True
-                    self._changed.notify_all()
-                if running is not None:
-                    self._read(*running)
-                running = started
+            self._lead() if self.leads else self._obey()
         except BaseException as error:
             with self._changed:
-                self._error, self._is_open, self._in_flight = error, False, False
+                self._error, self._is_open, self._in_flight, self._warming = error, False, False, False
                 self._abandon(error)
                 self._changed.notify_all()
 
+    def _lead(self) -> None:
+        """Run chunks while there is something to do. Each is started before the one before it is read."""
+        running: tuple[jax.Array, int] | None = None
+        while running is not None or self._can_start or self._is_open:
+            with self._changed:
+                self._in_flight = running is not None
+                self._changed.notify_all()
+                timeout = None if self._processes is None else _PULSE
+                self._changed.wait_for(lambda running=running: running or self._can_start or not self._is_open, timeout)
+                plan = self._plan() if self._can_start else None
+                params = self._weights[self._version]
+                self._in_flight = running is not None or plan is not None
+                self._warming = False
+            started = None
+            if plan is not None:
+                if self._processes is not None:
+                    self._processes.send(plan)
+                started = self._start(plan, params), plan.version
+            elif self._processes is not None:
+                self._processes.send_nothing(Step.WAIT)
+            if running is not None:
+                self._read(*running)
+            running = started
+        if self._processes is not None:
+            self._processes.send_nothing(Step.END)
+
+    def _obey(self) -> None:
+        """Run the chunks that process 0 runs."""
+        assert self._processes is not None
+        while (plan := self._processes.receive()).step != Step.END:
+            if plan.step == Step.CHUNK:
+                with self._changed:
+                    self._changed.wait_for(lambda plan=plan: plan.version <= self._version)
+                    self._weights = {n: params for n, params in self._weights.items() if n >= plan.version}
+                    params = self._weights[plan.version]
+                self._start(plan, params)
+        with self._changed:
+            self._is_open = False
+
     @property
     def _can_start(self) -> bool:
-        return not self._paused and not self._schedule.idle
+        return self._warming or not (self._paused or self._schedule.idle)
+
+    def _plan(self) -> Plan:
+        return Plan(Step.CHUNK, self._version, self._schedule.arrivals(), self._joint())
+
+    def _start(self, plan: Plan, params: Any) -> jax.Array:
+        """Start a chunk, and return what will have happened in it."""
+        packed = self._device.step(params, plan.arrivals, plan.tables)
+        packed.copy_to_host_async()
+        return packed
 
     def _read(self, packed: jax.Array, version: int) -> None:
         """Pass on what happened in a chunk."""
@@ -312,10 +381,18 @@ class Engine:
         with self._changed:
             entries = list(self._schedule.read(happened))
         for flight, number, tokens, reason, rest in entries:
+            flight.owner.cached_tokens = flight.cached
             flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, version)
             if flight.owner.failure is not None:  # raised by the caller's on_event
                 with self._changed:
                     self._schedule.cancel(flight)
+
+
+def _without_store(prefix_cache_bytes: int | None) -> int:
+    """Return 0 bytes: a hook may change what the model reads, so that equal tokens have other keys and values."""
+    if prefix_cache_bytes:
+        raise InputError("prefix_cache_bytes must be 0 with a hook, which may change what the model reads of a prompt")
+    return 0
 
 
 def _check_sizes(**sizes: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,8 @@ from jaxgen.text.tokenizer import Tokenizer
 ENTRIES, WIDTH = 32, 8  # of the tables of ids: entries, and ids of a sequence
 # What a prompt may have besides the options of the config.
 _FIELDS = ("ids", "text", "index", "n", "key", "allowed")
+_DYNAMIC = "dynamic RoPE"
+_RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 _OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "top_logprobs", "min_length")
 _LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
 
@@ -59,6 +61,8 @@ class Prompt:
 class Form:
     """What prompts may ask for, given the config of the engine: its values are the defaults.
 
+    `options` names what prompts may set of the options that may have one value per prompt, None for all.
+
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may have of its own.
@@ -66,32 +70,36 @@ class Form:
         width: the most tokens of a prompt.
         capacity: the most tokens of an answer.
         own: the names of the options that a prompt may have of its own.
+        off: for each of them, the value with which it is off.
     """
 
-    def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer | None, width: int):
+    def __init__(
+        self, cfg: GenerationConfig, tokenizer: Tokenizer | None, width: int, options: Collection[str] | None = None
+    ):
         refuse_unavailable(cfg)
         _check(cfg)
         self.cfg, self.tokenizer, self.width = cfg, tokenizer, width
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
-        self._off = {name: OPTIONS[name].kind.off_leaf(ENTRIES, WIDTH) for name in _per_prompt()}
-        self.own = frozenset(self._off)
+        names = _per_prompt() if options is None else _needed(cfg, options)
+        self.off = {name: _off_leaf(cfg, name) for name in names}
+        self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
         # One value of do_sample for all prompts would be part of the program.
         one = _without_min_length(one.replace(do_sample=[True]) if cfg.on("do_sample") else one)
         self.usual = self._in_requests(one)
-        self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self._off)
+        self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self.off)
         self._defaults = self._leaves(cfg)
 
     def _in_requests(self, cfg: GenerationConfig) -> GenerationConfig:
         cfg = normal_form(cfg)
-        return jax.tree.map(np.asarray, cfg.in_requests(cfg.enabled.intersection(self._off)))
+        return jax.tree.map(np.asarray, cfg.in_requests(cfg.enabled.intersection(self.off)))
 
     def _leaves(self, cfg: GenerationConfig) -> dict[str, Any]:
-        return {name: self._leaf(cfg, name) for name in self._off}
+        return {name: self._leaf(cfg, name) for name in self.off}
 
     def _leaf(self, cfg: GenerationConfig, name: str) -> Any:
         """Return the leaf of an option, as large as all prompts have it."""
-        off, kind = self._off[name], OPTIONS[name].kind
+        off, kind = self.off[name], OPTIONS[name].kind
         if name == "do_sample":
             return np.bool_(cfg.on(name))
         if not cfg.on(name):
@@ -129,7 +137,7 @@ class Form:
         if cfg.on("min_length") and not cfg.on("min_new_tokens"):
             options["min_new_tokens"] = np.int32(max(0, int(cfg.min_length) - len(ids)))  # pyright: ignore
         stop_strings = self._stop_strings(cfg)
-        asked = cfg.enabled.intersection(self._off) | ({"min_new_tokens"} if cfg.on("min_length") else set())
+        asked = cfg.enabled.intersection(self.off) | ({"min_new_tokens"} if cfg.on("min_length") else set())
         return Prompt(
             index=_index(named.get("index", index)),
             ids=ids,
@@ -151,8 +159,11 @@ class Form:
             fields["num_return_sequences"] = named["n"]
         cfg = self.cfg.replace(**fields) if fields else self.cfg
         for name in fields:
-            if name not in self._off and name not in _OF_HOST:
-                raise ConfigError(f"{name} is part of the program: set it in the engine's config, for all prompts")
+            if name not in self.off and name not in _OF_HOST:
+                left_out = "; or name it in prompt_options" if name in _per_prompt() else ""
+                raise ConfigError(
+                    f"{name} is part of the program: set it in the engine's config, for all prompts{left_out}"
+                )
         if fields:
             check_options(cfg, 1)
             for name in fields:
@@ -221,18 +232,30 @@ class Form:
         return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, unusual=unusual)
 
 
+def not_in_slots(cfg: GenerationConfig) -> str | None:
+    """Return the mode or the option because of which an engine cannot have a config; None if it can."""
+    if not mode_of(cfg).refills:
+        return cfg.mode
+    if cfg.model.rope.type == "dynamic":
+        return _DYNAMIC
+    names = ("max_time", "token_healing", "slots", "guidance_scale", *_RECORDS)
+    return next((name for name in names if cfg.on(name)), None)
+
+
 def _check(cfg: GenerationConfig) -> None:
     """Refuse a config that an engine cannot have."""
-    if not mode_of(cfg).refills:
-        raise ConfigError(f"an engine works with greedy search, sampling and DoLa, not with {cfg.mode}: use generate")
+    reason = not_in_slots(cfg)
+    if reason in (cfg.mode, _DYNAMIC):
+        raise ConfigError(f"an engine works with greedy search, sampling and DoLa, not with {reason}: use generate")
     if not isinstance(cfg.max_new_tokens, int):
         raise ConfigError(
             f"max_new_tokens must be one number in an engine's config, got {shown(cfg.max_new_tokens)}: it is the most "
             "tokens of an answer, and what a prompt gets that does not set it"
         )
-    for name in ("max_time", "token_healing", "slots", "guidance_scale"):
-        if cfg.on(name):
-            raise ConfigError(f"{name} is not an option of an engine: leave it out")
+    if reason in _RECORDS:
+        raise ConfigError(f"{reason} is not offered by an engine: use output_logprobs, or generate")
+    if reason is not None:
+        raise ConfigError(f"{reason} is not an option of an engine: leave it out")
     for name in cfg.enabled:
         if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
             raise ConfigError(f"{name} has one value per prompt, and an engine has no fixed prompts: set one value")
@@ -252,12 +275,31 @@ def _per_prompt() -> list[str]:
     ]
 
 
+def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
+    """Return the options that prompts may set, and those that the config turns on."""
+    possible = _per_prompt()
+    if unknown := sorted(set(options).difference(possible)):
+        raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
+    needed = {"do_sample", *options, *(["min_new_tokens"] if cfg.on("min_length") else [])}
+    return [name for name in possible if name in needed or cfg.on(name)]
+
+
 def _without_min_length(cfg: GenerationConfig) -> GenerationConfig:
     """Return the config with `min_new_tokens` in place of `min_length`, which depends on the prompt's length."""
     if not cfg.on("min_length"):
         return cfg
     least = cfg.min_new_tokens if cfg.on("min_new_tokens") else 1
     return cfg.reset(["min_length"]).replace(min_new_tokens=least)
+
+
+def _off_leaf(cfg: GenerationConfig, name: str) -> Any:
+    """Return the leaf of a prompt for which an option is off; a table is large enough for the values of `cfg`."""
+    kind, entries, width = OPTIONS[name].kind, ENTRIES, WIDTH
+    if cfg.on(name):
+        for leaf in jax.tree.leaves(kind.leaf(getattr(cfg, name))):
+            entries = max([entries, *np.shape(leaf)[:1]])
+            width = max([width, *np.shape(leaf)[1:]])
+    return kind.off_leaf(entries, width)
 
 
 def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:

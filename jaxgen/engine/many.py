@@ -37,6 +37,9 @@ def generate_many(
     Prompts are read as they are needed. The error of a prompt, an id outside the vocabulary for example, is in its
     completion; the others are answered.
 
+    If the parameters are divided over several processes, all of them iterate, and process 0 reads the prompts and gets
+    the completions. In the others the iteration is empty, and ends with that of process 0.
+
     Args:
         params: the parameters.
         prompts: each a list of ids; or a dict with `ids`, or with `text` and a tokenizer, and with options by name, as
@@ -55,12 +58,19 @@ def generate_many(
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
     most = 4 * slots  # prompts that have been read and not answered: some wait, so that no slot is free
     with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
-        ended = _ended(made, prompts, most)
-        yield from _in_order(ended) if ordered else (completion for _, completion, _ in ended)
+        completions = ended(made, prompts, most) if made.leads else iter(())
+        if ordered:
+            for _, group in in_order(by_prompt(completions)):
+                yield from group
+        else:
+            yield from (completion for _, completion, _ in completions)
 
 
-def _ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
-    """Yield sequences when they end: the place of their prompt, the completion, and True for the prompt's last one."""
+def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
+    """Yield sequences when they end: the place of their prompt, the completion, and True for the prompt's last one.
+
+    At most `most` prompts are in the engine at a time; the engine takes so many.
+    """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
 
@@ -101,15 +111,21 @@ def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
     return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error))
 
 
-def _in_order(ended: Iterable[tuple[int, Completion, bool]]) -> Iterator[Completion]:
-    """Yield completions in the order of their prompts."""
-    kept: dict[int, list[Completion]] = {}
-    complete, following = set(), 0
-    for place, completion, is_last in ended:
-        kept.setdefault(place, []).append(completion)
+def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:
+    """Yield the place of each prompt and its completions, when all of them have ended."""
+    begun: dict[int, list[Completion]] = {}
+    for place, completion, is_last in completions:
+        begun.setdefault(place, []).append(completion)
         if is_last:
-            complete.add(place)
-        while following in complete:
-            complete.remove(following)
-            yield from sorted(kept.pop(following), key=lambda completion: completion.sequence)
+            yield place, sorted(begun.pop(place), key=lambda completion: completion.sequence)
+
+
+def in_order(groups: Iterable[tuple[int, list[Completion]]]) -> Iterator[tuple[int, list[Completion]]]:
+    """Yield what `by_prompt` yields in the order of the prompts."""
+    early: dict[int, list[Completion]] = {}
+    following = 0
+    for place, group in groups:
+        early[place] = group
+        while following in early:
+            yield following, early.pop(following)
             following += 1

@@ -49,6 +49,7 @@ class Completion:
             engine's config has `output_logprobs`.
         error: why it failed, or None.
         versions: the versions of the weights that its tokens come from, in order; see `Engine.update_params`.
+        cached_tokens: how many of the prompt's first tokens were in the store of prefixes.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Completion:
     logprobs: LogProbs | None = None
     error: str | None = None
     versions: tuple[int, ...] = ()
+    cached_tokens: int = 0
 
 
 class EngineClosed(JaxgenError):
@@ -82,6 +84,7 @@ class Handle:
 
     Attributes:
         failure: the exception that `result` raises, or None.
+        cached_tokens: how many of the prompt's first tokens were in the store of prefixes; 0 before the first event.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Handle:
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self.failure: BaseException | None = None
+        self.cached_tokens = 0
 
     @property
     def index(self) -> int:
@@ -152,6 +156,7 @@ class Handle:
             logprobs=_logprobs(sequence.rest, prompt.top_logprobs),
             error=FAILURES.get(sequence.reason),
             versions=tuple(sequence.versions),
+            cached_tokens=self.cached_tokens,
         )
 
     def __iter__(self) -> Iterator[Event]:

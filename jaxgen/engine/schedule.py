@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgen.decoding.chunks import Arrivals
+from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.forms import Form, Prompt
+from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
 _NUMBERS = 2**31 - 1
@@ -28,6 +30,10 @@ class Flight:
         automata: its automata by the names of their tables, each with the key that equal ones share.
         number: its number on the device, `NOBODY` before it is sent there.
         remaining: how many of its sequences have not ended.
+        chunks: the names of its chunks in the store of prefixes; None before they are needed.
+        claim: its part in the store; None before it is sent, and when it has been read.
+        cached: how many of its tokens were in the store.
+        begun: how many of them have begun.
     """
 
     prompt: Prompt
@@ -35,9 +41,27 @@ class Flight:
     automata: dict[str, tuple[Hashable, Any]] = dataclasses.field(default_factory=dict)
     number: int = NOBODY
     remaining: int = 0
+    chunks: list[bytes] | None = None
+    claim: Claim | None = None
+    cached: int = 0
+    begun: int = 0
 
     def __post_init__(self):
         self.remaining = self.prompt.sequences
+
+
+class Counts(NamedTuple):
+    """What an engine has done so far.
+
+    Attributes:
+        tokens: the number of tokens that it generated.
+        steps: the number of steps in which it did so.
+        occupancy: the mean number of slots in use in a step.
+    """
+
+    tokens: int
+    steps: int
+    occupancy: float
 
 
 class Entries(NamedTuple):
@@ -66,32 +90,52 @@ class Schedule:
         tables: the tables of automata, by name.
         places: the most prompts that can wait on the device.
         arrivals: the most prompts that can arrive before a chunk.
+        key: the data of the engine's key.
+        prefixes: the index of the store of prefixes.
     """
 
-    def __init__(self, form: Form, tables: dict[str, Table], places: int, arrivals: int, key: np.ndarray):
+    def __init__(
+        self,
+        form: Form,
+        tables: dict[str, Table],
+        places: int,
+        arrivals: int,
+        key: np.ndarray,
+        prefixes: Prefixes,
+    ):
         self.form, self.tables, self.places, self.most, self.key = form, tables, places, arrivals, key
+        self.prefixes = prefixes
         self.waiting: collections.deque[Flight] = collections.deque()
         self.flying: dict[int, Flight] = {}
         self._numbers = itertools.cycle(range(_NUMBERS))
-        self._cancelled: collections.deque[int] = collections.deque()
+        self._cancelled: collections.deque[Flight] = collections.deque()
         self._sent: collections.deque[int] = collections.deque()  # in the chunks that have not been read
         self._queued = 0  # on the device, when the last chunk that was read ended
+        self._tokens = self._begun = self._steps = 0
 
     @property
     def idle(self) -> bool:
         """True if there is nothing to do."""
         return not (self.waiting or self.flying or self._cancelled)
 
+    @property
+    def counts(self) -> Counts:
+        """Counts up to the last chunk that was read."""
+        # A sequence gets its first token when it enters, and one in each step from there on.
+        rows = max(self._tokens - self._begun, 0)
+        return Counts(self._tokens, self._steps, rows / max(self._steps, 1))
+
     def cancel(self, flight: Flight) -> None:
         """Give up a prompt, which gets no more results; nothing happens if it has ended."""
         if flight in self.waiting:
             self.waiting.remove(flight)
         elif self.flying.get(flight.number) is flight:
-            self._cancelled.append(flight.number)
+            self._cancelled.append(flight)
             self._land(flight)
 
     def arrivals(self) -> Arrivals:
         """Return what has changed since the last chunk: prompts leave `waiting` while there are places for them."""
+        cancelled = self._cancellations()
         space = min(self.most, self.places - self._queued - sum(self._sent))
         sent: list[Flight] = []
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
@@ -108,10 +152,14 @@ class Schedule:
             flight.number = next(number for number in self._numbers if number not in self.flying)
             self.flying[flight.number] = flight
         self._sent.append(len(sent))
-        return self._arrivals(sent, starts)
+        return self._arrivals(sent, starts, cancelled)
 
     def _enter(self, flight: Flight, blocked: set[str]) -> dict[str, int] | None:
-        """Add a prompt to the tables; return its first states, or None if it must wait."""
+        """Add a prompt to the tables and the store; return its first states, or None if it must wait."""
+        if flight.chunks is None:
+            flight.chunks = self.prefixes.names(flight.prompt.ids)
+        if self.prefixes.must_wait(flight.chunks):
+            return None
         states: dict[str, int] = {}
         for name, table in self.tables.items():
             state = 0
@@ -123,9 +171,21 @@ class Schedule:
                     self.tables[entered].leave(flight.automata[entered][0])
                 return None
             states[name] = state
+        flight.claim = self.prefixes.enter(flight.chunks)
+        flight.cached = len(flight.claim.have) * self.prefixes.chunk
         return states
 
-    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]]) -> Arrivals:
+    def _cancellations(self) -> np.ndarray:
+        """Return the numbers of prompts that are given up now; what they would have stored is forgotten."""
+        numbers = np.full(self.most, NOBODY - 1, np.int32)  # a number that nobody has
+        for place in range(min(self.most, len(self._cancelled))):
+            flight = self._cancelled.popleft()
+            numbers[place] = flight.number
+            if flight.claim is not None:
+                self.prefixes.release(flight.claim)
+        return numbers
+
+    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: np.ndarray) -> Arrivals:
         rows = self.most
         prompts = [flight.prompt for flight in sent]
         number, sequences = np.full(rows, NOBODY, np.int32), np.zeros(rows, np.int32)
@@ -135,16 +195,16 @@ class Schedule:
             number[row], sequences[row], index[row] = flight.number, prompt.sequences, prompt.index
             if prompt.key is not None:
                 key[row], own_key[row] = prompt.key, True
-        cancelled = np.full(rows, NOBODY - 1, np.int32)  # a number that nobody has
-        for place in range(min(rows, len(self._cancelled))):
-            cancelled[place] = self._cancelled.popleft()
         request = self.form.request(prompts, rows, starts.get("allowed", ()), starts.get("stop_strings", ()))
-        return Arrivals(request, number, sequences, key, index, own_key, cancelled)
+        prefixes = None
+        if self.prefixes.places:
+            prefixes = Places(*self.prefixes.arrays([flight.claim for flight in sent if flight.claim], rows))
+        return Arrivals(request, number, sequences, key, index, own_key, cancelled, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
         """Yield what happened in the oldest chunk that has not been read, by sequence; prompts that end leave."""
         self._sent.popleft()
-        count, self._queued = int(packed[0, 0]), int(packed[0, 1])
+        count, self._queued, self._steps = packed[0, :3].tolist()
         entries = packed[1 : 1 + count]
         order = np.lexsort((np.arange(count), entries[:, 1], entries[:, 0]))
         entries = entries[order]
@@ -153,8 +213,15 @@ class Schedule:
             flight = self.flying.get(int(part[0, 0]))
             if flight is None:  # cancelled
                 continue
+            if flight.claim is not None:  # its first token, or its end: it has been read
+                self.prefixes.confirm(flight.claim)
+                flight.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
             part = part[part[:, 2] >= 0]  # an end without a token
+            self._tokens += len(part)
+            if sequence >= flight.begun:  # they begin in order
+                self._begun += sequence + 1 - flight.begun
+                flight.begun = sequence + 1
             yield Entries(flight, sequence, part[:, 2], reason, part[:, 4:])
             if reason:
                 flight.remaining -= 1

@@ -21,7 +21,7 @@ from jaxgen.model.barriers import recomputed
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
 from jaxgen.model.slots import ScaledSlots, Slots, as_numbers
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import at_most, repeat_rows
 
 # All scores at once up to this many queries and slots.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
@@ -291,7 +291,7 @@ def _is_read_by_one_query(part: jax.Array, rows: int, steps: int) -> bool:
     XLA's GPU compiler fuses sums of products with what comes before and after, so there are fewer kernels. The heads of
     a group read their kv head one by one.
     """
-    return steps == 1 and rows == part.shape[0] and part.size * part.dtype.itemsize <= _CACHED_BYTES
+    return steps == 1 and rows == part.shape[0] and at_most(part.size * part.dtype.itemsize, _CACHED_BYTES)
 
 
 def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:

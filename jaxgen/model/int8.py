@@ -18,6 +18,7 @@ from jaxgen.model import lanes
 from jaxgen.model.barriers import NEW_CPU_PRODUCTS, in_branch
 from jaxgen.model.context import Context
 from jaxgen.model.linear import in_one_piece, product
+from jaxgen.shapes import at_most
 
 LARGEST = 127  # -128 is not used, so that negation is exact
 # Up to this many rows, 16-bit activations are multiplied as pairs of 8-bit numbers on a CPU.
@@ -88,7 +89,7 @@ def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Ar
     converted = functools.partial(_converted, divided=divided)
     if in_one_piece(divided) and lanes.fits(*rows.shape):
         on_cpu = lanes.product
-    elif rows.dtype == jnp.float32 or rows.shape[0] > _FEW_ROWS:
+    elif rows.dtype == jnp.float32 or not at_most(rows.shape[0], _FEW_ROWS):
         on_cpu = functools.partial(in_branch, converted)
     else:
         on_cpu = functools.partial(_split, values_first=not divided and values.size <= _LARGEST_LEFT)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxgen.model.barriers import in_branch, rounded
+from jaxgen.shapes import at_most
 
 _LANES = 32
 _FEW_ROWS = 2
@@ -22,7 +23,7 @@ _FEWEST_TERMS, _MOST_TERMS = 4, 28
 
 def fits(rows: int, columns: int) -> bool:
     """Return True if `product` handles this many rows of this many columns."""
-    return rows <= _FEW_ROWS and columns % _LANES == 0 and _terms(columns) > 0
+    return at_most(rows, _FEW_ROWS) and columns % _LANES == 0 and _terms(columns) > 0
 
 
 def product(rows: jax.Array, weight: jax.Array) -> jax.Array:

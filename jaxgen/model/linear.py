@@ -13,6 +13,7 @@ from jaxgen.model import lanes
 from jaxgen.model.barriers import NEW_CPU_PRODUCTS, rounded
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.weights import Weight
+from jaxgen.shapes import at_most
 
 # On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
 # Without AMX that is faster up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
@@ -96,8 +97,8 @@ def _cpu_product(rows: int, weight: jax.Array, divided: bool | None) -> Callable
     if narrow and in_one_piece(divided) and lanes.fits(rows, weight.shape[1]):
         return lanes.product
     features, columns = weight.shape
-    few = narrow and rows <= _ROWS_FIRST and columns <= features
-    if not divided and not few and 1 < rows <= _SOME_ROWS and rows < features:
+    few = narrow and at_most(rows, _ROWS_FIRST) and columns <= features
+    if not divided and not few and at_most(rows, _SOME_ROWS) and 1 < rows < features:
         return _weight_first
     return _two_rows if narrow and rows == 1 else _plain
 

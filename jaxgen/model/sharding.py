@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -151,11 +152,20 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """Copy the arrays of a tree that are not on the mesh yet to all of its devices; without a mesh, return the tree."""
+    """Copy the arrays of a tree that are not on the mesh yet to all of its devices; without a mesh, return the tree.
+
+    Arrays of the host must be the same in all processes.
+    """
     if mesh is None:
         return tree
     everywhere = NamedSharding(mesh, REPLICATED)
-    return jax.tree.map(lambda x: jax.device_put(x, everywhere) if mesh_of(x) is None else x, tree)
+
+    def copy(x: Any) -> jax.Array:
+        if isinstance(x, np.ndarray):  # which `device_put` would compare between the processes
+            return jax.make_array_from_callback(x.shape, everywhere, lambda part: x[part])
+        return jax.device_put(x, everywhere) if mesh_of(x) is None else x
+
+    return jax.tree.map(copy, tree)
 
 
 def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:

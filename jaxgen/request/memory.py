@@ -47,6 +47,7 @@ _REMEDIES: dict[str, dict[str, Any]] = {
     "a smaller top_k": {"candidates": 1},
     "fewer prompts at once": {"prompts": 1},
     "fewer slots": {"slots": 1},
+    "prefix_cache_bytes=0": {"prefixes": 0},
     "a shorter prompt": {"width": 1},
 }
 _SMALL = 2**28  # bytes; to read what is free would take longer than some calls that need less
@@ -107,14 +108,16 @@ def check_memory(
     )
 
 
-def check_call_memory(prepared: Prepared) -> None:
+def check_call_memory(prepared: Prepared, prefixes: int = 0) -> None:
     """Raise an error if the device lacks the memory for a call of `generate`, the weights being there.
+
+    `prefixes`: the bytes of an engine's store of prefixes.
 
     Raises:
         InputError: too little is free; the message names what would help.
     """
     run, device = prepared.run, _device_of(prepared)
-    request = _quantities(prepared)
+    request = dataclasses.replace(_quantities(prepared), prefixes=prefixes)
     # Devices of a mesh have about equal parts; those of a CPU have one memory.
     devices = 1 if device.platform == "cpu" or run.mesh is None else run.mesh.size
     if (needed := request.needed() // devices) <= _SMALL:
@@ -131,8 +134,9 @@ def call_bytes(prepared: Prepared) -> int:
 
 
 def _device_of(prepared: Prepared):
-    """Return the first `jax.Device` of the parameters."""
-    return next(iter(jax.tree.leaves(prepared.run.params)[0].devices()))
+    """Return a `jax.Device` of the parameters, one of this process."""
+    devices = jax.tree.leaves(prepared.run.params)[0].devices()
+    return min(devices, key=lambda device: (device.process_index != jax.process_index(), device.id))
 
 
 def _quantities(prepared: Prepared) -> _Quantities:
@@ -201,6 +205,7 @@ class _Quantities:
     records: int
     cache_dtype: str | None
     slots: int | None = None
+    prefixes: int = 0
 
     def needed(self) -> int:
         """Return the bytes of the weights, the cache, the prefill's attention, the logits and the hidden states."""
@@ -213,7 +218,7 @@ class _Quantities:
         # In slots, or if the prompt is long, there are only blocks of the scores.
         attention = scores if self.slots is None and all_at_once(width, width) else 0
         logits = 4 * model.vocab_size * rows * (self.candidates * self.heads + self.records * capacity)
-        return stored + attention + logits + context
+        return stored + attention + logits + context + self.prefixes
 
     def _at_a_time(self) -> tuple[int, int]:
         """Return the number of prompts and of their sequences that are in memory at a time."""
@@ -249,7 +254,8 @@ class _Quantities:
     def remedy(self, free: int) -> str:
         """Name what makes the request fit: single changes that suffice, else a combination."""
 
-        remedies = [name for name in _REMEDIES if name != "fewer slots" or self.slots is not None]
+        given = {"fewer slots": self.slots, "prefix_cache_bytes=0": self.prefixes}
+        remedies = [name for name in _REMEDIES if given.get(name, True)]
 
         def fit(names: Iterable[str]) -> bool:
             changes = {field: value for name in names for field, value in _REMEDIES[name].items()}

@@ -240,7 +240,7 @@ def _budget(
         if np.ndim(budget) == 1 and budget.shape != (prompts,):
             raise InputError(f"max_new_tokens has {budget.shape[0]} values for {prompts} prompts")
         new_tokens = _static_budget(cfg, room) if is_traced(budget) else int(np.max(budget))
-        xp = jnp if is_traced(budget) else np
+        xp = np if isinstance(prompts, int) and not is_traced(budget) else jnp  # numpy has no symbolic sizes
         budget = xp.broadcast_to(xp.asarray(budget, np.int32), (prompts,))
     else:
         if cfg.max_length == GenerationConfig.max_length:

@@ -137,6 +137,16 @@ def test_generate_says_the_same():
     assert place == len(completions)
 
 
+@pytest.mark.slow
+def test_an_engine_with_fewer_options_says_the_same(engine):
+    prompts = [{"ids": [50, 60, 70 + number], "index": number, "n": 1 + number % 2} for number in range(12)]
+    prompts += [{"ids": [50, 51], "index": 30, "allowed": GRAMMARS[0], "stop_strings": ["a"], "temperature": 0.3}]
+    expected = [engine.submit(prompt).result(60) for prompt in prompts]
+    with Engine(PARAMS, CFG, KEY, slots=5, prompt_width=WIDTH, tokenizer=TOK, prompt_options=()) as small:
+        for handle, completions in zip([small.submit(prompt) for prompt in prompts], expected, strict=True):
+            assert [done.tokens for done in handle.result(60)] == [done.tokens for done in completions]
+
+
 def test_no_prompt_compiles_anything(engine):
     prompts = [*random_prompts(30, seed=4), *random_prompts(30, seed=5, plain=True)]
     with compilations() as compiled:
@@ -146,11 +156,7 @@ def test_no_prompt_compiles_anything(engine):
 
 
 def test_no_loop_copies_a_cache():
-    cfg = slot_loops.config("bfloat16")
-    sizes = {"slots": slot_loops.SLOTS, "prompt_width": slot_loops.WIDTH}
-    with Engine(random_params(cfg.model), cfg, KEY, **sizes) as made:
-        program = made._device.trace(made._schedule.arrivals(), made._joint()).lower().compile().as_text()
-    assert slot_loops.copies(program, cfg) == {"slots": [], "pool": []}
+    assert slot_loops.copied_by_an_engine(jax.devices()[0], "bfloat16") == {"slots": [], "pool": [], "store": []}
 
 
 def test_events_say_what_the_result_says(engine):

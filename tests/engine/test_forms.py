@@ -7,7 +7,7 @@ import pytest
 
 from jaxgen import ConfigError, GenerationConfig
 from jaxgen.config.options import OPTIONS
-from jaxgen.engine.forms import Form
+from jaxgen.engine.forms import Form, not_in_slots
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
 from tests.support.models import model_config
@@ -51,8 +51,39 @@ def test_an_option_that_is_off_changes_no_bit_of_a_prompt_beside_others():
         ({"penalty_alpha": 0.5, "top_k": 4, "do_sample": False}, "not with contrastive_search"),
         ({"prompt_lookup_num_tokens": 3}, "not with prompt_lookup"),
         ({"token_healing": True}, "token_healing is not an option of an engine"),
+        ({"output_scores": True}, "output_scores is not offered by an engine: use output_logprobs"),
     ],
 )
 def test_configs_that_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         Form(CFG.replace(**options), None, 8)
+
+
+def test_a_table_is_as_large_as_the_config_needs():
+    suppressed, biases = list(range(50)), {tuple(range(10)): 1.5, (3,): -2.0}
+    form = Form(CFG.replace(suppress_tokens=suppressed, sequence_bias=biases), None, 8)
+    options = form.read([5], 0).options
+    assert set(options["suppress_tokens"].tolist()) == {-1, *suppressed}
+    assert options["sequence_bias"][0].shape[1] >= 10
+    own = form.read({"ids": [5], "suppress_tokens": [7]}, 0).options["suppress_tokens"]
+    assert own.shape == options["suppress_tokens"].shape
+    assert set(own.tolist()) == {-1, 7}
+
+
+def test_a_form_with_few_options():
+    form = Form(CFG.replace(temperature=0.7, min_length=4), None, 8, ["top_k"])
+    assert form.own == {"do_sample", "temperature", "min_new_tokens", "top_k"} | form.own & CFG.enabled
+    prompt = form.read({"ids": [5], "top_k": 3, "temperature": 0.5, "max_new_tokens": 2}, 0)
+    assert (prompt.options["top_k"], prompt.options["min_new_tokens"], prompt.budget) == (3, 3, 2)
+    with pytest.raises(ConfigError, match=r"top_p is part of the program: .*; or name it in prompt_options"):
+        form.read({"ids": [5], "top_p": 0.5}, 0)
+    with pytest.raises(ConfigError, match="prompt_options has num_beams, which is not an option of a prompt: eos_"):
+        Form(CFG, None, 8, ["num_beams"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({}, None), ({"max_time": 5.0}, "max_time"), ({"num_beams": 2, "do_sample": False}, "beam_search")],
+)
+def test_the_reason_why_a_config_cannot_be_in_slots(options, reason):
+    assert not_in_slots(CFG.replace(**options)) == reason

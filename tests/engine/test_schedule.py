@@ -6,6 +6,7 @@ import pytest
 from jaxgen import GenerationConfig, StopReason
 from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.forms import Form
+from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Flight, Schedule
 from jaxgen.engine.tables import Grammars, Table
 from tests.engine.test_tables import VOCAB, grammar
@@ -17,7 +18,7 @@ CFG = GenerationConfig(model=model_config(vocab_size=VOCAB), max_new_tokens=8, d
 def schedule(places: int = 4, arrivals: int = 2, states: int = 12) -> Schedule:
     form = Form(CFG, None, 8)
     tables = {"allowed": Table(Grammars(VOCAB, (states, 64)), states)}
-    return Schedule(form, tables, places, arrivals, np.zeros(2, np.uint32))
+    return Schedule(form, tables, places, arrivals, np.zeros(2, np.uint32), Prefixes(0, 8, 0))
 
 
 def flight(plan: Schedule, index: int, automaton=None, **options) -> Flight:
@@ -97,3 +98,19 @@ def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
 )
 def test_which_prompts_turn_on_more_than_the_config(options, unusual):
     assert schedule().form.read({"ids": [5], **options}, 0).unusual == unusual
+
+
+def test_counts():
+    plan = schedule()
+    assert plan.counts == (0, 0, 0)
+    plan.waiting.extend([flight(plan, 0, n=2), flight(plan, 1)])
+    plan.arrivals()
+    happened = packed(0, (0, 0, 5, 0), (0, 0, 6, 0), (0, 1, 7, 0), (0, 1, 8, StopReason.EOS), (0, 0, 6, StopReason.EOS))
+    happened[0, 2] = 4
+    list(plan.read(happened))
+    assert plan.counts == (5, 4, (5 - 2) / 4)
+    plan.arrivals()
+    happened = packed(0, (1, 0, 5, 0), (1, 0, 6, 0))
+    happened[0, 2] = 5
+    list(plan.read(happened))
+    assert plan.counts == (7, 5, (7 - 3) / 5)

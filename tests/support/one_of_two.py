@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -13,8 +14,9 @@ from jax.sharding import Mesh
 
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
-from jaxgen import JaxgenError, generate, score
+from jaxgen import Engine, JaxgenError, TokenAutomaton, generate, generate_many, score
 from jaxgen.training.train import TrainBatch, TrainConfig, train
+from tests.support.tokenizers import byte_level
 
 
 def main(task: str, process: int, port: int, shape: tuple[int, int], *paths: str) -> None:
@@ -61,6 +63,44 @@ def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
     except JaxgenError as error:
         result["again_saved"] = type(error).__name__
     return result
+
+
+def answer_prompts(mesh: Mesh, checkpoint: str) -> dict:
+    """Process 0 answers prompts, also with other weights and with a grammar; the other one does the same."""
+    params, cfg = load_hf(checkpoint, mesh=mesh)
+    cfg = cfg.replace(max_new_tokens=6, do_sample=True)
+    key, sizes = jax.random.key(4), {"slots": 3, "prompt_width": 9}
+    result: dict = {}
+    result["many"] = [done.tokens for done in generate_many(params, PROMPTS, key, cfg, ordered=True, **sizes)]
+    result["error"] = ""
+    try:
+        Engine(params, cfg, jax.random.key(jax.process_index()), **sizes)
+    except JaxgenError as error:
+        result["error"] = str(error)
+    with Engine(params, cfg, key, **sizes) as made:
+        made.warmup()
+        if made.leads:
+            result["before"] = [made.submit(prompt).result()[0].tokens for prompt in PROMPTS]
+            time.sleep(2.5)  # the other process waits
+        else:
+            try:
+                made.submit([5])
+            except JaxgenError as error:
+                result["submit"] = str(error)
+        made.update_params(jax.jit(lambda params: jax.tree.map(lambda x: x * 1.25, params))(params))
+        if made.leads:
+            handles = [made.submit(prompt, index=n) for n, prompt in enumerate(PROMPTS)]
+            made.submit([5]).cancel()
+            result["after"] = [handle.result()[0].tokens for handle in handles]
+            result["grammar"] = made.submit([5], allowed=grammar(), index=9).result()[0].tokens
+    return result
+
+
+PROMPTS = [list(range(3 + n, 6 + 2 * n)) for n in range(6)]
+
+
+def grammar() -> TokenAutomaton:
+    return TokenAutomaton.from_regex("[a-c]+", byte_level(), vocab_size=96)
 
 
 def fail_to_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
@@ -133,6 +173,7 @@ OPTIONS = {
 }
 
 TASKS = {"generate": load_generate_save, "fail": fail_to_save, "load": memory_of_load, "train": train_and_resume}
+TASKS |= {"engine": answer_prompts}
 
 if __name__ == "__main__":
     process, port, data, model = map(int, sys.argv[2:6])

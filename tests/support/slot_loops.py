@@ -4,10 +4,18 @@ import math
 import re
 
 import jax
+import numpy as np
 
 from benchmarks import hlo
-from benchmarks.targets import compile_generate
+from benchmarks.targets import compile_generate, lower_for, shapes
 from jaxgen import GenerationConfig
+from jaxgen.config.generation_config import model_of
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.engine.device import Loop, trace
+from jaxgen.engine.forms import Form
+from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.schedule import Schedule
+from jaxgen.engine.tables import Grammars, Table
 from tests.support.models import model_config
 
 SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # of which no two products are equal
@@ -35,14 +43,30 @@ def copied_caches(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     return copies(compile_generate(cfg, device, rows=7, width=WIDTH).as_text(), cfg)
 
 
-def copies(program: str, cfg: GenerationConfig) -> dict[str, list[str]]:
+def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
+    """Return the copies of caches inside the loops of a chunk of an engine."""
+    cfg = config(dtype)
+    model = model_of(cfg)
+    form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
+    loop = Loop.of(form, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
+    tables = {"allowed": Table(Grammars(model.vocab_size, (64, 16)), 64)}
+    arrivals = Schedule(form, tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes).arrivals()
+    traced = trace(loop, shapes(model, device), arrivals, {name: table.joint for name, table in tables.items()})
+    return copies(lower_for(device, traced).compile().as_text(), cfg, prefixes.places * prefixes.chunk)
+
+
+def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, list[str]]:
     """Return the copies inside loops that are as large as a layer's cache of the slots, or of the prompts' pool.
 
-    Moves to and from the memory on a chip are not counted.
+    Likewise of the store of prefixes, if that has space for `stored` tokens. Moves to and from the memory on a chip are
+    not counted.
     """
-    model = cfg.model
+    model = model_of(cfg)
     head = model.num_key_value_heads * model.head_dim
     sizes = {"slots": SLOTS * (WIDTH + NEW) * head, "pool": PLACES * WIDTH * head}
+    if stored:
+        sizes["store"] = stored * head
+    assert len(set(sizes.values())) == len(sizes)
     found = {name: [] for name in sizes}
     assert re.search(rf"\[{SLOTS},2,{WIDTH + NEW},{model.head_dim}\]", program), "the program has no cache of slots"
     assert re.search(rf"\[{PLACES},2,{WIDTH},{model.head_dim}\]", program), "the program has no cache of the pool"

@@ -1,0 +1,63 @@
+"""A store of prefixes: keys and values of whole chunks of prompts, as the pool has read them.
+
+A chunk's keys and values depend on its tokens and on those before it. Prompts that begin with the same chunks can so
+copy them from the store, and get the same bits as by reading them. The store is a cache with a row for each chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxgen.decoding.run import Array
+from jaxgen.model.cache import KVCache
+from jaxgen.shapes import where
+
+NOWHERE = -1  # the place of a chunk that is not in the store
+
+
+@flax.struct.dataclass
+class Places:
+    """Where the first J chunks of some prompts are in the store.
+
+    Attributes:
+        have: int32[n, J], the places from which chunks are copied; `NOWHERE` from the first chunk on that is read.
+        keep: int32[n, J], the places in which chunks are stored when they have been read, or `NOWHERE`.
+    """
+
+    have: Array
+    keep: Array
+
+
+def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
+    """Return an empty cache of R rows with the chunks that are stored at `have int32[R, J]`."""
+    rows, chunks = have.shape
+    known = have != NOWHERE
+    width = chunks * store.slots
+    of_slots = jnp.repeat(known, store.slots, axis=1)
+
+    def put(x: jax.Array, stored: jax.Array) -> jax.Array:
+        new = jnp.moveaxis(stored[jnp.maximum(have, 0)], 1, 2)  # [R, K, J, C, ...]
+        new = new.reshape(rows, x.shape[1], width, *x.shape[3:])
+        mask = jnp.broadcast_to(of_slots[:, None, :], new.shape[:3])
+        return x.at[:, :, :width].set(where(mask, new, x[:, :, :width]))
+
+    keys, values = jax.tree.map(put, (cache.keys, cache.values), (store.keys, store.values))
+    length = jnp.sum(known, axis=1, dtype=jnp.int32) * store.slots
+    return dataclasses.replace(cache, keys=keys, values=values, length=length)
+
+
+def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
+    """Return the store with chunk number `chunk int32[R]` of each row of a cache at the place `keep int32[R]`."""
+    # Each dropped chunk gets its own place, because the scatter promises unique indices.
+    place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
+
+    def put(stored: jax.Array, x: jax.Array) -> jax.Array:
+        new = jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, store.slots, axis=1))
+        return stored.at[place].set(new(x, chunk * store.slots), mode="drop", unique_indices=True)
+
+    keys, values = jax.tree.map(put, (store.keys, store.values), (cache.keys, cache.values))
+    return dataclasses.replace(store, keys=keys, values=values)

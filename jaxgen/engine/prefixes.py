@@ -1,0 +1,143 @@
+"""The index of the store of prefixes: which chunks of prompts are in it, and where."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.pool import chunk_size
+from jaxgen.decoding.prefixes import NOWHERE
+from jaxgen.errors import InputError
+from jaxgen.request.memory import cache_bytes
+
+_BYTES = 2**28  # of the store, unless the prompts of all slots need less
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """The part of a prompt in the store.
+
+    Attributes:
+        have: the places of its first chunks, which are copied.
+        keep: the chunks that are stored when they have been read: number, name and place.
+        epoch: the number of times that the store had been emptied before.
+    """
+
+    have: tuple[int, ...]
+    keep: tuple[tuple[int, bytes, int], ...]
+    epoch: int
+
+
+class Prefixes:
+    """Chunks of prompts in a store with a fixed number of places; the least recently used ones leave it.
+
+    Prompts are loaded on the device in the order in which they `enter`. A place may so be given to a later prompt while
+    earlier ones still have to copy from it: the later one writes after them.
+
+    Args:
+        places: how many chunks the store has space for; 0 for no store.
+        chunk: the number of tokens of a chunk.
+        most: the most chunks of a prompt that are stored.
+    """
+
+    def __init__(self, places: int, chunk: int, most: int):
+        self.places, self.chunk, self.most = places, chunk, most if places else 0
+        self._free = list(range(places))
+        self._stored: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # the least recently used first
+        self._coming: set[bytes] = set()
+        self._epoch = 0
+
+    @classmethod
+    def of(cls, cfg: GenerationConfig, width: int, slots: int, most_bytes: int | None) -> Prefixes:
+        """Return the empty index of a store of at most so many bytes, for prompts of at most `width` tokens."""
+        chunk = chunk_size(cfg, width)
+        most, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
+        if most_bytes is None:
+            return cls(min(_BYTES // size, slots * most), chunk, most)
+        if isinstance(most_bytes, bool) or not isinstance(most_bytes, int):
+            raise TypeError(f"prefix_cache_bytes must be a whole number or None, got {most_bytes!r}")
+        if most_bytes < 0:
+            raise InputError(f"prefix_cache_bytes must be at least 0, got {most_bytes}")
+        if 0 < most_bytes < size:
+            raise InputError(
+                f"prefix_cache_bytes={most_bytes} is less than the {size} bytes of {chunk} tokens: raise it, or pass 0"
+            )
+        return cls(most_bytes // size if most else 0, chunk, most)
+
+    def bytes(self, cfg: GenerationConfig) -> int:
+        """Return the size of the store."""
+        return cache_bytes(cfg.model, self.places, self.chunk, cfg.cache_dtype) if self.places else 0
+
+    def names(self, ids: np.ndarray) -> list[bytes]:
+        """Return a name for each whole chunk of a prompt that can be stored: equal ones follow equal tokens.
+
+        The chunk of the last token cannot, because the model must read that token to continue it.
+        """
+        names, name = [], b""
+        for number in range(min(self.most, (len(ids) - 1) // self.chunk)):
+            tokens = np.ascontiguousarray(ids[number * self.chunk : (number + 1) * self.chunk], np.int32)
+            name = hashlib.sha256(name + tokens.tobytes()).digest()
+            names.append(name)
+        return names
+
+    def must_wait(self, names: list[bytes]) -> bool:
+        """Return True if a prompt in flight is reading the next chunk of this one, which is then not read twice."""
+        known = self._known(names)
+        return known < len(names) and names[known] in self._coming
+
+    def _known(self, names: list[bytes]) -> int:
+        """Return how many of the first chunks are stored."""
+        return next((number for number, name in enumerate(names) if name not in self._stored), len(names))
+
+    def enter(self, names: list[bytes]) -> Claim:
+        """Let a prompt be sent to the device."""
+        known = self._known(names)
+        have = tuple(self._stored[name] for name in names[:known])
+        for name in reversed(names[:known]):  # so that a chunk stays longer than those after it
+            self._stored.move_to_end(name)
+        keep = []
+        for number, name in enumerate(names[known:], known):
+            if name in self._stored or name in self._coming:  # one before it has left the store
+                continue
+            if not self._free and len(self._stored) <= known:
+                break
+            place = self._free.pop() if self._free else self._stored.popitem(last=False)[1]
+            self._coming.add(name)
+            keep.append((number, name, place))
+        return Claim(have, tuple(keep), self._epoch)
+
+    def confirm(self, claim: Claim) -> None:
+        """A prompt has been read to its end: what it keeps is in the store."""
+        for _, name, place in reversed(claim.keep):
+            if claim.epoch == self._epoch:
+                self._coming.remove(name)
+                self._stored[name] = place
+            else:
+                self._free.append(place)
+
+    def release(self, claim: Claim) -> None:
+        """A prompt will not be read to its end."""
+        for _, name, place in claim.keep:
+            self._free.append(place)
+            if claim.epoch == self._epoch:
+                self._coming.remove(name)
+
+    def clear(self) -> None:
+        """Forget all chunks, because the weights have changed."""
+        self._epoch += 1
+        self._free += self._stored.values()
+        self._stored.clear()
+        self._coming.clear()
+
+    def arrays(self, claims: list[Claim], rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return `Places.have` and `Places.keep` of some prompts, int32[rows, most]."""
+        have, keep = (np.full((rows, self.most), NOWHERE, np.int32) for _ in range(2))
+        for row, claim in enumerate(claims):
+            have[row, : len(claim.have)] = claim.have
+            for number, _, place in claim.keep:
+                keep[row, number] = place
+        return have, keep

@@ -1,0 +1,104 @@
+"""An engine on several processes: process 0 decides what each chunk begins with, and the others do the same."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxgen.decoding.chunks import Arrivals
+from jaxgen.decoding.queue import NOBODY
+from jaxgen.errors import InputError
+
+
+class Step(enum.IntEnum):
+    """What the processes do next."""
+
+    WAIT = 0  # nothing; sent from time to time, because a collective operation must not wait for ever
+    CHUNK = 1
+    END = 2
+
+
+class Plan(NamedTuple):
+    """What all processes do next.
+
+    Attributes:
+        step: what it is.
+        version: of the weights that the chunk uses.
+        arrivals: what the chunk begins with.
+        tables: the tables of automata, by name.
+    """
+
+    step: Step
+    version: int
+    arrivals: Arrivals
+    tables: dict[str, Any]
+
+
+class Processes:
+    """How process 0 tells the others its plans. All processes call the same functions in the same order.
+
+    Args:
+        first: a plan without arrivals, with the first tables.
+        arguments: what all processes must have made the engine with.
+
+    Raises:
+        InputError: the processes have different arguments.
+    """
+
+    def __init__(self, first: Plan, arguments: str):
+        self._first = first
+        self._tables: dict[str, Any] = first.tables
+        digests = multihost_utils.process_allgather(_digest(arguments, first.arrivals))
+        if (np.asarray(digests) != digests[0]).any():
+            raise InputError("the processes made the engine with different arguments: they must be the same in all")
+
+    def send(self, plan: Plan) -> None:
+        """Tell the other processes what to do next; called by process 0."""
+        arrivals, tables = plan.arrivals, plan.tables
+        arrive = bool((arrivals.number != NOBODY).any() or (arrivals.cancelled >= 0).any())
+        change = any(table is not self._tables[name] for name, table in tables.items())
+        _broadcast(np.asarray([plan.step, plan.version, arrive, change], np.int32))
+        if arrive:
+            _broadcast(arrivals)
+        if change:
+            self._tables = tables
+            _broadcast(tables)
+
+    def send_nothing(self, step: Step) -> None:
+        """Tell the other processes to wait, or that this is the end."""
+        self.send(self._first._replace(step=step, tables=self._tables))
+
+    def receive(self) -> Plan:
+        """Return what process 0 has sent."""
+        step, version, arrive, change = _broadcast(np.zeros(4, np.int32)).tolist()
+        arrivals = _broadcast(self._first.arrivals) if arrive else self._first.arrivals
+        if change:
+            self._tables = _broadcast(self._tables)
+        return Plan(Step(step), version, arrivals, self._tables)
+
+
+def _broadcast(tree: Any) -> Any:
+    """Return the arrays of process 0, in a tree with the same form in all processes; in one operation."""
+    leaves, form = jax.tree.flatten(tree)
+    leaves: list[np.ndarray] = [np.asarray(leaf) for leaf in leaves]
+    packed = np.concatenate([np.frombuffer(leaf.tobytes(), np.uint8) for leaf in leaves])
+    received = np.asarray(multihost_utils.broadcast_one_to_all(packed))
+    parts = np.split(received, np.cumsum([leaf.nbytes for leaf in leaves])[:-1])
+
+    def unpacked(part: np.ndarray, leaf: np.ndarray) -> np.ndarray:
+        return np.frombuffer(part.tobytes(), leaf.dtype).reshape(leaf.shape)
+
+    return form.unflatten(map(unpacked, parts, leaves))
+
+
+def _digest(text: str, tree: Any) -> np.ndarray:
+    """Return uint8[32] that differs for another text, or a tree with other arrays."""
+    digest = hashlib.sha256(text.encode())
+    for leaf in map(np.asarray, jax.tree.leaves(tree)):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    return np.frombuffer(digest.digest(), np.uint8)

@@ -1,0 +1,105 @@
+"""Bugs that other engines have had, with a model that counts, so that the right answers are known."""
+
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxgen import StopReason
+from jaxgen.engine.engine import Engine
+from jaxgen.engine.many import generate_many
+from tests.support.models import counting_config, counting_params
+
+PAD = 7
+CFG = counting_config(max_new_tokens=12, pad_token_id=PAD, eos_token_id=0, no_repeat_ngram_size=3, do_sample=True)
+FLAT = counting_params(CFG, peak=1.0)  # many tokens are likely
+SHARP = counting_params(CFG)
+PENALTY = {"repetition_penalty": 1e6, "sequence_bias": {(30,): 5.0}}  # token 30 takes the place of penalised ones
+
+
+@pytest.fixture(scope="module")
+def counting():
+    with Engine(SHARP, CFG.replace(do_sample=False), jax.random.key(0), slots=2, prompt_width=16) as made:
+        yield made
+
+
+def test_a_row_draws_from_its_own_key_whoever_is_last():
+    """tpu-inference, pull request 3401: all rows were seeded again from the last one."""
+    with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16) as made:
+        alone = [made.submit([3, 4], index=index).result(60)[0].tokens for index in range(9)]
+        assert len(set(map(tuple, alone))) == 9
+        for order in (range(9), reversed(range(9)), [4, 4, 4, 4, 8, 4]):
+            handles = [made.submit([3, 4], index=index) for index in order]
+            assert [handle.result(60)[0].tokens for handle in handles] == [alone[handle.index] for handle in handles]
+
+
+def test_padding_is_no_token(counting):
+    """The same: tokens that pad a window were counted. A penalty on the pad id would make the count skip it."""
+    options = {**PENALTY, "presence_penalty": 50.0, "frequency_penalty": 50.0, "min_length": 3}
+    done = counting.submit([4], **options, max_new_tokens=5).result(60)[0]
+    assert done.tokens == [5, 6, 7, 8, 9]
+    assert done.ids == [4]
+    short = counting.submit([47], max_new_tokens=12).result(60)[0]
+    assert (short.tokens, short.stop_reason) == ([48, 49, 0], StopReason.EOS)
+
+
+def test_a_second_call_loses_nothing(counting):
+    """transformers, issue 45943: the numbers of requests began again, and results of the second call were lost."""
+    prompts = [[number] for number in range(1, 20)]
+    for _ in range(2):
+        done = list(generate_many(SHARP, prompts, None, CFG.replace(do_sample=False), slots=2, prompt_width=16))
+        assert sorted(completion.index for completion in done) == list(range(19))
+        assert all(completion.tokens[0] == completion.ids[0] + 1 for completion in done)
+    first = [counting.submit(prompt, index=5) for prompt in prompts]
+    second = [counting.submit(prompt, index=5) for prompt in prompts]
+    for one, two, prompt in zip(first, second, prompts, strict=True):
+        assert one.result(60)[0].tokens == two.result(60)[0].tokens == list(range(prompt[0] + 1, prompt[0] + 13))
+
+
+def test_no_token_is_lost_while_another_one_is_read(counting):
+    """transformers, issue 40479: tokens that came during an iteration were lost. Nor do two readers share them."""
+    handle = counting.submit([20])
+    slow, seen = [], {}
+    for event in handle:
+        slow += event.tokens
+        time.sleep(0.02)
+
+    def read(name: str) -> None:
+        seen[name] = [token for event in handle for token in event.tokens]
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert slow == seen["a"] == seen["b"] == handle.result()[0].tokens == list(range(21, 33))
+
+
+def test_waiting_for_one_result_takes_no_other(counting):
+    """transformers: a thread that waited for one id took the others' results, and put them back at the end."""
+    handles = [counting.submit([number], max_new_tokens=1 + number % 5) for number in range(1, 17)]
+    found: dict[int, list[int]] = {}
+
+    def wait(number: int) -> None:
+        found[number] = handles[number - 1].result(60)[0].tokens
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in reversed(range(1, 17))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: list(range(number + 1, number + 2 + number % 5)) for number in range(1, 17)}
+
+
+def test_processors_see_the_whole_row(counting):
+    """transformers, issues 43457 and 48468: processors that read the history saw one token of it."""
+    banned = counting.submit([3, 4, 5, 9, 3, 4], max_new_tokens=1).result(60)[0]
+    assert banned.tokens != [5]  # no_repeat_ngram_size=3: 3, 4, 5 was in the prompt
+    free = counting.submit([3, 4, 6, 9, 3, 4], max_new_tokens=1).result(60)[0]
+    assert free.tokens == [5]
+    penalised = counting.submit([6, 5, 9, 4], max_new_tokens=1, **PENALTY).result(60)[0]
+    assert penalised.tokens == [30]
+    words = counting.submit([9], bad_words_ids=[[10, 11, 12]], max_new_tokens=3).result(60)[0]
+    assert words.tokens[:2] == [10, 11]
+    assert words.tokens[2] != 12
