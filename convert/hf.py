@@ -141,13 +141,8 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
         ConfigError: a `quantize` or `dtype` that is not offered.
     """
     wanted = float_dtype(dtype)
-    checkpoint = open_checkpoint(path, kind_of(quantize))
-    model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
-    checkpoint = checkpoint.quantize(quantize)
-    if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
-        file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
-        vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
-        warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
+    checkpoint, cfg = _open(path, wanted, quantize)
+    model = cfg.model
     divided = None if mesh is None else shardings(model, mesh, checkpoint.weights)
     params: dict[str, Any] = dict.fromkeys(checkpoint.weights)
     problems: list[str] = []
@@ -169,7 +164,38 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
             problems += error.problems
     if problems:
         raise CheckpointError(problems)
-    return flax.traverse_util.unflatten_dict(params, sep="."), checkpoint.cfg.replace(model=model)
+    return flax.traverse_util.unflatten_dict(params, sep="."), cfg
+
+
+def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], GenerationConfig]:
+    """Return what `load_hf` does, with a `jax.ShapeDtypeStruct` in place of each array; no weights are read.
+
+    Raises:
+        CheckpointError, ConfigError: as `load_hf`.
+    """
+    wanted = float_dtype(dtype)
+    checkpoint, cfg = _open(path, wanted, quantize)
+
+    def shape(tensor: Tensor) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tensor.shape, checkpoint.dtype_of(tensor.name, wanted))
+
+    params = {
+        name: remade(weight, list(map(shape, jax.tree.leaves(weight))), cfg.model.dtype)
+        for name, weight in checkpoint.weights.items()
+    }
+    return flax.traverse_util.unflatten_dict(params, sep="."), cfg
+
+
+def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, GenerationConfig]:
+    """Return a checkpoint, to be read in a dtype and with matrices of a kind, and its config."""
+    checkpoint = open_checkpoint(path, kind_of(quantize))
+    model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
+    checkpoint = checkpoint.quantize(quantize)
+    if endless := endless_ids(checkpoint.cfg.eos_token_id, model):
+        file = checkpoint.path / ("config.json" if checkpoint.generation is None else "generation_config.json")
+        vocabulary = f"the vocabulary is 0 to {model.vocab_size - 1}"
+        warn(f"{file}: eos_token_id has {endless}, which never end a text: {vocabulary}")
+    return checkpoint, checkpoint.cfg.replace(model=model)
 
 
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import math
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,18 @@ from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
 from jaxgen.cli import terminal
-from jaxgen.cli.answer_file import AnswerFile, answer_file, recorded
-from jaxgen.cli.batch import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes, write_answers
+from jaxgen.cli.answer_file import WHOLE, AnswerFile, Shard, answer_file, recorded
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import fingerprint
-from jaxgen.cli.options import generation_fields
+from jaxgen.cli.input_file import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes
+from jaxgen.cli.many import slots_for, width_for, write_answers
+from jaxgen.cli.options import generation_fields, in_flags
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.engine.forms import Form, not_in_slots
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import LONGEST
 from jaxgen.grammar.stop_strings import StopStrings
@@ -38,22 +41,28 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
 from jaxgen.request.assistant import check_assistant
+from jaxgen.request.checks import check_room, warn_infeasible
 from jaxgen.request.memory import check_memory
 from jaxgen.text.json_file import read_file
 from jaxgen.text.lines import decoded
 from jaxgen.text.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
+DEFAULT_SLOTS = 32
+DEFAULT_BATCH_SIZE = 8
 # Options that answers to --input do not depend on, or that `_run` has in another form.
 _FREE = set(
-    "prompt prompt_file chat model input output dtype batch_size stats device mesh distributed coordinator processes "
-    "process compile_cache debug".split()
+    "prompt prompt_file chat model input output shard dtype slots batch_size stats device mesh distributed coordinator "
+    "processes process compile_cache debug".split()
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A checked request; the weights have not been read yet. `lines` is empty in a conversation, `chat`."""
+    """A checked request; the weights have not been read yet.
+
+    `lines` is empty in a conversation, `chat`; `slots` is None unless they are answered in slots.
+    """
 
     source: Checkpoint
     assistant: Path | None
@@ -62,6 +71,20 @@ class _Job:
     lines: list[Line]
     chat: Chat | None
     more: dict[str, Any]
+    slots: int | None
+    batch_size: int
+    shard: Shard
+
+    @property
+    def indices(self) -> range:
+        """The indices of the lines that this process answers."""
+        return range(self.shard.number, len(self.lines), self.shard.count)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of prompts at a time, and the width of the longest."""
+        width = max((len(line.ids) for line in self.lines), default=1)
+        return max(1, min(self.slots or self.batch_size, len(self.lines))), width
 
 
 def answer(options: argparse.Namespace) -> Stats:
@@ -75,21 +98,23 @@ def answer(options: argparse.Namespace) -> Stats:
     """
     stats, job = Stats(), _prepare(options)
     with _answer_file(job, options) as file:
-        start = _first_prompt(file)
-        if start and start == len(job.lines):
+        done = _done(job, file)
+        if job.lines and all(done[index] for index in job.indices):
             return stats
         if options.mesh is None:
-            rows, width = _shape(job, options)
+            rows, width = job.shape
             rows *= 2 if job.cfg.on("guidance_scale") else 1  # the negative prompts
             form = {"dtype": options.dtype, "quantize": options.quantize}
-            check_memory(job.source.path, job.cfg, rows, width, **form, assistant=job.assistant)
+            cfg = job.cfg if job.slots is None else job.cfg.replace(slots=job.slots)
+            check_memory(job.source.path, cfg, rows, width, **form, assistant=job.assistant)
         terminal.show(f"loading {options.model or 'the bundled model'}")
         with stats.loading():
             session = _load(job, options, stats)
         if job.chat is not None:
             converse(job.chat, session, set(generation_fields(options)))
         elif options.input:
-            write_answers(job.lines, start, session, options.batch_size, file)
+            sizes = {"slots": job.slots, "batch_size": job.batch_size}
+            write_answers(job.lines, job.indices, done, session, file, **sizes)
         else:
             ids, mask = job.tokenizer.pad([job.lines[0].ids])
             generate_and_print(session, ids, Printer(session), attention_mask=mask)
@@ -118,16 +143,39 @@ def _prepare(options: argparse.Namespace) -> _Job:
     chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
     cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=room([])))
     assistant = None if options.assistant is None else local_directory(options.assistant)
-    job = _Job(source, assistant, cfg, tokenizer, lines, chat, _further_arguments(cfg, options, tokenizer))
-    check_options(cfg, _shape(job, options)[0])
+    more = _further_arguments(cfg, options, tokenizer)
+    slots = _slots(cfg, options, len(lines)) if options.input else None
+    shard = WHOLE if options.shard is None else Shard(*options.shard)
+    batch_size = options.batch_size or DEFAULT_BATCH_SIZE
+    job = _Job(source, assistant, cfg, tokenizer, lines, chat, more, slots, batch_size, shard)
+    if slots is not None:
+        Form(cfg.reset(["slots"]), tokenizer, width_for(lines), ())  # raises for what an engine cannot have
+        warn_infeasible(cfg, np.asarray([len(line.ids) for line in lines]), np.asarray([line.budget for line in lines]))
+    else:
+        check_options(cfg, job.shape[0])
+    if isinstance(automaton := more.get("prefix_allowed_tokens_fn"), TokenAutomaton):
+        check_room(automaton, cfg, np.asarray([line.budget for line in lines] or room([])))
     if assistant is not None:
         check_assistant(open_checkpoint(assistant).cfg, cfg)
     return job
 
 
-def _shape(job: _Job, options: argparse.Namespace) -> tuple[int, int]:
-    """Return the number of prompts in a batch, and the width of the longest."""
-    return max(1, min(options.batch_size, len(job.lines))), max((len(line.ids) for line in job.lines), default=1)
+def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> int | None:
+    """Return the number of slots in which --input is answered, or None if it is answered in batches."""
+    reason = not_in_slots(cfg.reset(["slots"]))
+    if options.assistant is not None:
+        reason = "--assistant"
+    if reason is None and options.batch_size is not None:
+        raise InputError(
+            f"--batch-size is for runs in batches, and {cfg.mode} runs in slots, each of which goes to the next prompt "
+            "when its answer ends: use --slots"
+        )
+    if reason is not None and options.slots is not None:
+        raise InputError(
+            f"--slots works with greedy search, sampling and DoLa, not with {in_flags(reason)}: use --batch-size"
+        )
+    wanted_slots = options.slots or cfg.slots or DEFAULT_SLOTS
+    return None if reason is not None else slots_for(wanted_slots, prompts, cfg.num_return_sequences)
 
 
 def _answer_file(
@@ -139,8 +187,7 @@ def _answer_file(
         options.seed = _chosen_seed(target)
     if target is None:
         return contextlib.nullcontext()
-    sizes = {"prompts": len(job.lines), "copies": job.cfg.num_return_sequences, "batch_size": options.batch_size}
-    return answer_file(target, _run(options, job), **sizes)
+    return answer_file(target, _run(options, job), prompts=len(job.lines), shard=job.shard)
 
 
 def _load(job: _Job, options: argparse.Namespace, stats: Stats) -> Session:
@@ -207,25 +254,28 @@ def _run(options: argparse.Namespace, job: _Job) -> dict[str, Any]:
         values["json_schema"] = options.json_schema.read_text("utf-8")
     model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source)}".encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+    rows = {"--slots": job.slots}
+    if job.slots is None:  # a batch has lines of one shard
+        rows = {"--batch-size": job.shape[0], "--shard": f"r/{job.shard.count}"}
     forms = {
         "--dtype": job.source.dtype(float_dtype(options.dtype)).name,
-        "--batch-size": _shape(job, options)[0],
+        **rows,
         "--device": default_device().device_kind,
         "--mesh": "x".join(map(str, options.mesh or (1, 1))),
     }
     return {"--input": digest(job.lines), "--model": model.hexdigest(), **flags, **forms}
 
 
-def _first_prompt(file: AnswerFile | None) -> int:
-    """Return the number of the first prompt to answer, the same in all processes."""
-    start = 0 if file is None else file.done
-    if start:
-        terminal.say("note", f"{start:,} prompts were answered before")
+def _done(job: _Job, file: AnswerFile | None) -> Sequence[int]:
+    """Return 1 for each line that was answered before, the same in all processes."""
+    done = bytearray(len(job.lines)) if file is None else file.done
+    if before := sum(done[index] for index in job.indices):
+        terminal.say("note", f"{before:,} {'prompt was' if before == 1 else 'prompts were'} answered before")
     if jax.process_count() == 1:
-        return start
+        return done
     from jax.experimental import multihost_utils  # imports much that one process does not need
 
-    return int(multihost_utils.broadcast_one_to_all(np.int32(start)))
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(done, np.uint8))))
 
 
 def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:

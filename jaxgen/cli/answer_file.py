@@ -1,50 +1,75 @@
-"""The file of --output: it appears when it is complete, and a run that was interrupted continues it.
+"""The file of --output: it appears when it is complete, and runs that were interrupted are continued.
 
-While the file `answers` is written, its directory contains:
-  answers.partial       the answers so far, in the order of the prompts; locked while its writer runs
-  answers.partial.run   the run that it belongs to: digests of prompts and model, options, batch sizes, devices
+Until then its directory contains a partial file for each process that has written answers to `FILE`:
+  FILE.partial          the whole input
+  FILE.2-of-8.partial   --shard 2/8
+
+Each is locked while its writer runs. Its lines are
+  {"run": {...}}                         what the answers after it depend on: input, model, options, slots, device
+  {"index": 7, "answers": [{...}, ...]}  a prompt's place in the input, and its lines of FILE
+
+in the order in which prompts were answered. What counts is the index, not the partial file that it is in, so that the
+number of shards may change. The writer after which no prompt is left merges all of them.
 
 Does not import jax.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError
 
 # Values of a run that change its answers by rounding alone: another value is accepted, with a warning in 16 bits.
-_ROUNDING = ("--batch-size", "--device", "--mesh")
-_EARLIER = "earlier"  # in a record: the values of `_ROUNDING` that the run had before
+_ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
+_RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
+
+
+class Shard(NamedTuple):
+    """The prompts whose index i has i mod `count` = `number`."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+WHOLE = Shard(0, 1)
 
 
 class AnswerFile:
-    """An open file of answers.
+    """An open partial file.
 
     Attributes:
-        done: the number of prompts whose answers were there when it was opened.
+        done: for each prompt of the input, 1 if a partial file had its answers when this one was opened.
     """
 
-    def __init__(self, stream: io.FileIO, name: Path, done: int):
+    def __init__(self, stream: io.FileIO, name: Path, done: bytearray):
         self.done = done
         self._stream, self._name = stream, name
 
-    def write(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """Append the answers to some prompts, a line for each.
+    def write(self, index: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Append the answers to a prompt.
 
         Raises:
             InputError: they cannot be written, for example because the disk is full; what was there is kept.
         """
+        self._append({"index": index, "answers": answers})
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
         end = self._stream.tell()
-        data = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers).encode()
+        data = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
         try:
             while data:
                 data = data[self._stream.write(data) :]
@@ -58,84 +83,98 @@ class AnswerFile:
 
 
 @contextlib.contextmanager
-def answer_file(
-    target: Path, run: Mapping[str, Any], *, prompts: int, copies: int, batch_size: int
-) -> Iterator[AnswerFile]:
-    """Open the file of answers to `prompts`, `copies` lines for each; it gets its name when the block ends.
+def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Shard = WHOLE) -> Iterator[AnswerFile]:
+    """Open the partial file of a shard. When the block ends, the file appears if no prompt is left in any shard.
 
     Args:
-        target: the file to write.
+        target: the file that will have the answers, in the order of the prompts.
         run: what the answers depend on; values are JSON. Those of `_ROUNDING` may change.
-        prompts: the number of prompts.
-        copies: the number of answers to each.
-        batch_size: answers are kept in multiples of this many prompts, so that the batches of the whole run are the
-            same as without an interruption.
+        prompts: the number of prompts of the whole input.
+        shard: the prompts that are answered in the block.
 
     Raises:
-        InputError: the file exists, cannot be written, is being written, or the partial file belongs to another run.
+        InputError: the file exists, cannot be written, its shard is being written, or a partial file belongs to another
+            run.
     """
     _refuse_existing(target)
-    partial, record = _partial(target), _record(target)
+    own = _partial(target, shard)
     try:
-        stream = io.FileIO(partial, "a+")
+        stream = io.FileIO(own, "a+")
     except OSError as error:
-        raise InputError(f"--output {target} cannot be written: {error.strerror}: {partial}") from error
+        raise InputError(f"--output {target} cannot be written: {error.strerror}: {own}") from error
     with stream:
-        _lock(stream, partial)
-        _refuse_existing(target)  # again: its writer may have just finished
-        done, end = _complete(stream, prompts, copies, batch_size)
-        earlier: list[dict[str, Any]] = []
-        if os.fstat(stream.fileno()).st_size:
-            earlier = _check_run(partial, record, run)
-            changed = _changes(earlier, run)
-            if changed and 0 < done < prompts and run.get("--dtype") in ("bfloat16", "float16"):
-                rounded = f"in {run['--dtype']} this changes the rounding, so some answers may differ from"
-                terminal.say("warning", f"{partial} was begun with {changed}: {rounded} those of an uninterrupted run")
-        stream.truncate(end)
-        stream.seek(end)
+        _lock(stream, own)
+        part, begin = _Part(own, prompts), 0
         try:
-            if not done:
-                _write_record(record, run)
-            elif _changes(earlier[-1:], run):
-                _write_record(record, {**run, _EARLIER: earlier})
-            yield AnswerFile(stream, partial, done)
+            _refuse_existing(target)  # again: its writer may have just finished
+            parts = [part, *[_Part(path, prompts) for path in _partials(target) if path != own]]
+            _refuse_other_shards(target, parts, shard)
+            done = _check_runs([each for each in parts if each.indices], run, prompts, shard)
+            stream.truncate(part.end if part.indices else 0)
+            stream.seek(0, os.SEEK_END)
+            file = AnswerFile(stream, own, done)
+            if not part.indices or part.runs[-1] != json.loads(json.dumps(run)):
+                file._append({"run": run})
+            begin = stream.tell()
+            yield file
             os.fsync(stream.fileno())
-            _refuse_existing(target)
-            partial.rename(target)
-            record.unlink()
-            _unfinished(record).unlink(missing_ok=True)
         finally:
-            if not os.fstat(stream.fileno()).st_size:  # nothing to continue
-                partial.unlink(missing_ok=True)
-                record.unlink(missing_ok=True)
+            if not part.indices and os.fstat(stream.fileno()).st_size <= begin:  # nothing to continue
+                own.unlink(missing_ok=True)
+    _merge(target, prompts, own, shard.count)
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the run of the partial file; empty if there is none."""
-    try:
-        run = json.loads(_record(target).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return run if isinstance(run, dict) else {}
+    """Return the run of the partial files; empty if there is none."""
+    with contextlib.suppress(OSError):
+        for path in _partials(target):
+            with open(path, "rb") as stream:
+                line = stream.readline()
+            if _RUN.fullmatch(line):
+                return json.loads(line)["run"]
+    return {}
 
 
-def _partial(target: Path) -> Path:
-    return target.with_name(f"{target.name}.partial")
+def _partial(target: Path, shard: Shard) -> Path:
+    name = "" if shard.count == 1 else f".{shard.number}-of-{shard.count}"
+    return target.with_name(f"{target.name}{name}.partial")
 
 
-def _record(target: Path) -> Path:
-    return target.with_name(f"{target.name}.partial.run")
+def _partials(target: Path) -> list[Path]:
+    """Return the partial files, in an order that is the same in all processes."""
+    name = re.compile(re.escape(target.name) + r"(\.\d+-of-\d+)?\.partial")
+    return sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name))
 
 
-def _unfinished(record: Path) -> Path:
-    return record.with_name(f"{record.name}.partial")
+class _Part:
+    """A partial file as it is now.
 
+    Attributes:
+        path: its name.
+        runs: those that wrote it.
+        indices, offsets: of the prompts that it has answers to, and of their lines.
+        end: the bytes up to a line that is torn.
 
-def _write_record(record: Path, run: Mapping[str, Any]) -> None:
-    """Replace the record at once: a writer that is killed leaves the one that was there."""
-    unfinished = _unfinished(record)
-    unfinished.write_text(json.dumps(run), encoding="utf-8")
-    unfinished.replace(record)
+    Raises:
+        InputError: it is something else.
+    """
+
+    def __init__(self, path: Path, prompts: int):
+        self.path, self.end = path, 0
+        self.runs: list[dict[str, Any]] = []
+        self.indices, self.offsets = array.array("q"), array.array("q")
+        with open(path, "rb") as stream:
+            for line in stream:
+                if _RUN.fullmatch(line):
+                    self.runs.append(json.loads(line)["run"])
+                elif (match := _ANSWERS.fullmatch(line)) and self.runs and int(match[1]) < prompts:
+                    self.indices.append(int(match[1]))
+                    self.offsets.append(self.end)
+                elif not self.runs and not b'{"run": '.startswith(line[:8]):
+                    raise InputError(f"{path} was not written by this command: remove it, or choose another --output")
+                else:  # torn
+                    break
+                self.end += len(line)
 
 
 def _refuse_existing(target: Path) -> None:
@@ -144,49 +183,135 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _lock(stream: io.FileIO, partial: Path) -> None:
-    """Lock the partial file until it is closed; raise an error if another process has it or has removed it."""
-    free = True
+    """Lock a partial file until it is closed; raise an error if another process has it or has removed it."""
+    free = _locked(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not (free and partial.exists() and os.path.samestat(os.fstat(stream.fileno()), partial.stat())):
+        raise InputError(f"{partial} is being written by another process: wait for it, or choose another --output")
+
+
+def _locked(stream: Any, operation: int) -> bool:
+    """Lock a file; False if another process has it."""
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(stream, operation)
     except BlockingIOError:
-        free = False
+        return False
     except OSError:  # some network file systems have no locks
         pass
-    if not (free and partial.exists() and os.path.samestat(os.fstat(stream.fileno()), partial.stat())):
-        raise InputError(f"{partial} is being written by another process: choose another --output")
+    return True
 
 
-def _complete(stream: io.FileIO, prompts: int, copies: int, batch_size: int) -> tuple[int, int]:
-    """Return the number of prompts with all of their answers, in whole batches, and the bytes of these."""
-    stream.seek(0)
-    reader = io.BufferedReader(stream)
-    lines = end = done = size = 0
-    for line in reader:
-        if not (line.startswith(b"{") and line.endswith(b"}\n")):  # torn
-            break
-        lines, end = lines + 1, end + len(line)
-        if lines % copies == 0 and (lines // copies % batch_size == 0 or lines == prompts * copies):
-            done, size = lines // copies, end
-    reader.detach()  # it would close the file
-    return done, size
+def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> None:
+    """Raise an error if a process answers shards of another number, which have prompts of this one.
+
+    Each process locks its own file before it asks for those of the others, so that of two at least one is refused.
+    """
+    own = re.compile(rf"\.\d+-of-{shard.count}\.partial" if shard.count > 1 else r"\.partial")
+    for part in parts:
+        if own.fullmatch(part.path.name.removeprefix(target.name)):
+            continue
+        with open(part.path, "rb") as stream:
+            if not _locked(stream, fcntl.LOCK_SH | fcntl.LOCK_NB):
+                raise InputError(
+                    f"{part.path} is being written by a process with another number of shards: end it, or wait for it"
+                )
 
 
-def _check_run(partial: Path, record: Path, run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Raise an error if the partial file belongs to another run; return the values of `_ROUNDING` that it has had."""
-    advice = "repeat that command to continue it, or remove the file to start over"
-    try:
-        before = json.loads(record.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{partial} exists without {record.name}, which says what it is: remove it") from error
+def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
+    """Return which prompts have answers; raise an error if those of another run have some.
+
+    Prints a warning if this run would round differently than those that wrote the answers.
+    """
     now = json.loads(json.dumps(run))
-    earlier = [*before.pop(_EARLIER, []), {name: before[name] for name in _ROUNDING if name in before}]
-    other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if refused := [name for name in other if name not in _ROUNDING]:
-        raise InputError(f"{partial} is from a run with other values of {', '.join(refused)}: {advice}")
-    return earlier
+    for part in parts:
+        for before in part.runs:
+            other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+            if refused := [name for name in other if name not in _ROUNDING]:
+                raise InputError(
+                    f"{part.path} is from a run with other values of {', '.join(refused)}: repeat that command to "
+                    "continue it, or remove the file to start over"
+                )
+    done = _done(parts, prompts)
+    if run.get("--dtype") in ("bfloat16", "float16") and not all(done[shard.number :: shard.count]):
+        rounded = f"in {run['--dtype']} this changes the rounding, so some answers may differ from"
+        for part in parts:
+            if changed := _changes(part.runs, now):
+                text = f"{part.path} was begun with {changed}: {rounded} those of an uninterrupted run"
+                terminal.say("warning", text)
+    return done
 
 
 def _changes(earlier: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
     """Return in words the earlier values that differ from the present ones."""
-    found = [f"{name} {value}" for form in earlier for name, value in form.items() if value != run[name]]
-    return ", ".join(dict.fromkeys(found))
+    forms = [(name, before[name]) for before in earlier for name in _ROUNDING if name in before]
+    return ", ".join(dict.fromkeys(f"{name} {value}" for name, value in forms if value != run.get(name)))
+
+
+def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
+    """Return 1 for each prompt that has answers, and 0 for the others."""
+    done = bytearray(prompts)
+    for part in parts:
+        for index in part.indices:
+            done[index] = 1
+    return done
+
+
+def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
+    """Write the file from the partial ones and remove them; if prompts are left, say which shards have them.
+
+    Two processes that end at the same time may both find that no prompt is left. The one that merges locks the first
+    partial file, and removes it last.
+    """
+    merged = own.with_suffix(".merging")
+    try:
+        done = _done([_Part(path, prompts) for path in _partials(target)], prompts)
+        if left := prompts - sum(done):
+            numbers = sorted({index % shards for index in range(prompts) if not done[index]})
+            which = ", ".join(str(Shard(number, shards)) for number in numbers)
+            text = f"{left:,} of {prompts:,} prompts have no answer yet, those of --shard {which}"
+            terminal.say("note", f"{text}: {target} appears when all have one")
+            return
+        with open(_partials(target)[0], "rb") as first:
+            _locked(first, fcntl.LOCK_EX)
+            if os.path.lexists(target):  # another process has merged them
+                return
+            _write_merged(merged, [_Part(path, prompts) for path in _partials(target)], prompts)
+            _refuse_existing(target)
+            merged.rename(target)
+            for path in reversed(_partials(target)):
+                path.with_suffix(".merging").unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+    except (OSError, IndexError) as error:
+        merged.unlink(missing_ok=True)  # a full disk needs the space
+        if os.path.lexists(target):  # another process merges them, on a file system without locks
+            return
+        raise InputError(
+            f"{target} cannot be written: {getattr(error, 'strerror', error)}; the answers are in the partial files: "
+            "repeat the command"
+        ) from error
+
+
+def _write_merged(merged: Path, parts: Sequence[_Part], prompts: int) -> None:
+    """Write the answers in the order of the prompts."""
+    terminal.show("writing the answers in the order of the prompts")
+    places = array.array("q", [-1]) * prompts, array.array("q", [-1]) * prompts
+    with contextlib.ExitStack() as stack, open(merged, "wb") as stream:
+        files = [stack.enter_context(open(part.path, "rb")) for part in parts]
+
+        def line(number: int, offset: int) -> bytes:
+            files[number].seek(offset)
+            return files[number].readline()
+
+        for number, part in enumerate(parts):
+            for index, offset in zip(part.indices, part.offsets, strict=True):
+                first, at = places[0][index], places[1][index]
+                if first >= 0 and line(first, at) != line(number, offset):
+                    raise InputError(
+                        f"{parts[first].path} and {part.path} have different answers to prompt {index}: remove one of "
+                        "the files and repeat the command"
+                    )
+                places[0][index], places[1][index] = number, offset
+        for index in range(prompts):
+            answers = json.loads(line(places[0][index], places[1][index]))["answers"]
+            stream.writelines((json.dumps(answer, ensure_ascii=False) + "\n").encode() for answer in answers)
+        stream.flush()
+        os.fsync(stream.fileno())

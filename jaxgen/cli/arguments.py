@@ -126,6 +126,18 @@ def device(text: str) -> tuple[str, int | None]:
     return match[1], None if match[2] is None else int(match[2])
 
 
+def shard(text: str) -> tuple[int, int]:
+    """Read r/R, the number of a shard and how many there are."""
+    if not (match := re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be r/R, such as 0/8 for the first of 8 shards")
+    number, count = int(match[1]), int(match[2])
+    if count == 0:
+        raise argparse.ArgumentTypeError(f"{text}: there is at least one shard, 0/1")
+    if number >= count:
+        raise argparse.ArgumentTypeError(f"{text}: of {count} shards, the first is 0 and the last {count - 1}")
+    return number, count
+
+
 def one_of(values: Mapping[str, Any], text: str) -> Any:
     """Return the value that a text stands for."""
     if text not in values:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxgen.cli import interrupts, terminal
 from jaxgen.cli.arguments import suggestion
-from jaxgen.cli.batch import is_conversation
+from jaxgen.cli.input_file import is_conversation
 from jaxgen.cli.options import in_flags, setting
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session

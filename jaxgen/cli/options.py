@@ -48,7 +48,7 @@ def parser() -> arguments.Parser:
     )
     _add_sources(result)
     _add_machine(result.add_argument_group("model and machine").add_argument)
-    _add_generation(result)
+    add_generation(result)
     return result
 
 
@@ -71,8 +71,12 @@ def _add_sources(command: arguments.Parser) -> None:
     add("-i", "--input", type=arguments.source, metavar="FILE", help=many)
     to = "write the answers to --input to this file, as JSONL (default: stdout)"
     add("-o", "--output", type=arguments.path, metavar="FILE", help=to)
-    size = "prompts of --input at once (default: 8)"
-    add("-b", "--batch-size", type=arguments.count, default=8, metavar="N", help=size)
+    part = "answer every R-th prompt of --input, from number r on, 0 to R-1; the last of R processes merges them"
+    add("--shard", type=arguments.shard, metavar="r/R", help=part)
+    busy = "answers to --input that are generated at a time (default: 32); the next prompt begins when one ends"
+    add("--slots", type=arguments.count, metavar="N", help=busy)
+    size = "prompts of --input at once, with beams and others that cannot be in slots (default: 8)"
+    add("-b", "--batch-size", type=arguments.count, metavar="N", help=size)
     add("--logprobs", action="store_true", help="add the tokens and their log-probabilities to the answers to --input")
     add("-s", "--system", type=text, metavar="TEXT", help="a system message before each conversation")
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
@@ -102,7 +106,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
 
 
-def _add_generation(command: arguments.Parser) -> None:
+def add_generation(command: arguments.Parser) -> None:
     """Add the options of `GenerationConfig`; of two alternative limits, only one is accepted."""
     sections = {name: command.add_argument_group(title) for name, title in _SECTIONS.items()}
     limits: dict[str, Any] = {}
@@ -181,6 +185,13 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
         command.error("--regex and --json-schema exclude each other: choose one")
     if options.output is not None and options.input is None:
         command.error("--output is for the answers to --input: use that too, or redirect stdout")
+    for name in ("slots", "batch_size"):
+        if getattr(options, name) is not None and options.input is None:
+            command.error(f"{_flag(name)} is for the prompts of --input: use that too, or leave it out")
+    if options.shard is not None and options.output is None:
+        command.error("--shard records the answers of several processes in files: add --output, the same for all")
+    if options.shard is not None and options.seed is None:
+        command.error("--seed random draws another seed in each shard: choose one")
     if options.logprobs and options.input is None:
         command.error("--logprobs adds to the JSON lines of --input: use that too")
     if options.device is not None and options.device[1] is not None and options.mesh is not None:

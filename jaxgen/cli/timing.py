@@ -45,11 +45,11 @@ class Stats:
         self.load = time.perf_counter() - start
 
     @contextlib.contextmanager
-    def generating(self) -> Iterator[Callable[[jax.Array], None]]:
+    def generating(self) -> Iterator[Callable[[jax.Array | list[int]], None]]:
         """Time the block as generating; call the yielded function with the number of tokens per row."""
         start, compiled = time.perf_counter(), self.compile
 
-        def generated(lengths: jax.Array) -> None:
+        def generated(lengths: jax.Array | list[int]) -> None:
             self.tokens += int(np.sum(np.asarray(lengths)))
 
         yield generated

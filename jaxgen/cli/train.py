@@ -20,8 +20,8 @@ from convert.atomic_directory import new_directory
 from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint, write_arrays
 from convert.hub import local_directory
 from jaxgen.cli import terminal
-from jaxgen.cli.batch import check_vocabulary
 from jaxgen.cli.fingerprint import fingerprint
+from jaxgen.cli.input_file import check_vocabulary
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.config.generation_config import warn
 from jaxgen.config.tables import eos_list

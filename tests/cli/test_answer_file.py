@@ -1,15 +1,17 @@
-"""The file of --output: whatever interrupts its writer, nothing is lost and nothing is there twice."""
+"""The file of --output: whatever interrupts its writers, nothing is lost and nothing is there twice."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jaxgen.cli.answer_file import answer_file
+from jaxgen.cli import answer_file as module
+from jaxgen.cli.answer_file import Shard, answer_file
 from jaxgen.errors import InputError
-from tests.support.answers import BATCH, COPIES, PROMPTS, RUN, WHOLE, write
+from tests.support.answers import ANSWERS, PROMPTS, RUN, WHOLE, header, lines, partial, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,13 +22,8 @@ def target(tmp_path):
 
 
 @pytest.fixture
-def partial(target):
+def own(target):
     return target.with_name("answers.partial")
-
-
-@pytest.fixture
-def record(target):
-    return target.with_name("answers.partial.run")
 
 
 def files(target):
@@ -41,52 +38,156 @@ def test_written_at_once(target):
         write(target)
 
 
-def test_whatever_a_kill_leaves_is_continued(target, partial, record):
-    for length in [*range(0, len(WHOLE), 7), len(WHOLE) - 1, len(WHOLE)]:
-        partial.write_bytes(WHOLE[:length])
-        record.write_text(json.dumps(RUN))
-        complete = WHOLE[:length].count(b"\n") // COPIES
-        assert write(target) == (complete if complete == PROMPTS else complete // BATCH * BATCH)
+def test_lines_are_there_as_soon_as_they_are_written(target, own):
+    with answer_file(target, RUN, prompts=PROMPTS) as file:
+        file.write(7, ANSWERS[7])
+        assert own.read_bytes() == partial(7)
+        file.write(3, ANSWERS[3])
+        assert own.read_bytes() == partial(7, 3)
+    assert write(target) == 2
+    assert target.read_bytes() == WHOLE
+
+
+def test_whatever_a_kill_leaves_is_continued(target, own):
+    left = partial(*range(PROMPTS - 1, -1, -1))
+    for length in [*range(0, len(left), 23), len(left) - 1, len(left)]:
+        own.write_bytes(left[:length])
+        assert write(target) == max(left[:length].count(b"\n") - 1, 0)
         assert target.read_bytes() == WHOLE
         assert files(target) == ["answers"]
         target.unlink()
 
 
-def test_killed_writers_and_full_disks(tmp_path):
+def test_killed_writers_shards_at_once_and_full_disks(tmp_path):
     command = [sys.executable, "-m", "tests.support.answers", str(tmp_path), "30"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     seen = json.loads(done.stdout)
-    assert seen["kills"]["killed"] == 30
+    assert seen["kills"]["killed"] >= 30
     assert seen["kills"]["continued"] > 5
-    assert seen["kills"]["wrong"] == 0
+    assert seen["kills"]["wrong"] == seen["kills"]["refused"] == 0
+    assert seen["shards"] == {"rounds": 20, "wrong": 0}
     assert seen["disk"]["refused"] > 10
     assert seen["disk"]["torn"] == seen["disk"]["wrong"] == 0
 
 
 @pytest.mark.parametrize("name", ["--input", "--temperature", "--seed", "--new"])
-def test_the_file_of_another_run_is_refused(target, partial, record, name):
-    lines = WHOLE[: WHOLE.index(b"\n") + 1]
-    partial.write_bytes(lines)
-    record.write_text(json.dumps(RUN))
-    with pytest.raises(InputError, match=f"is from a run with other values of {name}: repeat that"):
+@pytest.mark.parametrize("place", ["answers.partial", "answers.1-of-3.partial"])
+def test_the_file_of_another_run_is_refused(target, name, place):
+    target.with_name(place).write_bytes(partial(1))
+    with pytest.raises(InputError, match=f"{place} is from a run with other values of {name}: repeat that"):
         write(target, run={**RUN, name: "another"})
-    assert (partial.read_bytes(), json.loads(record.read_text())) == (lines, RUN)
-    record.write_text("torn")
-    with pytest.raises(InputError, match="which says what it is: remove it"):
+    assert files(target) == [place]
+    assert target.with_name(place).read_bytes() == partial(1)
+    target.with_name(place).write_bytes(header())  # it has no answers
+    write(target, run={**RUN, name: "another"})
+    assert target.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("content", [b"notes", b'{"prompt": "A"}\n', lines({"index": 0, "answers": []})])
+def test_a_file_of_something_else_is_refused(target, own, content):
+    own.write_bytes(content)
+    with pytest.raises(InputError, match="was not written by this command: remove it, or choose another"):
         write(target)
-    assert partial.read_bytes() == lines
+    assert own.read_bytes() == content
 
 
-SIZES = {"prompts": PROMPTS, "copies": COPIES, "batch_size": BATCH}
-ROUNDING = {"--dtype": "bfloat16", "--batch-size": BATCH, "--device": "cpu", "--mesh": "1x1"}
+class TestShards:
+    def test_the_last_one_merges(self, target, capsys):
+        assert write(target, shard=Shard(1, 3)) == 0
+        assert files(target) == ["answers.1-of-3.partial"]
+        note = "jaxgen: note: 13 of 20 prompts have no answer yet, those of --shard 0/3, 2/3: "
+        assert capsys.readouterr().err.startswith(note)
+        write(target, shard=Shard(0, 3))
+        assert "6 of 20 prompts have no answer yet, those of --shard 2/3: " in capsys.readouterr().err
+        write(target, shard=Shard(2, 3))
+        assert target.read_bytes() == WHOLE
+        assert files(target) == ["answers"]
+
+    def test_another_number_of_shards_continues(self, target):
+        target.with_name("answers.1-of-3.partial").write_bytes(partial(1, 4, 7)[:-9])  # 7 is torn
+        target.with_name("answers.2-of-3.partial").write_bytes(partial(2))
+        assert write(target, shard=Shard(0, 2)) == 3
+        assert target.with_name("answers.0-of-2.partial").read_bytes().count(b"\n") == 1 + 8
+        assert write(target) == 3 + 8
+        assert target.read_bytes() == WHOLE
+        assert files(target) == ["answers"]
+
+    def test_more_shards_than_prompts(self, target):
+        write(target)
+        target.unlink()
+        assert write(target, shard=Shard(25, 30)) == 0
+        assert files(target) == []
+
+    def test_complete_files_are_merged_by_any(self, target):
+        target.with_name("answers.1-of-2.partial").write_bytes(partial(*range(1, 20, 2)))
+        target.with_name("answers.0-of-2.partial").write_bytes(partial(*range(0, 20, 2)))
+        target.with_name("answers.0-of-2.merging").write_bytes(b"of a merge that was killed")
+        assert write(target, shard=Shard(1, 2)) == 20
+        assert target.read_bytes() == WHOLE
+        assert files(target) == ["answers"]
+
+    def test_equal_answers_of_two_files_are_merged(self, target, own):
+        own.write_bytes(partial(3, 4))
+        target.with_name("answers.0-of-2.partial").write_bytes(partial(4, 6))
+        assert write(target) == 3
+        assert target.read_bytes() == WHOLE
+
+    def test_different_answers_of_two_files_are_refused(self, target, own):
+        other = target.with_name("answers.0-of-2.partial")
+        own.write_bytes(partial(3, 4))
+        other.write_bytes(header() + lines({"index": 4, "answers": []}))
+        with pytest.raises(InputError, match=r"have different answers to prompt 4: remove one of the files"):
+            write(target)
+        other.unlink()
+        assert write(target) == 20
+        assert target.read_bytes() == WHOLE
+
+    def test_each_runs_once_at_a_time(self, target):
+        with answer_file(target, RUN, prompts=PROMPTS, shard=Shard(1, 3)) as file:
+            file.write(1, ANSWERS[1])
+            with pytest.raises(InputError, match=r"answers\.1-of-3\.partial is being written by another process"):
+                write(target, shard=Shard(1, 3))
+            for shard in (Shard(0, 2), Shard(0, 1)):
+                with pytest.raises(InputError, match="is being written by a process with another number of shards"):
+                    write(target, shard=shard)
+            assert write(target, shard=Shard(0, 3)) == 1
+        assert files(target) == ["answers.0-of-3.partial", "answers.1-of-3.partial"]
+
+    def test_without_locks(self, target, monkeypatch):
+        def no_locks(*_):
+            raise OSError(37, "No locks available")
+
+        monkeypatch.setattr(module.fcntl, "flock", no_locks)
+        write(target, shard=Shard(0, 2))
+        write(target, shard=Shard(1, 2))
+        assert target.read_bytes() == WHOLE
+
+    def test_a_merge_that_does_not_fit_can_be_repeated(self, target, monkeypatch):
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module.os, "fsync", full)
+            with pytest.raises(OSError, match="No space"):
+                write(target)
+            patched.undo()
+            patched.setattr(module, "_write_merged", full)
+            with pytest.raises(
+                InputError, match=r"answers cannot be written: No space left on device; the answers are"
+            ):
+                write(target)
+        assert write(target) == 20
+        assert files(target) == ["answers"]
 
 
-@pytest.mark.parametrize(("name", "before"), [("--batch-size", 8), ("--device", "NVIDIA H100"), ("--mesh", "1x8")])
-def test_another_rounding_is_accepted_with_a_warning_in_16_bits(target, partial, record, capsys, name, before):
-    def resume(before, now, kept=1):
+ROUNDING = {"--dtype": "bfloat16", "--slots": 32, "--device": "cpu", "--mesh": "1x1"}
+
+
+@pytest.mark.parametrize(("name", "before"), [("--slots", 8), ("--device", "NVIDIA H100"), ("--mesh", "1x8")])
+def test_another_rounding_is_accepted_with_a_warning_in_16_bits(target, own, capsys, name, before):
+    def resume(before, now, answered=10):
         target.unlink(missing_ok=True)
-        partial.write_bytes(WHOLE[: len(WHOLE) * kept // 2])
-        record.write_text(json.dumps(before))
+        own.write_bytes(partial(*range(answered), run=before))
         write(target, run=now)
         assert target.read_bytes() == WHOLE
         return capsys.readouterr().err
@@ -94,44 +195,35 @@ def test_another_rounding_is_accepted_with_a_warning_in_16_bits(target, partial,
     begun = RUN | ROUNDING | {name: before}
     line = resume(begun, RUN | ROUNDING)
     assert line.startswith(
-        f"jaxgen: warning: {partial} was begun with {name} {before}: in bfloat16 this changes the rounding"
+        f"jaxgen: warning: {own} was begun with {name} {before}: in bfloat16 this changes the rounding"
     )
     assert line.count("\n") == 1
     assert "in float16" in resume(begun | {"--dtype": "float16"}, RUN | ROUNDING | {"--dtype": "float16"})
     assert resume(RUN | ROUNDING, RUN | ROUNDING) == ""
     assert resume(begun | {"--dtype": "float32"}, RUN | ROUNDING | {"--dtype": "float32"}) == ""
-    assert resume(begun, RUN | ROUNDING, kept=0) == ""  # nothing to continue
-    assert resume(begun, RUN | ROUNDING, kept=2) == ""  # nothing to add
+    assert resume(begun, RUN | ROUNDING, answered=0) == ""  # nothing to continue
+    assert resume(begun, RUN | ROUNDING, answered=20) == ""  # nothing to add
 
 
-def test_a_run_that_had_several_forms_remembers_them(target, partial, record, capsys):
-    small, large = RUN | ROUNDING, RUN | ROUNDING | {"--batch-size": 8}
+def test_a_run_that_had_several_forms_remembers_them(target, own, capsys):
+    small, large = RUN | ROUNDING, RUN | ROUNDING | {"--slots": 8}
 
-    def interrupted(run):
-        with pytest.raises(RuntimeError), answer_file(target, run, **SIZES):
-            raise RuntimeError
+    def interrupted(run, index):
+        with answer_file(target, run, prompts=PROMPTS) as file:
+            file.write(index, ANSWERS[index])
         return capsys.readouterr().err
 
-    partial.write_bytes(WHOLE[: len(WHOLE) // 2])
-    record.write_text(json.dumps(small))
-    assert "was begun with" not in interrupted(small)
-    assert f"--batch-size {BATCH}:" in interrupted(large)
-    assert "--batch-size 8:" in interrupted(small)  # although it began with this one
+    assert "was begun with" not in interrupted(small, 1)
+    assert "--slots 32:" in interrupted(large, 2)
+    assert "--slots 8:" in interrupted(small, 3)  # although it began with this one
+    write(target, run=small)
+    assert target.read_bytes() == WHOLE
 
 
 def test_a_writer_that_fails_leaves_nothing_if_nothing_was_written(target):
-    with (
-        pytest.raises(RuntimeError, match="not today"),
-        answer_file(target, RUN, **SIZES),
-    ):
+    with pytest.raises(RuntimeError, match="not today"), answer_file(target, RUN, prompts=PROMPTS):
         raise RuntimeError("not today")
     assert files(target) == []
-
-
-def test_one_writer_at_a_time(target):
-    message = "is being written by another process"
-    with answer_file(target, RUN, prompts=0, copies=1, batch_size=1), pytest.raises(InputError, match=message):
-        write(target)
 
 
 @pytest.mark.parametrize("name", ["missing/answers", "file/answers", "x" * 300])
@@ -139,3 +231,18 @@ def test_a_place_that_cannot_be_written(tmp_path, name):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--output .* cannot be written"):
         write(tmp_path / name)
+    assert module.recorded(tmp_path / name) == {}
+
+
+def test_another_writer_was_faster(target, monkeypatch):
+    """Two processes find that no prompt is left; the other one has the lock first."""
+    lock = module._locked
+
+    def late(stream, operation):
+        if operation == module.fcntl.LOCK_EX and not target.exists():
+            os.rename(target.with_name("answers.partial"), target)
+        return lock(stream, operation)
+
+    monkeypatch.setattr(module, "_locked", late)
+    write(target)
+    assert files(target) == ["answers"]

@@ -22,7 +22,8 @@ SOME = ["[]", "{}", "[[]]", "[1]", "[-1]", "[100000]", "[[1, 2], [3]]", "[[[1], 
 SOME += ["[2147483648]", '{"bias": "x"}', "[[1, 2.5]]", "[[1, 1], [1, 1]]", "-1e-5", "0", "1", "0.5", "1e30", "[[[1]]]"]
 PATHS = ["", "\0", "x" * 5000, "nowhere", "."]
 GROUPS = {
-    "--seed --batch-size --processes --process": WHOLE,
+    "--seed --slots --batch-size --processes --process": WHOLE,
+    "--shard": [*WORDS, "0/0", "1/1", "-1/2", "0/2/2", "0.5/2", f"{HUGE}/2", f"0/{HUGE}", "1"],
     "--json-schema --prompt-file --input": PATHS,
     "--model --assistant": ["", "\0", "x" * 5000, "/dev/null", "a b", "\udcff"],
     "--prompt --regex --negative-prompt --system": ["\udcff"],

@@ -1,13 +1,7 @@
 """The command's other ways: a conversation, a file of prompts."""
 
-import contextlib
 import io
 import json
-import os
-import random
-import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +10,8 @@ import numpy as np
 import pytest
 
 from convert import load_hf
-from jaxgen import demo, generate, score
-from jaxgen.cli import batch, printing
+from jaxgen import generate, score
+from jaxgen.cli import printing
 from jaxgen.cli.chat import Chat
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
@@ -52,18 +46,6 @@ def say(run, talking, monkeypatch):
     return say
 
 
-def interrupt_third_batch(monkeypatch):
-    generate, calls = batch.generate, []
-
-    def interrupted(*arguments, **more):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return generate(*arguments, **more)
-
-    monkeypatch.setattr(batch, "generate", interrupted)
-
-
 class TestChat:
     # The model counts: after the newline that ends a prompt comes "!" and so on, whatever was said.
     @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -72,7 +54,7 @@ class TestChat:
         assert say("\n\n".join("ABC"[:turns])) == (0, '!"#$\n' * turns, "")
 
     @pytest.mark.slow
-    def test_the_cache_is_kept_and_says_the_same(self, say, monkeypatch):
+    def test_the_cache_is_kept_and_says_the_same(self, say, talking, monkeypatch):
         asked = []
         generate = printing.generate
 
@@ -86,7 +68,9 @@ class TestChat:
         kept = say("Hello\nand more\nand more", *options)
         assert [cache is None for _, cache, _ in asked] == [True, False, False]
         assert asked[2][0] < asked[0][0] + len("and more")
-        assert say("Hello\nand more\nand more", "--slots", 1, *options) == kept  # there is no cache
+        (talking / "generation_config.json").write_text('{"slots": 1}')
+        assert say("Hello\nand more\nand more", *options) == kept  # there is no cache
+        (talking / "generation_config.json").unlink()
         assert asked[5][0] > asked[4][0] > asked[3][0] == asked[0][0]
         del asked[3:]
 
@@ -266,7 +250,7 @@ class TestInput:
 
     def test_lines(self, run, ending, tmp_path):
         (tmp_path / "prompts.txt").write_text("A\n\nABC\nX\nUVW\n", encoding="utf-8")
-        options = ("--model", ending, "--input", tmp_path / "prompts.txt", "--max-new-tokens", 3, "--batch-size", 2)
+        options = ("--model", ending, "--input", tmp_path / "prompts.txt", "--max-new-tokens", 3, "--slots", 2)
         status, out, err = run(*options)
         assert (status, err) == (0, "")
         assert self.lines(out) == [
@@ -278,16 +262,6 @@ class TestInput:
         target = tmp_path / "answers.jsonl"
         assert run(*options, "--output", target) == (0, "", "")
         assert target.read_text(encoding="utf-8") == out
-
-    @pytest.mark.slow
-    def test_batches_do_not_matter(self, run, checkpoint, tmp_path):
-        (tmp_path / "prompts").write_text("A\nBCD\nE\nFGHIJ\nK\n", encoding="utf-8")
-        options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
-        options += ("--max-new-tokens", 6, "--num-return-sequences", 2)
-        one, four = run(*options, "--batch-size", 1), run(*options, "--batch-size", 4)
-        assert one == four
-        assert [line["sequence"] for line in self.lines(one[1])] == [0, 1] * 5
-        assert len({line["text"] for line in self.lines(one[1])}) > 5
 
     @pytest.mark.slow
     def test_a_line_has_the_room_that_it_has_alone(self, run, checkpoint, tmp_path):
@@ -323,123 +297,6 @@ class TestInput:
     def test_bad_lines(self, refused, checkpoint, tmp_path, content, words):
         (tmp_path / "prompts").write_text(content, encoding="utf-8")
         assert words in refused("--model", checkpoint, "--input", tmp_path / "prompts")
-
-    @pytest.mark.slow
-    def test_an_interrupted_run_continues(self, run, checkpoint, tmp_path, monkeypatch):
-        (tmp_path / "prompts").write_text("\n\n".join(f"{letter}{letter}" for letter in "ABCDEFGHIJ"), encoding="utf-8")
-        target, partial = tmp_path / "answers", tmp_path / "answers.partial"
-        options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
-        options += ("--max-new-tokens", 6, "--batch-size", 4, "--num-return-sequences", 2, "--output", target)
-        assert run(*options) == (0, "", "")
-        whole = target.read_bytes()
-        target.unlink()
-        assert len({json.loads(line)["text"] for line in whole.splitlines()}) > 15
-
-        interrupt_third_batch(monkeypatch)
-        assert run(*options) == (130, "", "")
-        lines = whole.splitlines(keepends=True)
-        assert partial.read_bytes() == b"".join(lines[:16])
-        record = (tmp_path / "answers.partial.run").read_bytes()
-        for kept, before in ((lines[:16], 8), (lines[:15], 4), ([*lines[:8], lines[8][:30]], 4), ([lines[0][:9]], 0)):
-            partial.write_bytes(b"".join(kept))
-            (tmp_path / "answers.partial.run").write_bytes(record)
-            note = f"jaxgen: note: {before} prompts were answered before\n" if before else ""
-            assert run(*options) == (0, "", note)
-            assert target.read_bytes() == whole
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "prompts"]
-            target.unlink()
-
-        partial.write_bytes(whole)  # only its name is missing: the weights are not read
-        (tmp_path / "answers.partial.run").write_bytes(record)
-        monkeypatch.delattr("jaxgen.cli.answer.load_hf")
-        assert run(*options)[0] == 0
-        assert target.read_bytes() == whole
-
-    def test_a_run_that_continues_with_another_batch_size(self, run, copy, tmp_path, monkeypatch):
-        (tmp_path / "prompts").write_text("A\nB\nC\nD\n", encoding="utf-8")
-        options = ("--model", copy, "--dtype", "bfloat16", "--input", tmp_path / "prompts", "--max-new-tokens", 2)
-        options += ("--output", tmp_path / "answers")
-        interrupt_third_batch(monkeypatch)
-        assert run(*options, "--batch-size", 1)[0] == 130
-        record = json.loads((tmp_path / "answers.partial.run").read_text())
-        assert (record["--dtype"], record["--batch-size"], record["--mesh"]) == ("bfloat16", 1, "1x1")
-        status, _, err = run(*options, "--batch-size", 2)
-        assert status == 0
-        assert "answers.partial was begun with --batch-size 1: in bfloat16 this changes the rounding" in err
-
-    @pytest.mark.slow
-    def test_killed_processes(self, run, checkpoint, tmp_path, programs):
-        (tmp_path / "prompts").write_text("\n".join(map(chr, range(65, 91))), encoding="utf-8")
-        options = ["--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9]
-        options += ["--max-new-tokens", 100, "--batch-size", 2, "--output"]
-        assert run(*options, tmp_path / "whole")[0] == 0
-        environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "jaxgen", *map(str, options), str(tmp_path / "answers")]
-        partial, rng, kills, continued = tmp_path / "answers.partial", random.Random(0), 0, 0
-        while kills < 30:
-            continued += partial.exists()
-            with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(rng.uniform(0.5, 5))
-                process.kill()
-            kills += process.returncode == -signal.SIGKILL
-            if (tmp_path / "answers").exists():
-                assert (tmp_path / "answers").read_bytes() == (tmp_path / "whole").read_bytes()
-                (tmp_path / "answers").unlink()
-        assert continued > 3
-        assert run(*options, tmp_path / "answers")[0] == 0
-        assert (tmp_path / "answers").read_bytes() == (tmp_path / "whole").read_bytes()
-
-    @pytest.mark.parametrize(
-        ("more", "name"),
-        [
-            (["--temperature", "0.5"], "--temperature"),
-            (["--seed", "1"], "--seed"),
-            (["--stop-strings", "x"], "--stop-strings"),
-            (["--dtype", "bfloat16"], "--dtype"),
-            (["--model", demo.PATH], "--input, --model, --dtype"),
-            (["--input", "other"], "--input"),
-        ],
-    )
-    def test_what_another_run_began_is_refused(self, run, refused, checkpoint, tmp_path, monkeypatch, more, name):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "prompts").write_text("A\nB\n", encoding="utf-8")
-        (tmp_path / "other").write_text("A\nC\n", encoding="utf-8")
-        options = [
-            "--model",
-            checkpoint,
-            "--input",
-            "prompts",
-            "--do-sample",
-            "--max-new-tokens",
-            2,
-            "--output",
-            "answers",
-        ]
-
-        def interrupted(*arguments, **_):
-            (tmp_path / "answers.partial").write_text('{"prompt": "A"}\n')
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(batch, "generate", interrupted)
-        assert run(*options)[0] == 130
-        line = refused(*options, *more)
-        assert f"answers.partial is from a run with other values of {name}: repeat that command" in line
-
-    @pytest.mark.slow
-    def test_the_seed_of_a_run_that_continues(self, run, checkpoint, tmp_path, monkeypatch):
-        (tmp_path / "prompts").write_text("A\nB\nC", encoding="utf-8")
-        options = ("--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9)
-        options += ("--max-new-tokens", 6, "--batch-size", 1, "--output", tmp_path / "answers", "--seed", "random")
-        interrupt_third_batch(monkeypatch)
-        status, _, seed = run(*options)
-        assert status == 130
-        assert re.fullmatch(r"jaxgen: seed: \d+\n", seed)
-        assert run(*options) == (0, "", f"{seed}jaxgen: note: 2 prompts were answered before\n")
-        answers = (tmp_path / "answers").read_text()
-        (tmp_path / "answers").unlink()
-        assert run(*options[:-1], seed.split()[-1]) == (0, "", "")
-        assert (tmp_path / "answers").read_text() == answers
 
     @pytest.mark.slow
     def test_logprobs(self, run, refused, checkpoint, tmp_path):
@@ -499,7 +356,10 @@ class TestInput:
         (tmp_path / "prompts").write_text("A", encoding="utf-8")
         arguments = ("--model", checkpoint, "--input", tmp_path / "prompts")
         assert "exists" in refused(*arguments, "--output", tmp_path / "prompts")
-        assert "at least 1" in refused(*arguments, "--batch-size", 0)
+        for name in ("--batch-size", "--slots"):
+            assert "at least 1" in refused(*arguments, name, 0)
+            line = refused("--model", checkpoint, "A", name, 4)
+            assert f"{name} is for the prompts of --input: use that too, or leave it out" in line
         assert "use that too" in refused("--model", checkpoint, "A", "--output", tmp_path / "answers")
         assert "exclude each other" in refused(*arguments, "A")
 
@@ -625,5 +485,6 @@ def test_only_given_options_cause_warnings(run, copy):
 
 def test_a_warning_is_printed_once(run, checkpoint, tmp_path):
     (tmp_path / "prompts").write_text("A\nB\nC\n")
-    options = ("--input", tmp_path / "prompts", "--batch-size", 1, "--max-new-tokens", 2, "--top-k", 3)
-    assert run("--model", checkpoint, *options)[2] == "jaxgen: warning: greedy_search does not read --top-k 3\n"
+    options = ("--input", tmp_path / "prompts", "--batch-size", 1, "--num-beams", 2, "--max-new-tokens", 2)
+    warning = "jaxgen: warning: beam_search does not read --top-k 3\n"
+    assert run("--model", checkpoint, *options, "--top-k", 3)[2] == warning

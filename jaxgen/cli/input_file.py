@@ -1,0 +1,119 @@
+"""The prompts of --input, one per line or in JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxgen.errors import InputError
+from jaxgen.model.config import ModelConfig
+from jaxgen.text.json_file import parse_json
+from jaxgen.text.lines import text_lines
+from jaxgen.text.tokenizer import Tokenizer
+
+
+class Line(NamedTuple):
+    """One line of the input: the request, which the output repeats, its ids, and the maximum number of new tokens."""
+
+    asked: dict[str, Any]
+    ids: list[int]
+    budget: int
+
+
+def read_lines(
+    source: str, system: str | None, tokenizer: Tokenizer, raw: bool, budget: Callable[[list[int]], int]
+) -> list[Line]:
+    """Read a file, or stdin if `source` is "-". `budget` maps a prompt's ids to its maximum number of new tokens.
+
+    Each line is a prompt; or, if the first line begins with a brace, a JSON object with `prompt` or `messages`. Empty
+    lines are skipped.
+
+    Raises:
+        InputError: a line that is neither, by its number, or no line at all.
+    """
+    data = stdin_bytes() if source == "-" else Path(source).read_bytes()
+    lines = text_lines(f"--input {source}", data)
+    if not lines:
+        raise InputError(f"--input {source} has no prompt: write one per line")
+    as_json = lines[0][1].lstrip().startswith("{")
+    read = []
+    for number, line in lines:
+        try:
+            asked = _entry(line) if as_json else {"prompt": line}
+            ids = prompt_ids(asked, system, tokenizer, raw)
+            read.append(Line(asked, ids, budget(ids)))
+        except (ValueError, TypeError) as error:
+            raise InputError(f"--input {source}, line {number}: {error}") from error
+    return read
+
+
+def stdin_bytes() -> bytes:
+    """Return all of stdin.
+
+    Raises:
+        InputError: it is closed.
+    """
+    if sys.stdin is None or sys.stdin.closed:
+        raise InputError("- reads stdin, which is closed")
+    return sys.stdin.buffer.read()
+
+
+def digest(lines: Sequence[Line]) -> str:
+    """Return a digest of requests and ids."""
+    return hashlib.sha256(json.dumps([(line.asked, line.ids) for line in lines]).encode()).hexdigest()
+
+
+def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
+    """Raise an error for an id that the model lacks: the tokenizer is another model's."""
+    largest = max(ids, default=0)
+    if largest >= model.vocab_size:
+        raise InputError(
+            f"the tokenizer produced the id {largest}, but the model has {model.vocab_size} tokens: they do not match"
+        )
+
+
+def _entry(line: str) -> dict[str, Any]:
+    entry = parse_json(line)
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        raise InputError(
+            'each line must be an object with "prompt" or "messages", because the first line begins with a brace'
+        )
+    if not isinstance(entry.get("prompt", ""), str):
+        raise InputError(f'"prompt" must be a string, got {json.dumps(entry["prompt"])[:80]}')
+    if "messages" in entry and not is_conversation(entry["messages"]):
+        raise InputError(
+            '"messages" must be a list of at least one {"role": "...", "content": "..."}, got '
+            f"{json.dumps(entry['messages'])[:80]}"
+        )
+    return entry
+
+
+def is_conversation(messages: Any) -> bool:
+    """Return True for a list of at least one message, a dict with a role."""
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+    )
+
+
+def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:
+    """Return the ids of `prompt` or `messages` of a request, with the chat template unless there is none or `raw`.
+
+    Raises:
+        InputError: messages or a system message without a template, or no token.
+    """
+    if tokenizer.chat_template is None or raw:
+        if "messages" in asked or system is not None:
+            raise InputError("messages and --system need a chat template: leave out --raw, or choose another model")
+        if not (ids := tokenizer.encode(asked["prompt"])):
+            raise InputError("the prompt is empty and this tokenizer adds no BOS token: write a prompt")
+        return ids
+    messages = asked.get("messages") or [{"role": "user", "content": asked["prompt"]}]
+    if system is not None and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)

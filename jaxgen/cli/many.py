@@ -1,0 +1,250 @@
+"""The answers to --input: in slots, each of which goes to the next prompt when its answer ends, or in batches."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgen.buckets import power_of_two, prompt_bucket
+from jaxgen.cli import terminal
+from jaxgen.cli.answer_file import AnswerFile
+from jaxgen.cli.input_file import Line
+from jaxgen.cli.options import in_flags
+from jaxgen.cli.session import Session
+from jaxgen.cli.timing import Stats
+from jaxgen.config.kinds import Text
+from jaxgen.decoding.keys import prompt_keys
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.engine.engine import Engine
+from jaxgen.engine.many import by_prompt, ended, in_order
+from jaxgen.engine.results import Completion
+from jaxgen.errors import GenerationError
+from jaxgen.generation import generate
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.output import GenerateOutput, failure_text
+
+_SECONDS = 0.2  # between two changes of the status line
+
+
+def write_answers(
+    lines: Sequence[Line],
+    indices: Sequence[int],
+    done: Sequence[int],
+    session: Session,
+    file: AnswerFile | None,
+    *,
+    slots: int | None,
+    batch_size: int,
+) -> None:
+    """Answer the lines with these indices that are not done: a JSON line for each answer, as soon as it is there.
+
+    The answer to a line depends on its index, not on the other lines or on how many are answered at a time. One that
+    cannot continue, because all tokens are banned for example, has the reason in `error`.
+
+    Args:
+        lines: the whole input, also where `indices` are a part of it: the engine's sizes depend on it.
+        indices: the lines of this process, in order.
+        done: for each line, 1 if it needs no answer.
+        session: the model and its options.
+        file: receives the answers in any order; None for stdout, in order.
+        slots: the number of answers that are generated at a time; None for batches.
+        batch_size: the number of lines in a batch.
+    """
+    left = [index for index in indices if not done[index]]
+    with session.stats.generating() as generated, contextlib.ExitStack() as stack:
+        engine = None
+        terminal.show(f"{len(left):,} prompts: compiling, and answering the first")
+        if slots is None:
+            answers = _in_batches(lines, indices, set(left), session, batch_size)
+        else:
+            engine = stack.enter_context(_engine(lines, session, slots))
+            answers = _in_slots(lines, left, session, engine, slots, ordered=file is None)
+        progress = _Progress(len(indices), len(indices) - len(left), session.stats, engine, slots)
+        for index, entries in answers:
+            if file is not None:
+                file.write(index, entries)
+            else:
+                terminal.erase()
+                print(*map(_json, entries), sep="\n", flush=True)
+            session.stats.failed += sum("error" in entry for entry in entries)
+            generated([entry["tokens"] for entry in entries])
+            if file is not None or not (sys.stdout is not None and sys.stdout.isatty()):
+                progress.add(entries)
+
+
+class _Progress:
+    """The status line of a run: answered prompts, tokens per second, slots in use, and the time left."""
+
+    def __init__(self, prompts: int, before: int, stats: Stats, engine: Engine | None, slots: int | None):
+        self.prompts, self.before, self.stats, self.engine, self.slots = prompts, before, stats, engine, slots
+        self.began, self.compiled = time.monotonic(), stats.compile
+        self.answered = self.tokens = 0
+        self.shown = 0.0
+
+    def add(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Count the answers to another prompt, and show the line unless it has just changed."""
+        self.answered += 1
+        self.tokens += sum(entry["tokens"] for entry in entries)
+        now = time.monotonic()
+        if now - self.shown < _SECONDS and self.before + self.answered < self.prompts:
+            return
+        self.shown = now
+        terminal.show(self.line(now - self.began - (self.stats.compile - self.compiled)))
+
+    def line(self, seconds: float) -> str:
+        """Return the line after so many seconds."""
+        seconds = max(seconds, 1e-9)
+        done, tokens, used = self.before + self.answered, self.tokens, ""
+        if self.engine is not None and self.slots is not None:
+            counts = self.engine.counts()
+            tokens, used = counts.tokens, f", {min(counts.occupancy / self.slots, 1):.0%} of {self.slots} slots in use"
+        left = round(seconds * (self.prompts - done) / self.answered)
+        return (
+            f"{done:,} of {self.prompts:,} prompts, {tokens / seconds:,.0f} tokens/s{used}, "
+            f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        )
+
+
+def slots_for(wanted: int, prompts: int, copies: int) -> int:
+    """Return the number of slots for a whole input: no more than its sequences need, rounded up to a power of two."""
+    return min(wanted, power_of_two(prompts * copies, 1))
+
+
+def width_for(lines: Iterable[Line]) -> int:
+    """Return the width of the prompts in slots."""
+    return prompt_bucket(max(len(line.ids) for line in lines))
+
+
+def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
+    """Return an engine that is compiled; its sizes depend on the whole input alone."""
+    cfg = session.cfg.reset(["slots"])
+    sizes: dict[str, Any] = {}
+    if (grammar := _grammar(session)) is not None:
+        states, classes = grammar.transitions.shape
+        sizes = {"grammar_states": power_of_two(states + 1, 1024), "grammar_classes": power_of_two(classes, 256)}
+    if cfg.stop_strings is not None:  # at most a state for each of their bytes
+        size = sum(len(text.encode()) + 1 for text in Text().sets(cfg.stop_strings)[0] or ())
+        sizes["stop_states"] = power_of_two(size + 1, 1024)
+    key = session.key if cfg.on("do_sample") else None
+    sizes |= {"slots": slots, "prompt_width": width_for(lines), "most_waiting": _waiting(slots)}
+    engine = Engine(session.params, cfg, key, tokenizer=session.tokenizer, prompt_options=(), **sizes)
+    engine.warmup()
+    return engine
+
+
+def _waiting(slots: int) -> int:
+    """Return how many prompts are in the engine at a time, so that some wait whenever a slot is free."""
+    return 4 * slots
+
+
+def _grammar(session: Session) -> TokenAutomaton | None:
+    return session.more.get("prefix_allowed_tokens_fn")
+
+
+def _in_slots(
+    lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, slots: int, ordered: bool
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield the index of each line and the output lines of its answers, when all of these have ended.
+
+    Process 0 answers the lines, and the others do what its engine does.
+    """
+    if not engine.leads:
+        return
+    grammar, most = _grammar(session), session.cfg.max_new_tokens
+    own = {} if grammar is None else {"allowed": grammar}
+
+    def prompt(index: int) -> dict[str, Any]:
+        line = lines[index]
+        budget = {} if line.budget == most else {"max_new_tokens": line.budget}
+        return {"ids": line.ids, "index": index, **budget, **own}
+
+    answered = by_prompt(ended(engine, map(prompt, indices), _waiting(slots)))
+    for place, completions in in_order(answered) if ordered else answered:
+        index = indices[place]
+        yield index, [_completed(lines[index], completion, session) for completion in completions]
+
+
+def _completed(line: Line, completion: Completion, session: Session) -> dict[str, Any]:
+    tokens, reason = completion.tokens, completion.stop_reason
+    error = completion.error and (failure_text(reason, len(tokens)) or completion.error)
+    logprobs = () if completion.logprobs is None else completion.logprobs.logprobs
+    return _entry(line, completion.sequence, completion.text or "", tokens, reason, error, logprobs, session)
+
+
+def _in_batches(
+    lines: Sequence[Line], indices: Sequence[int], left: Collection[int], session: Session, batch_size: int
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield the index of each line that is left and the output lines of its answers.
+
+    The batches are those of all `indices`, whatever is left, so that a run that continues rounds as the first one did.
+    """
+    keys = prompt_keys(session.key, len(lines)) if session.cfg.on("do_sample") else None
+    copies = session.cfg.num_return_sequences
+    for first in range(0, len(indices), batch_size):
+        batch = indices[first : first + batch_size]
+        if not any(index in left for index in batch):
+            continue
+        part = [lines[index] for index in batch]
+        out = _generate(part, session, None if keys is None else keys[np.asarray(batch)])
+        texts = session.tokenizer.decode_batch(out)
+        for place, index in enumerate(batch):
+            if index in left:
+                rows = range(place * copies, (place + 1) * copies)
+                yield index, [_of_row(lines[index], out, row, texts[row], session) for row in rows]
+
+
+def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:
+    """Answer some lines; rows that cannot continue end there."""
+    ids, mask = session.tokenizer.pad([line.ids for line in part])
+    ids = ids * mask  # the tokenizer may pad with an id that the model lacks
+    cfg = session.cfg.replace(max_new_tokens=[line.budget for line in part])
+    more = {"attention_mask": mask, "tokenizer": session.tokenizer, **session.more}
+    try:
+        return generate(session.params, ids, keys, cfg, **more)
+    except GenerationError as error:
+        return error.output
+
+
+def _of_row(line: Line, out: GenerateOutput, row: int, text: str, session: Session) -> dict[str, Any]:
+    count, reason = int(np.asarray(out.lengths)[row]), StopReason(int(np.asarray(out.stop_reasons)[row]))
+    tokens = np.asarray(out.sequences)[row, out.prompt_width :][:count].tolist()
+    logprobs = () if out.logprobs is None else np.asarray(out.logprobs)[row, :count]
+    sequence = row % session.cfg.num_return_sequences
+    return _entry(line, sequence, text, tokens, reason, failure_text(reason, count), logprobs, session)
+
+
+def _entry(
+    line: Line,
+    sequence: int,
+    text: str,
+    tokens: Sequence[int],
+    reason: StopReason,
+    error: str | None,
+    logprobs: Any,
+    session: Session,
+) -> dict[str, Any]:
+    """Return a line of the output: the request with its answer."""
+    entry = line.asked | ({"sequence": sequence} if session.cfg.num_return_sequences > 1 else {})
+    entry |= {"text": text, "tokens": len(tokens), "finish": reason.name.lower()}
+    if error is not None:
+        entry["error"] = in_flags(error)
+    if session.cfg.output_logprobs is not None:
+        entry["logprobs"] = [
+            {"id": token, "token": session.tokenizer.decode([token], skip_special_tokens=False), "logprob": value}
+            for token, value in zip(tokens, np.asarray(logprobs).round(6).tolist(), strict=True)
+        ]
+    return entry
+
+
+def _json(answer: Mapping[str, Any]) -> str:
+    """Return a line for stdout, in ASCII if its encoding is not UTF-8."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return json.dumps(answer, ensure_ascii=codecs.lookup(encoding).name != "utf-8")

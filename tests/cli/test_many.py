@@ -1,0 +1,293 @@
+"""Answers to --input in slots and in batches; runs that are interrupted, killed, and divided into shards."""
+
+import json
+import os
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+from jaxgen import demo
+from jaxgen.cli import many, terminal
+from jaxgen.cli.answer_file import AnswerFile
+from jaxgen.engine.schedule import Counts
+from jaxgen.text.tokenizer import Tokenizer
+from tests.support.answers import kill_commands
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Interrupt the command when so many prompts have been answered."""
+
+    def interrupt(answered: int):
+        write, written = AnswerFile.write, []
+
+        def interrupted(self, index, answers):
+            if len(written) == answered:
+                monkeypatch.setattr(AnswerFile, "write", write)
+                raise KeyboardInterrupt
+            written.append(index)
+            write(self, index, answers)
+
+        monkeypatch.setattr(AnswerFile, "write", interrupted)
+
+    return interrupt
+
+
+@pytest.fixture
+def drawn(checkpoint, tmp_path):
+    """Options with which answers of different lengths are drawn, two to each of ten prompts."""
+    prompts = "\n\n".join(letter * length for letter, length in zip("ABCDEFGHIJ", [1, 2, 3, 4, 5] * 2, strict=True))
+    (tmp_path / "prompts").write_text(prompts, encoding="utf-8")
+    own = Tokenizer.from_pretrained(checkpoint).encode("KLMNOP")
+    options = ["--model", checkpoint, "--input", tmp_path / "prompts", "--do-sample", "--temperature", 9]
+    return [*options, "--eos-token-id", json.dumps(own), "--max-new-tokens", 12, "--num-return-sequences", 2]
+
+
+def entries(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "prompts")
+
+
+class TestForms:
+    @pytest.mark.slow
+    def test_slots_and_batches_give_the_same_answers(self, run, drawn, tmp_path):
+        whole = run(*drawn)
+        assert whole[0] == 0
+        lines = entries(whole[1])
+        assert [line["sequence"] for line in lines] == [0, 1] * 10
+        assert len({line["text"] for line in lines}) > 15
+        assert len({line["finish"] for line in lines}) == 2
+        for more in (["--slots", 1], ["--slots", 5], ["--max-time", 1000], ["--max-time", 1000, "--batch-size", 3]):
+            assert run(*drawn, *more) == whole
+        for more in (["--slots", 3], ["--max-time", 1000]):
+            assert run(*drawn, *more, "--output", tmp_path / "answers") == (0, "", "")
+            assert (tmp_path / "answers").read_text(encoding="utf-8") == whole[1]
+            (tmp_path / "answers").unlink()
+
+    @pytest.mark.slow
+    def test_a_mesh(self, run, drawn):
+        assert run(*drawn, "--mesh", "8x1", "--slots", 5) == run(*drawn)
+
+    @pytest.mark.slow
+    def test_constraints_stop_strings_and_log_probabilities(self, run, drawn, checkpoint):
+        options = ["--regex", "[A-Za-z]{3,9}", "--stop-strings", "q", "--stop-strings", "abc" * 400, "--logprobs"]
+        options += ["--suppress-tokens", json.dumps(list(range(100, 200))), "--min-new-tokens", 4, "--temperature", 2]
+        slots, batches = run(*drawn, *options), run(*drawn, *options, "--max-time", 1000)
+        assert slots[0] == batches[0] == 0
+        for line, expected in zip(entries(slots[1]), entries(batches[1]), strict=True):
+            values, others = ([token.pop("logprob") for token in each["logprobs"]] for each in (line, expected))
+            assert line == expected
+            assert values == pytest.approx(others, abs=1e-4)
+
+    def test_the_form_that_is_not_used_is_refused(self, refused, drawn, monkeypatch):
+        monkeypatch.delattr("jaxgen.cli.answer.load_hf")
+        line = refused(*drawn, "--batch-size", 4)
+        assert "--batch-size is for runs in batches, and sample runs in slots, each of which goes to the" in line
+        for option in (["--num-beams", 2], ["--penalty-alpha", 0.5, "--top-k", 4, "--no-do-sample"]):
+            line = refused(*drawn[:4], *option, "--slots", 4)
+            assert "--slots works with greedy search, sampling and DoLa, not with" in line
+        for option, name in (
+            (["--max-time", 5], "--max-time"),
+            (["--guidance-scale", 2], "--guidance-scale"),
+            (["--token-healing"], "--token-healing"),
+            (["--assistant", drawn[1]], "--assistant"),
+        ):
+            assert f"DoLa, not with {name}: use --batch-size" in refused(*drawn, *option, "--slots", 4)
+
+    def test_what_cannot_be_reached_is_warned_of(self, run, drawn, monkeypatch):
+        monkeypatch.setattr("jaxgen.cli.answer.write_answers", lambda *_, **__: None)
+        warning = "jaxgen: warning: --min-new-tokens 20 cannot be reached with 12 new tokens\n"
+        assert run(*drawn, "--min-new-tokens", 20) == (0, "", warning)
+
+    @pytest.mark.parametrize("words", [["--regex", "[A-Z]{20}"], ["--regex", "[A-Z]{20}", "--max-time", 5]])
+    def test_a_constraint_that_is_too_long_is_refused_before_the_weights_are_read(
+        self, refused, drawn, monkeypatch, words
+    ):
+        monkeypatch.delattr("jaxgen.cli.answer.load_hf")
+        assert "shortest text has 20 tokens, which exceeds the budget of 12" in refused(*drawn, *words)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("fields", [{"slots": 3}, {"output_scores": True}])
+    def test_fields_of_a_checkpoint(self, run, copy, drawn, fields):
+        (copy / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
+        status, out, err = run("--model", copy, "--input", drawn[3], "--max-new-tokens", 2)
+        assert (status, err) == (0, "")
+        assert [line["text"] for line in entries(out)[:3]] == ["BC", "CD", "DE"]
+
+    @pytest.mark.slow
+    def test_progress(self, run, drawn, monkeypatch, tmp_path):
+        shown = []
+        monkeypatch.setattr(terminal, "show", shown.append)
+        monkeypatch.setattr("jaxgen.cli.many._SECONDS", 0)
+        options = drawn[:4]
+        assert run(*options, "--max-new-tokens", 3, "--slots", 4, "--output", tmp_path / "answers")[0] == 0
+        lines = [text for text in shown if " of 10 prompts" in text]
+        assert len(lines) == 10
+        pattern = r"{} of 10 prompts, [\d,]+ tokens/s, (\d+)% of 4 slots in use, 0:00:\d\d left"
+        used = [int(re.fullmatch(pattern.format(number), text)[1]) for number, text in enumerate(lines, 1)]
+        assert 60 <= used[-1] <= 100
+        shown.clear()
+        assert run(*options, "--num-beams", 2, "--max-new-tokens", 3, "--output", tmp_path / "beams")[0] == 0
+        assert re.fullmatch(r"10 of 10 prompts, [\d,]+ tokens/s, 0:00:00 left", shown[-2])
+
+
+def test_the_line_that_shows_progress(monkeypatch):
+    shown, now = [], [100.0]
+    monkeypatch.setattr(terminal, "show", shown.append)
+    monkeypatch.setattr(many.time, "monotonic", lambda: now[0])
+    stats = types.SimpleNamespace(compile=7.0)
+    engine = types.SimpleNamespace(counts=lambda: Counts(tokens=60_000, steps=2000, occupancy=28.0))
+    slots = many._Progress(5000, 1000, stats, engine, 32)
+    batches = many._Progress(5000, 1000, stats, None, None)
+    stats.compile = 17.0  # ten of the next seconds
+    for second in (20, 20.1, 30):
+        now[0] = 100 + second
+        slots.add([{"tokens": 3}, {"tokens": 4}])
+    batches.add([{"tokens": 100}])
+    assert shown == [
+        "1,001 of 5,000 prompts, 6,000 tokens/s, 88% of 32 slots in use, 11:06:30 left",
+        "1,003 of 5,000 prompts, 3,000 tokens/s, 88% of 32 slots in use, 7:24:07 left",
+        "1,001 of 5,000 prompts, 5 tokens/s, 22:13:00 left",
+    ]
+
+
+class TestInterruptions:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("form", [["--slots", 3], ["--max-time", 1000, "--batch-size", 4]])
+    def test_a_run_continues(self, run, drawn, tmp_path, monkeypatch, interrupt, form):
+        target, partial = tmp_path / "answers", tmp_path / "answers.partial"
+        options = (*drawn, *form, "--output", target)
+        assert run(*options) == (0, "", "")
+        whole = target.read_bytes()
+        target.unlink()
+
+        interrupt(6)
+        assert run(*options) == (130, "", "")
+        lines = partial.read_bytes().splitlines(keepends=True)
+        assert len(lines) == 7
+        for line in lines[1:]:
+            answered = json.loads(line)
+            expected = whole.splitlines()[2 * answered["index"] :][:2]
+            assert answered["answers"] == [json.loads(text) for text in expected]
+        for kept, before in ((lines, 6), ([*lines[:6], lines[6][:-1]], 5), (lines[:2], 1), ([lines[0][:9]], 0)):
+            partial.write_bytes(b"".join(kept))
+            count = "1 prompt was" if before == 1 else f"{before} prompts were"
+            note = f"jaxgen: note: {count} answered before\n" if before else ""
+            assert run(*options) == (0, "", note)
+            assert target.read_bytes() == whole
+            assert files(tmp_path) == ["answers"]
+            target.unlink()
+
+        answered = [{"index": index, "answers": entries(whole.decode())[2 * index :][:2]} for index in range(10)]
+        every = "".join(json.dumps(line) + "\n" for line in answered)
+        partial.write_bytes(lines[0] + every.encode())  # only to be merged: the weights are not read
+        monkeypatch.delattr("jaxgen.cli.answer.load_hf")
+        assert run(*options)[0] == 0
+        assert target.read_bytes() == whole
+
+    @pytest.mark.slow
+    def test_other_slots_are_warned_of_in_16_bits(self, run, drawn, tmp_path, interrupt):
+        options = (*drawn[:4], "--dtype", "bfloat16", "--max-new-tokens", 2, "--output", tmp_path / "answers")
+        interrupt(3)
+        assert run(*options, "--slots", 4)[0] == 130
+        record = json.loads((tmp_path / "answers.partial").read_text().splitlines()[0])["run"]
+        assert (record["--dtype"], record["--slots"], record["--mesh"]) == ("bfloat16", 4, "1x1")
+        status, _, err = run(*options)
+        assert status == 0
+        assert "answers.partial was begun with --slots 4: in bfloat16 this changes the rounding" in err
+        assert len((tmp_path / "answers").read_text().splitlines()) == 10
+
+    @pytest.mark.parametrize(
+        ("more", "name"),
+        [
+            (["--temperature", "0.5"], "--temperature"),
+            (["--seed", "1"], "--seed"),
+            (["--stop-strings", "x"], "--stop-strings"),
+            (["--dtype", "bfloat16"], "--dtype"),
+            (["--model", demo.PATH], "--input, --model, --dtype"),
+            (["--input", "other"], "--input"),
+        ],
+    )
+    def test_what_another_run_began_is_refused(self, run, refused, checkpoint, tmp_path, monkeypatch, more, name):
+        def interrupted(lines, indices, done, session, file, **_):
+            file.write(0, [])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("jaxgen.cli.answer.write_answers", interrupted)
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "prompts").write_text("A\nB\n", encoding="utf-8")
+        (tmp_path / "other").write_text("A\nC\n", encoding="utf-8")
+        options = ["--model", checkpoint, "--input", "prompts", "--do-sample", "--max-new-tokens", 2]
+        options += ["--output", "answers"]
+        assert run(*options)[0] == 130
+        line = refused(*options, *more)
+        assert f"answers.partial is from a run with other values of {name}: repeat that command" in line
+
+    @pytest.mark.slow
+    def test_the_seed_of_a_run_that_continues(self, run, refused, drawn, tmp_path, interrupt):
+        options = (*drawn, "--output", tmp_path / "answers", "--seed", "random")
+        interrupt(2)
+        status, _, seed = run(*options)
+        assert status == 130
+        assert re.fullmatch(r"jaxgen: seed: \d+\n", seed)
+        assert run(*options) == (0, "", f"{seed}jaxgen: note: 2 prompts were answered before\n")
+        answers = (tmp_path / "answers").read_text()
+        (tmp_path / "answers").unlink()
+        assert run(*options[:-1], seed.split()[-1]) == (0, "", "")
+        assert (tmp_path / "answers").read_text() == answers
+
+
+class TestShards:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("form", [["--slots", 3], ["--max-time", 1000, "--batch-size", 2]])
+    def test_they_give_the_answers_of_the_whole(self, run, drawn, tmp_path, interrupt, form):
+        target = tmp_path / "answers"
+        whole = run(*drawn, *form)[1]
+        options = (*drawn, *form, "--output", target)
+        interrupt(2)
+        assert run(*options, "--shard", "1/3")[0] == 130
+        assert files(tmp_path) == ["answers.1-of-3.partial"]
+        status, out, err = run(*options, "--shard", "0/2")  # 0, 2, 4, 6, 8; of 1, 4, 7, two are there
+        assert (status, out) == (0, "")
+        assert err.endswith("those of --shard 1/2: " + f"{target} appears when all have one\n")
+        status, _, err = run(*options, "--shard", "1/2")
+        assert status == 0
+        assert re.fullmatch(r"jaxgen: note: [12] prompts? (were|was) answered before\n", err)
+        assert files(tmp_path) == ["answers"]
+        assert target.read_text(encoding="utf-8") == whole
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--shard", "4/4"], "4/4: of 4 shards, the first is 0 and the last 3"),
+            (["--shard", "0/0"], "0/0: there is at least one shard"),
+            (["--shard", "1"], "'1' must be r/R, such as 0/8 for the first of 8 shards"),
+            (["--shard=-1/4"], "must be r/R"),
+            (["--shard", "0/4"], "--shard records the answers of several processes in files: add --output"),
+            (["--shard", "0/4", "--output", "x", "--seed", "random"], "--seed random draws another seed in each shard"),
+        ],
+    )
+    def test_refused(self, refused, drawn, words, message):
+        assert message in refused(*drawn, *words)
+
+    def test_a_prompt_needs_no_shards(self, refused, checkpoint):
+        assert "--output is for the answers to --input" in refused("A", "--shard", "0/2", "--output", "x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_killed_processes(run, drawn, tmp_path, programs, dtype):
+    """`python -m tests.support.answers` kills any number, with any options."""
+    options = [*map(str, drawn), "--dtype", dtype, "--max-new-tokens", "100", "--slots", "4"]
+    assert run(*options, "--output", tmp_path / "whole")[0] == 0
+    environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    seen = kill_commands(options, tmp_path / "answers", tmp_path / "whole", environment, kills=6)
+    assert seen["killed"] >= 6
+    assert seen["wrong"] == 0
