@@ -17,6 +17,9 @@ _NAMES = {
     "engine.many": "generate_many",
     "engine.results": "Completion EngineClosed Event Handle",
     "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
+    "export.engine": "export_engine",
+    "export.file": "ExportedPrograms",
+    "export.generate": "export_generate",
     "generation": "generate prefill",
     "grammar.token_automaton": "TokenAutomaton",
     "logits.history": "History",
@@ -66,6 +69,9 @@ if TYPE_CHECKING:
         JaxgenError as JaxgenError,
         JaxgenWarning as JaxgenWarning,
     )
+    from jaxgen.export.engine import export_engine as export_engine
+    from jaxgen.export.file import ExportedPrograms as ExportedPrograms
+    from jaxgen.export.generate import export_generate as export_generate
     from jaxgen.generation import generate as generate, prefill as prefill
     from jaxgen.grammar.token_automaton import TokenAutomaton as TokenAutomaton
     from jaxgen.logits.history import History as History

@@ -17,6 +17,7 @@ FLOORS = (
     {"generation", "scoring", "warming"},
     {"engine"},
     {"demo", "cli"},
+    {"export"},
     {"__init__", "__main__"},
 )
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}

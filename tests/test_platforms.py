@@ -92,11 +92,3 @@ def test_one_export_serves_all_platforms(mode):
     exported = export.export(run, platforms=PLATFORMS)(*arguments())
     assert exported.platforms == PLATFORMS
     np.testing.assert_array_equal(exported.call(*arguments()), run(*arguments()))
-
-
-@pytest.mark.slow
-def test_an_export_can_be_stored():
-    pytest.importorskip("flatbuffers", reason="jax.export stores programs with flatbuffers, which is not installed")
-    exported = export.export(run_of("greedy"), platforms=PLATFORMS)(*arguments())
-    restored = export.deserialize(exported.serialize())
-    np.testing.assert_array_equal(restored.call(*arguments()), run_of("greedy")(*arguments()))

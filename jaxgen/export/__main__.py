@@ -1,0 +1,130 @@
+"""The command `python -m jaxgen.export`: write the programs of a checkpoint to a file, or describe such a file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from convert import load_hf
+from convert.hf import load_shapes
+from jaxgen.cli import arguments
+from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, Parser
+from jaxgen.cli.options import add_generation, generation_fields, in_flags
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.errors import JaxgenError, JaxgenWarning, one_line
+from jaxgen.export.engine import export_engine
+from jaxgen.export.file import ExportedPrograms, read_description, summary
+from jaxgen.export.generate import export_generate
+from jaxgen.export.lowering import PLATFORMS
+from jaxgen.export.plain import flat_params
+from jaxgen.model.config import DTYPES
+from jaxgen.model.quantization import CHOICES
+from jaxgen.text.tokenizer import Tokenizer
+
+PROGRAM = "python -m jaxgen.export"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status, as `jaxgen.cli.main.main` does."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", JaxgenWarning)
+            warnings.showwarning = lambda message, *_: _say(in_flags(str(message)))
+            options = _parse(words)
+            if options.out is not None:
+                _export(options)
+            if options.describe:
+                print(summary(read_description(options.out or options.source)), flush=True)
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
+        return BROKEN_PIPE
+    except (JaxgenError, ImportError, OSError) as error:
+        _say(in_flags(str(error)))
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+
+
+def _say(text: str) -> None:
+    print(f"{PROGRAM}: {one_line(text)}", file=sys.stderr)
+
+
+def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} MODEL OUT [options]\n       {PROGRAM} FILE --describe",
+        description="Write generate() with a checkpoint's model, or with --engine the loop of an engine, to a file "
+        "that runs with jax alone. Weights are arguments of the program.",
+        epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
+    )
+    add = parser.add_argument
+    add("source", metavar="MODEL", help="a local checkpoint directory; with --describe alone, an exported file")
+    add("out", metavar="OUT", nargs="?", type=arguments.path, help="the file to write")
+    add("--describe", action="store_true", help="print what the file's programs are, need and return")
+    add("--weights", type=arguments.path, metavar="FILE", help="also write the weights, as one safetensors file")
+    size = "prompts per call, or any (default: 1)"
+    add("-b", "--batch-size", type=_batch, metavar="N|any", help=size)
+    width = "columns of prompts (default: 128)"
+    add("--prompt-width", type=arguments.count, default=128, metavar="N", help=width)
+    add("--engine", action="store_true", help="export the loop of an engine")
+    add("--slots", type=arguments.count, metavar="N", help="sequences that the engine decodes at a time")
+    add("--platforms", type=_platforms, default=PLATFORMS, metavar="A,B", help=f"(default: {','.join(PLATFORMS)})")
+    add("--dtype", choices=DTYPES, help="of the weights (default: as in MODEL)")
+    add("--quantize", choices=CHOICES, help="weights of 8 bits; none: not, where MODEL has such (default: as in MODEL)")
+    add_generation(parser)
+    options, rest = parser.read(words)
+    if rest:
+        parser.error(f"{rest[0]!r} comes after MODEL and OUT: leave it out")
+    if options.out is None and not options.describe:
+        parser.error("OUT is missing: name the file to write, or add --describe to print what FILE has")
+    if options.engine and options.slots is None:
+        parser.error("--engine needs --slots, the number of sequences at a time")
+    if options.slots is not None and not options.engine:
+        parser.error("--slots is for an engine: add --engine")
+    if options.engine and options.batch_size is not None:
+        parser.error("--batch-size is for generate: an --engine has --slots")
+    return options
+
+
+def _batch(text: str) -> int | str:
+    return text if text == "any" else arguments.count(text)
+
+
+def _platforms(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _export(options: argparse.Namespace) -> None:
+    source = Path(options.source)
+    load: Any = load_shapes if options.weights is None else load_hf
+    params, cfg = load(source, dtype=options.dtype, quantize=options.quantize)
+    cfg = cfg.replace(**generation_fields(options))
+    programs = _programs(params, cfg, options)
+    programs.save(options.out)
+    if options.weights is not None:
+        save_file({name: np.asarray(x) for name, x in flat_params(params).items()}, options.weights)
+
+
+def _programs(params: Any, cfg: GenerationConfig, options: argparse.Namespace) -> ExportedPrograms:
+    sizes = {"prompt_width": options.prompt_width, "platforms": options.platforms}
+    if options.engine:
+        return export_engine(params, cfg.reset(["slots"]), slots=options.slots, **sizes)
+    tokenizer = None if cfg.stop_strings is None else Tokenizer.from_pretrained(options.source)
+    batch = None if options.batch_size == "any" else options.batch_size or 1
+    return export_generate(params, cfg, batch=batch, tokenizer=tokenizer, **sizes)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed on a device: leave it to others
+    sys.exit(main())

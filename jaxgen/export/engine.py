@@ -1,0 +1,145 @@
+"""Export of the loop of an `Engine`: prompts come and go between chunks, which another host starts and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
+from jaxgen.decoding.hook import StepHook
+from jaxgen.decoding.run import Request
+from jaxgen.engine.device import Loop
+from jaxgen.engine.forms import Form
+from jaxgen.engine.prefixes import Prefixes
+from jaxgen.engine.schedule import Schedule
+from jaxgen.errors import ConfigError
+from jaxgen.export.file import ExportedPrograms
+from jaxgen.export.lowering import PLATFORMS, check_export, check_size, description, exported, shapes_of
+from jaxgen.export.plain import KEYS, flat_params, flatten, param_names, unflatten
+from jaxgen.generation import extensions_of
+from jaxgen.request.checks import check_call
+
+_STEPS = 8  # of a chunk, unless the host asks for another number
+# Fields of a request, and the inputs that they are; its options have their own names.
+_FIELDS = {"ids": "ids", "mask": "attention_mask", "budget": "max_new_tokens"}
+_NEWS = ("number", "sequences", "index", "own_key", "cancelled")
+
+
+def export_engine(
+    params,
+    cfg: GenerationConfig,
+    *,
+    slots: int,
+    prompt_width: int,
+    platforms: Sequence[str] = PLATFORMS,
+    logits_processor: Sequence[Callable] | None = None,
+    stopping_criteria: Sequence[Callable] | None = None,
+    hook: StepHook | None = None,
+) -> ExportedPrograms:
+    """Return the programs of an `Engine`, with which a host without jaxgen answers prompts that come and go.
+
+    >>> export_engine(params, cfg, slots=16, prompt_width=512).save("engine.zip")               # doctest: +SKIP
+
+    `open` makes the state, in which all slots are free. `chunk` lets prompts arrive, takes a few steps, and returns the
+    next state and the journal of what happened. A prompt's tokens are those of an `Engine`. Grammars and stop strings
+    need tables that the host cannot make, so prompts cannot have them. docs/production.md has a host.
+
+    Args:
+        params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the programs.
+        cfg: the options of all prompts, and the values for prompts that do not set them, as for `Engine`.
+        slots: the number of sequences that are decoded at a time, and the most prompts that arrive before a chunk.
+        prompt_width: the most tokens of a prompt.
+        platforms: those that the programs run on: some of cpu, cuda, tpu and rocm.
+        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. They are part of the programs,
+            with their arrays.
+
+    Raises:
+        InputError, ConfigError, TypeError: as `Engine`; what needs the host.
+        ImportError: `flatbuffers` is not installed.
+    """
+    model_of(cfg)
+    check_export(params, cfg, platforms)
+    check_size("slots", slots)
+    check_size("prompt_width", prompt_width)
+    if cfg.stop_strings is not None:
+        raise ConfigError("stop_strings need tables that an exported engine does not have: match them on the host")
+    if cfg.on("min_length"):
+        raise ConfigError("min_length depends on each prompt's length: set min_new_tokens, which the host can change")
+    form = Form(cfg, None, prompt_width)
+    extensions = extensions_of(cfg, logits_processor, stopping_criteria, None, hook)
+    engine, names = Loop.of(form, extensions, slots, steps=_STEPS, key_impl=KEYS), param_names(params)
+    schedule = Schedule(form, {}, engine.places, slots, np.zeros(2, np.uint32), Prefixes(0, prompt_width, 0))
+    nobody = _as_inputs(schedule.arrivals())
+    nobody["sequences"][:], nobody["max_new_tokens"][:] = cfg.num_return_sequences, form.capacity
+
+    def run_of(params: dict[str, Any]) -> Any:
+        tree = jax.tree.map(params.__getitem__, names)
+        check_call(tree, cfg)
+        return engine.run(tree, {})
+
+    def open_state(params: dict[str, Any]) -> Any:
+        arrivals = _arrivals(nobody, form)
+        return open_queue(run_of(params), arrivals, **engine.of_open)
+
+    arrays = shapes_of(flat_params(params))
+    like = jax.eval_shape(open_state, arrays)
+
+    def open_plain(params: dict[str, Any]) -> dict[str, Any]:
+        return flatten(open_state(params))
+
+    def chunk(params: dict[str, Any], state: dict[str, Any], inputs: dict[str, Any]) -> Any:
+        arrivals = _arrivals(inputs, form)
+        before = unflatten(like, state)
+        after, journal = run_chunk(run_of(params), before, arrivals, inputs["steps"], **engine.of_chunk)
+        return flatten(after), {"journal": journal}
+
+    values = nobody | {"steps": np.asarray(_STEPS, np.int32)}
+    inputs, state = shapes_of(values), jax.eval_shape(open_plain, arrays)
+    programs = {
+        "open": exported(open_plain, platforms, arrays),
+        "chunk": exported(chunk, platforms, arrays, state, inputs),
+    }
+    outputs = jax.tree.unflatten(programs["chunk"].out_tree, programs["chunk"].out_avals)[1]
+    about = description("engine", params, cfg, inputs, outputs, programs)
+    about |= {"slots": slots, "most_waiting": engine.places, "state_bytes": _bytes(state), "journal": _journal(cfg)}
+    return ExportedPrograms(about, values, programs)
+
+
+def _as_inputs(arrivals: Arrivals) -> dict[str, np.ndarray]:
+    """Return what arrives as inputs: arrays by name."""
+    news = {name: getattr(arrivals, name) for name in _NEWS} | {"key": arrivals.key_data}
+    fields = {name: getattr(arrivals.request, field) for field, name in _FIELDS.items()}
+    return fields | flatten(arrivals.request.options) | news
+
+
+def _arrivals(inputs: dict[str, Any], form: Form) -> Arrivals:
+    """Return what arrives, of inputs."""
+    options = unflatten({name: form.off[name] for name in sorted(form.off)}, inputs)
+    unusual = jnp.zeros(inputs["number"].shape, bool)
+    for name in form.own - form.usual.enabled:
+        for value, off in zip(jax.tree.leaves(options[name]), jax.tree.leaves(form.off[name]), strict=True):
+            value = jnp.asarray(value)
+            unusual |= jnp.any(value != jnp.asarray(off)[None], axis=tuple(range(1, value.ndim)))
+    news: dict[str, Any] = {name: jnp.asarray(inputs[name]) for name in _NEWS}
+    ids, mask, budget = (jnp.asarray(inputs[name]) for name in _FIELDS.values())
+    request = Request(ids, mask, jnp.minimum(budget, form.capacity), options, unusual=unusual)
+    return Arrivals(request, key_data=jnp.asarray(inputs["key"]), **news)
+
+
+def _journal(cfg: GenerationConfig) -> str:
+    """Describe the journal."""
+    columns = "number, sequence, token or -1, stop reason or 0"
+    if cfg.output_logprobs:
+        columns += ", the float32 bits of the token's log-probability"
+    if cfg.top_logprobs:
+        columns += f", the ids of the {cfg.top_logprobs} most likely tokens, the bits of their log-probabilities"
+    return f"first row: entries, waiting prompts, steps so far. Each entry: {columns}"
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

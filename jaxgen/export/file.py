@@ -1,0 +1,102 @@
+"""Files of exported programs: zip archives of a description, values of the inputs, and the programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import zipfile
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+
+from jaxgen.errors import InputError
+from jaxgen.export.plain import flat_params
+
+DESCRIPTION, INPUTS = "description.json", "inputs.npz"
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedPrograms:
+    """Programs that run with jax alone: docs/production.md says how.
+
+    Attributes:
+        description: what the programs are, need and return, as in the file's description.json.
+        inputs: the values of those inputs that have one unless the caller sets another, as in the file's inputs.npz.
+        programs: the programs by name.
+    """
+
+    description: dict[str, Any]
+    inputs: dict[str, np.ndarray]
+    programs: dict[str, export.Exported]
+
+    def save(self, path) -> None:
+        """Write the file, in place of one that is there."""
+        contents = {name: program.serialize() for name, program in self.programs.items()}
+        values = io.BytesIO()
+        np.savez(values, allow_pickle=False, **self.inputs)  # pyright: ignore[reportArgumentType]
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr(DESCRIPTION, json.dumps(self.description, indent=1))
+            file.writestr(INPUTS, values.getvalue())
+            for name, program in contents.items():
+                file.writestr(f"{name}.bin", bytes(program))
+
+    def params(self, params: Any) -> dict[str, jax.Array]:
+        """Return parameters as the programs take them: arrays by the names of their tensors in a checkpoint.
+
+        Raises:
+            InputError: parameters of another form than those that the programs were exported for.
+        """
+        flat = flat_params(params)
+        wanted, given = self.description["params"], forms(flat)
+        for name in [*wanted, *given]:
+            if wanted.get(name) != given.get(name):
+                found, needed = (_form(entries.get(name)) for entries in (given, wanted))
+                raise InputError(f"params: {name} is {found}, and the programs are for {needed}: export again")
+        return flat
+
+
+def forms(arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the dtype and shape of each array; a symbolic size is a string."""
+    return {
+        name: {"dtype": str(x.dtype), "shape": [size if isinstance(size, int) else str(size) for size in x.shape]}
+        for name, x in arrays.items()
+    }
+
+
+def _form(entry: dict[str, Any] | None) -> str:
+    return "missing" if entry is None else f"{entry['dtype']}[{', '.join(map(str, entry['shape']))}]"
+
+
+def read_description(path) -> dict[str, Any]:
+    """Return the description of a file.
+
+    Raises:
+        InputError: a file of another kind.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            description = json.loads(file.read(DESCRIPTION))
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise InputError(f"{path} is not a file of exported programs: export writes such files") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise InputError(f"{path} has another format than {FORMAT}: read it with the jaxgen that wrote it")
+    return description
+
+
+def summary(description: dict[str, Any]) -> str:
+    """Return a description as text, with the parameters counted."""
+    lines = []
+    for name, value in description.items():
+        if name == "params":
+            lines.append(f"params: {len(value)} arrays, such as {next(iter(value))}")
+        elif name in ("inputs", "outputs"):
+            lines += [f"{name}:", *(f"  {key}: {_form(entry)}" for key, entry in value.items())]
+        elif isinstance(value, dict):
+            lines += [f"{name}:", *(f"  {key}: {entry}" for key, entry in value.items())]
+        else:
+            lines.append(f"{name}: {', '.join(value) if isinstance(value, list) else value}")
+    return "\n".join(lines)

@@ -1,0 +1,165 @@
+"""The export of a function for several platforms, and the part of a description that all exports share."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax
+from jax import export
+
+import jaxgen
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.options import OPTIONS
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.export.file import FORMAT, forms
+from jaxgen.export.plain import KEYS, flat_params
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.model.sharding import mesh_of
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+_ALLOWED = (*PLATFORMS, "rocm")
+_TRACEBACKS = "jax_traceback_in_locations_limit"
+
+
+def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], allowed: Any = None) -> None:
+    """Raise an error for what no exported program can have."""
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ImportError('jax stores programs with flatbuffers, which is missing: pip install "jaxgen[export]"')
+    if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_ALLOWED):
+        raise InputError(f"platforms must be a list of some of {', '.join(_ALLOWED)}, got {platforms!r}")
+    if mesh_of(params) is not None:
+        raise InputError("params are divided over a mesh, and an exported program is for one device: pass their shapes")
+    for name in ("max_time", "token_healing"):
+        if getattr(cfg, name):
+            raise ConfigError(f"{name} needs the host, which an exported program does not call: leave it out")
+    if allowed is not None and not isinstance(allowed, TokenAutomaton):
+        raise TypeError(
+            "prefix_allowed_tokens_fn must be a TokenAutomaton: a function is called on the host, which an exported "
+            "program does not do"
+        )
+
+
+def check_size(name: str, size: Any) -> None:
+    """Raise an error for a size that is not a number of at least 1."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name} must be a whole number, got {size!r}")
+    if size < 1:
+        raise InputError(f"{name} must be at least 1, got {size}")
+
+
+def shapes_of(tree: Any) -> Any:
+    """Return the shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> export.Exported:
+    """Export a function for arguments of these shapes.
+
+    Raises:
+        ConfigError: the function calls the host, or a kernel whose form jax does not guarantee; a symbolic size where
+            the size must be known.
+    """
+    jitted = jax.jit(function)
+    try:
+        with _without_tracebacks():
+            if calls := sorted(_callbacks(jitted.trace(*arguments).jaxpr.jaxpr)):
+                raise ConfigError(
+                    f"logits_processor, stopping_criteria or hook calls the host, by {', '.join(calls)}, which an "
+                    "exported program cannot: compute it with jax"
+                )
+            result = export.export(jitted, platforms=tuple(platforms))(*arguments)
+    except jax.errors.JAXTypeError:
+        raise
+    except (ValueError, NotImplementedError) as error:
+        raise _explained(error) from error
+    return result
+
+
+def _explained(error: Exception) -> Exception:
+    """Return an error of jax as one that says what to do."""
+    text = str(error)
+    if "custom call" in text:
+        return ConfigError(f"a kernel of logits_processor, stopping_criteria or hook cannot be exported: {text}")
+    if isinstance(error, NotImplementedError) and "lowering" in text:
+        return ConfigError(f"an operation is not there on all platforms: name fewer in platforms; jax says: {text}")
+    return error
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Leave the lines and paths of source files out of programs: they take a quarter of the space."""
+    limit = jax.config.values[_TRACEBACKS]
+    jax.config.update(_TRACEBACKS, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(_TRACEBACKS, limit)
+
+
+def _callbacks(jaxpr: Any) -> set[str]:
+    """Return the names of the operations that call the host."""
+    found = set()
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name:
+            found.add(equation.primitive.name)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found |= _callbacks(inner)
+    return found
+
+
+def description(
+    kind: str, params: Any, cfg: GenerationConfig, inputs: dict[str, Any], outputs: Any, programs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the description of programs.
+
+    Args:
+        kind: "generate" or "engine".
+        params: the parameters, or their shapes.
+        cfg: the options.
+        inputs: arrays, or their shapes, by name.
+        outputs: likewise.
+        programs: the exported programs by name.
+    """
+    first = next(iter(programs.values()))
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "model": f"{cfg.model.model_type}, {cfg.model.dtype}, {cfg.model.num_hidden_layers} layers",
+        "mode": cfg.mode,
+        "options": {name: str(value) for name, value in _static(cfg, inputs)},
+        "programs": {name: _call(kind, name) for name in programs},
+        "platforms": list(first.platforms),
+        "devices": first.nr_devices,
+        "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"jaxgen": jaxgen.__version__},
+        "calling_convention_version": first.calling_convention_version,
+        "loads_with": f"jaxlib from 3 weeks before to 6 months after the release of {version('jaxlib')}",
+        "random": f"{KEYS}, jax_threefry_partitionable={getattr(jax.config, 'jax_threefry_partitionable', True)}",
+        "stop_reasons": {reason.name: int(reason) for reason in StopReason},
+        "inputs": forms(inputs),
+        "outputs": forms(outputs),
+        "params": forms(flat_params(params)),
+    }
+
+
+def _static(cfg: GenerationConfig, inputs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the options that are part of the program and not at their defaults."""
+    given = {name.partition(".")[0] for name in inputs}
+    for name, option in OPTIONS.items():
+        value = getattr(cfg, name)
+        if name not in given and name in cfg.enabled and value is not option.default:
+            yield name, value
+
+
+def _call(kind: str, name: str) -> str:
+    return {
+        "generate": "(params, inputs) -> outputs",
+        "open": "(params) -> state",
+        "chunk": "(params, state, inputs) -> (state, outputs)",
+    }[name]

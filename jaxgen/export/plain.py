@@ -1,0 +1,60 @@
+"""Trees of jaxgen's types as dicts of arrays with dotted names, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+
+from jaxgen.errors import InputError
+from jaxgen.model.weights import Quantized
+
+KEYS = "threefry2x32"  # the implementation of random keys: the only one with equal bits on all platforms
+
+
+def param_names(params: Any) -> Any:
+    """Return a tree like the parameters, with the name of each array: that of its tensor in a checkpoint.
+
+    Raises:
+        InputError: weights that checkpoints do not store.
+    """
+    names = {}
+    for name, weight in flax.traverse_util.flatten_dict(params, sep=".").items():
+        suffixes = weight.tensors if isinstance(weight, Quantized) else ("",)
+        structure = jax.tree.structure(weight)
+        if structure.num_leaves != len(suffixes):
+            raise InputError(
+                f"params: {name} is a {type(weight).__name__}, which has no tensors in a checkpoint: merge low-rank "
+                "updates with lora.merge first"
+            )
+        names[name] = jax.tree.unflatten(structure, [name + suffix for suffix in suffixes])
+    return flax.traverse_util.unflatten_dict(names, sep=".")
+
+
+def flat_params(params: Any) -> dict[str, Any]:
+    """Return the arrays of parameters by the names of their tensors in a checkpoint."""
+    return dict(zip(jax.tree.leaves(param_names(params)), jax.tree.leaves(params), strict=True))
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Return the arrays of a tree by dotted names, keys as their data."""
+    return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in _named(tree)}
+
+
+def unflatten(like: Any, arrays: dict[str, Any]) -> Any:
+    """Return the tree that `flatten` made `arrays` of; its structure and the places of its keys are those of `like`."""
+    leaves = [
+        jax.random.wrap_key_data(arrays[name], impl=KEYS) if _is_key(x) else arrays[name] for name, x in _named(like)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in paths]
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
