@@ -135,4 +135,9 @@ def compile_generate(
     prepared = prepare(params, cfg, inputs, Extensions(), eager=True)
     device = where.devices.flat[0] if isinstance(where, Mesh) else where
     traced = run_whole.trace(prepared.run, prepared.request, mode=prepared.mode)
-    return traced.lower(lowering_platforms=(_LOWERED.get(device.platform, device.platform),)).compile()
+    return lower_for(device, traced).compile()
+
+
+def lower_for(device: jax.Device, traced: jax.stages.Traced) -> jax.stages.Lowered:
+    """Lower a program for a device that need not exist."""
+    return traced.lower(lowering_platforms=(_LOWERED.get(device.platform, device.platform),))
