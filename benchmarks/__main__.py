@@ -15,6 +15,7 @@ PROGRAMS = (
     "processors",
     "profile",
     "scale",
+    "serving",
     "slots",
     "workarounds",
 )

@@ -1,5 +1,6 @@
 """The benchmarks run on small inputs, and count right; what they measure is not tested."""
 
+import argparse
 import itertools
 import json
 import os
@@ -8,7 +9,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +20,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import accelerator, measure, plots, processors, program, suites, workarounds
+from benchmarks import accelerator, measure, plots, processors, program, serving, suites, workarounds
 from benchmarks.__main__ import main
 from convert import load_hf
+from jaxgen import Tokenizer
 from jaxgen.config.options import OPTIONS
 from tests.support import checkpoints
 
@@ -343,3 +348,100 @@ def test_a_greedy_call_visits_little_code():
     # Only where a processor is on.
     assert "logits/pipeline.py" not in listed
     assert "logits/pipeline.py" in counted("qwen")[1]
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Answers with three words, and claims that it is as many tokens as were asked for. Refuses every fourth request."""
+
+    protocol_version = "HTTP/1.1"
+    requests: list[dict]
+    numbers: Iterator[int]
+    counts: bool
+
+    def do_GET(self):
+        self.reply(200, json.dumps({"data": [{"id": "fake"}]}))
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.requests.append(request)
+        if next(self.numbers) % 4 == 0:
+            self.reply(503, "busy")
+            return
+        usage = {"usage": {"completion_tokens": request["max_tokens"]}} if self.counts else {}
+        ended = {"choices": [{"text": "", "finish_reason": "length"}]} | usage
+        if request["stream"]:
+            chunks = [{"choices": [{"text": text, "finish_reason": None}]} for text in ["", *[" the"] * 3]]
+            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, ended]]
+            self.reply(200, f": a comment\n\n{''.join(events)}data: [DONE]\n\n")
+        else:
+            ended["choices"][0]["text"] = " the" * 3
+            self.reply(200, json.dumps(ended))
+
+    def reply(self, status: int, body: str):
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("mode", ["--stream", "--no-stream"])
+def test_answers_of_a_server_are_counted(mode, counts, tmp_path, capsys):
+    handler = type("Handler", (FakeServer,), {"requests": [], "numbers": itertools.count(1), "counts": counts})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as fake:
+        threading.Thread(target=fake.serve_forever).start()
+        try:
+            address = f"http://127.0.0.1:{fake.server_port}"
+            sizes = ["--clients", "1", "2", "--requests", "6", "--tokens", "5", "--width", "8", "--rounds", "2"]
+            main(["serving", "--servers", address, *sizes, mode, "--results", str(tmp_path)])
+        finally:
+            fake.shutdown()
+    assert "status 503: busy" in capsys.readouterr().err
+    sent = handler.requests  # with those of the warm-up
+    assert len(sent) == 2 * (6 + 1) + 2 * (6 + 2)
+    assert len({request["prompt"] for request in sent}) == len(sent)
+    tokenizer = Tokenizer.from_pretrained(serving.BUNDLED)
+    assert {len(tokenizer.encode(request["prompt"])) for request in sent} <= {8, 9, 10}
+    assert all(request["ignore_eos"] and request["model"] == "fake" for request in sent)
+    (file,) = tmp_path.glob("*/serving*-demo.md")
+    rows = [line.split(" | ") for line in file.read_text("utf-8").splitlines() if line.startswith("| http")]
+    assert [row[1] for row in rows] == ["1", "2"]
+    for row in rows:
+        assert row[-2] == "12"
+        assert row[-1] == "2 |"  # two more are of the warm-up
+        assert row[6] == ("5" if counts else "3")  # by the server's count, or the tokenizer's
+        assert bool(row[4]) == (mode == "--stream")
+
+
+CHILD = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(sys.argv[1], "w").write(str(child.pid))
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Ready).serve_forever()
+"""
+
+
+def test_a_server_is_stopped_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        serving, "_command", lambda _, args, port: [sys.executable, "-c", CHILD, str(tmp_path / "pid"), str(port)]
+    )
+    with serving.running(serving.server("jaxgen"), argparse.Namespace()) as address:
+        assert address.startswith("http://127.0.0.1:")
+        pid = int((tmp_path / "pid").read_text())
+        assert Path(f"/proc/{pid}").exists()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_server_that_ends_is_an_error_with_its_messages(monkeypatch):
+    monkeypatch.setattr(serving, "_command", lambda *_: [sys.executable, "-c", "import sys; sys.exit('no model')"])
+    with pytest.raises(program.Failed, match=r"(?s)no model.*ended with status 1"):
+        serving.running(serving.server("jaxgen"), argparse.Namespace()).__enter__()

@@ -16,6 +16,7 @@ FLOORS = (
     {"request", "output"},
     {"generation", "scoring", "warming"},
     {"engine"},
+    {"serving"},
     {"demo", "cli"},
     {"export"},
     {"__init__", "__main__"},

@@ -1,4 +1,4 @@
-"""The command: `jaxgen "PROMPT"`, `jaxgen --chat`, `jaxgen --input FILE`, `jaxgen train ...`."""
+"""The command: `jaxgen "PROMPT"`, `jaxgen --chat`, `jaxgen --input FILE`, `jaxgen serve ...`, `jaxgen train ...`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from jaxgen.cli import distributed, terminal
 from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.options import in_flags, parse
+from jaxgen.cli.serve_options import parse as parse_serve
 from jaxgen.cli.train_options import parse as parse_train
 from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
 from jaxgen.shadowing import ShadowedError, check_convert
@@ -46,6 +47,8 @@ def _run(argv: Sequence[str]) -> int:
             with contextlib.suppress(SystemExit):  # of --help and --version
                 if argv[:1] == ["train"]:
                     _train(argv[1:])
+                elif argv[:1] == ["serve"]:
+                    _serve(argv[1:])
                 elif (status := _answer(argv)) != 0:
                     return status
             print(end="", flush=True)
@@ -119,6 +122,21 @@ def _train(argv: Sequence[str]) -> None:
     _collect_garbage()
     with use_device(options.device):
         train_and_save(options)
+
+
+def _serve(argv: Sequence[str]) -> None:
+    options = parse_serve(argv)
+    terminal.show("starting")
+    check_convert()
+    from jaxgen.cli.compile_cache import keep_programs
+    from jaxgen.cli.device import use_device
+    from jaxgen.cli.serve import serve
+
+    _collect_garbage()
+    if options.compile_cache:
+        keep_programs()
+    with use_device(options.device):
+        serve(options)
 
 
 def _collect_garbage() -> None:

@@ -45,6 +45,7 @@ class Rows(RowState):
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], the states of the stop strings' automaton; None without stop strings.
         unusual: bool[rows], the rows whose options are not all in `Run.usual`; None without it.
+        logged: bool[rows], the rows whose log-probabilities are recorded; None for all.
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
         logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless asked for.
@@ -61,6 +62,7 @@ class Rows(RowState):
     keys: jax.Array | None
     stop_strings: jax.Array | None
     unusual: jax.Array | None
+    logged: jax.Array | None
     constraints: ConstraintState | None
     hook: tuple[Any, ...]
     logprobs: LogProbs | None
@@ -99,6 +101,7 @@ class Rows(RowState):
             keys=request.key,
             stop_strings=stop_strings,
             unusual=request.unusual,
+            logged=request.logged,
             constraints=None if constraints is None else constraints.begin(history.ids, history.length),
             hook=(),
             logprobs=None if run.cfg.output_logprobs is None else _no_logprobs(run.cfg, prompts, run.capacity),
@@ -240,7 +243,16 @@ class Rows(RowState):
         """Add the log-probability of the newest token of each row that is `added`; arguments are those of `push`."""
         assert self.logprobs is not None
         source = logits if run.cfg.output_logprobs == "logits" else scores
-        result = logprobs_of(source, self.history.last(1)[:, 0], added, run.cfg.top_logprobs)
+
+        def compute() -> LogProbs:
+            return logprobs_of(source, self.history.last(1)[:, 0], added, run.cfg.top_logprobs)
+
+        if self.logged is None:
+            result = compute()
+        else:
+            added &= self.logged
+            none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
+            result = lax.cond(jnp.any(added), compute, lambda: none)
         logprobs = jax.tree.map(lambda x, new: put_step(x, self.history.step - 1, added, new), self.logprobs, result)
         return dataclasses.replace(self, logprobs=logprobs)
 

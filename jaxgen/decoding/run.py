@@ -38,6 +38,7 @@ class Request:
         grammar: int32[] or int32[B], the first state of the token automaton; None without one.
         stop_strings: int32[] or int32[B], the first state of the stop strings' automaton; None without stop strings.
         unusual: bool[B], the prompts whose options are not all in `Run.usual`; None without it.
+        logged: bool[B], the prompts whose log-probabilities are recorded; None for all.
         key: one key, `key[B]`, or None for greedy search.
         cache: the tokens before the prompts, with B rows or a divisor of B; or None.
         embeds: `[B, P, D]`, or None.
@@ -52,6 +53,7 @@ class Request:
     grammar: Array | None = None
     stop_strings: Array | None = None
     unusual: Array | None = None
+    logged: Array | None = None
     key: jax.Array | None = None
     cache: Continuation | None = None
     embeds: Array | None = None

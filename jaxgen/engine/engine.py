@@ -13,10 +13,10 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.device import Device, Loop
-from jaxgen.engine.forms import Form, Prompt
+from jaxgen.engine.forms import ENTRIES, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
-from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle
+from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, News
 from jaxgen.engine.schedule import Counts, Flight, Schedule
 from jaxgen.engine.tables import Grammars, Stops, Table
 from jaxgen.errors import InputError, JaxgenError
@@ -63,6 +63,9 @@ class Engine:
         grammar_states, grammar_classes: the size of the table that the grammars of all prompts in flight share:
             states, and classes of tokens.
         stop_states: the size of the table of stop strings, about one for each of their bytes.
+        stop_in_prompt: a stop string may begin in the prompt, as in transformers; False: it is found only if the
+            answer has all of it, as in OpenAI's API.
+        id_entries: the most entries of an option that is a table of ids, such as `suppress_tokens`.
         prefix_cache_bytes: the most bytes of the keys and values that are kept of prompts, so that the next ones that
             begin with the same tokens need not be read from the start. By default 256 MB, or less if the prompts of
             all slots need less; 0 for none, as always with a hook.
@@ -86,6 +89,8 @@ class Engine:
         grammar_states: int = 1024,
         grammar_classes: int = 256,
         stop_states: int = 1024,
+        stop_in_prompt: bool = True,
+        id_entries: int = ENTRIES,
         prefix_cache_bytes: int | None = None,
         logits_processor: Sequence[Callable] | None = None,
         stopping_criteria: Sequence[Callable] | None = None,
@@ -94,8 +99,9 @@ class Engine:
         check_call(params, cfg)
         _check_sizes(slots=slots, prompt_width=prompt_width, most_waiting=most_waiting)
         _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
-        self._form = Form(cfg, tokenizer, prompt_width, prompt_options)
-        self._tokenizer, self._most_waiting = tokenizer, most_waiting
+        _check_sizes(id_entries=id_entries)
+        self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries)
+        self._tokenizer, self._most_waiting, self._slots = tokenizer, most_waiting, slots
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
@@ -109,7 +115,8 @@ class Engine:
         vocab = cfg.model.vocab_size
         self._tables = {"allowed": Table(Grammars(vocab, (grammar_states, grammar_classes)), grammar_states)}
         if tokenizer is not None:
-            self._tables["stop_strings"] = Table(Stops(tokenizer, vocab, stop_states), stop_states)
+            stops = Stops(tokenizer, vocab, stop_states, stop_in_prompt)
+            self._tables["stop_strings"] = Table(stops, stop_states)
         key_data = np.asarray(jax.random.key_data(key))
         self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
         arrivals = self._schedule.arrivals()
@@ -118,7 +125,8 @@ class Engine:
         mesh = mesh_of(params)
         self._processes = None
         if mesh is not None and mesh.is_multi_process:
-            arguments = cfg, slots, prompt_width, grammar_states, grammar_classes, stop_states, prefixes.places
+            sizes = slots, prompt_width, grammar_states, grammar_classes, stop_states, id_entries, prefixes.places
+            arguments = cfg, stop_in_prompt, *sizes
             self._processes = Processes(first, repr(arguments))
         self._device.open(params, arrivals, first.tables)
         self._changed = threading.Condition()
@@ -134,6 +142,16 @@ class Engine:
     def leads(self) -> bool:
         """True in the process to which prompts are submitted; False in the others, if there are several."""
         return self._processes is None or jax.process_index() == 0
+
+    @property
+    def is_open(self) -> bool:
+        """True while prompts can be submitted."""
+        return self._is_open
+
+    @property
+    def slots(self) -> int:
+        """The number of sequences that are decoded at a time."""
+        return self._slots
 
     def submit(
         self,
@@ -165,17 +183,16 @@ class Engine:
             raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
         return self.follow({**given, **options}, None if on_event is None else self._reading(on_event), timeout)
 
-    def _reading(self, on_event: Callable[[Event], object]) -> Callable[[int, list[int], StopReason], object]:
+    def _reading(self, on_event: Callable[[Event], object]) -> Callable[[News], object]:
         """Return a listener that passes on events."""
         reader = EventReader(self._tokenizer)
-        return lambda number, tokens, reason: on_event(reader.read(number, tokens, reason))
+        return lambda news: on_event(reader.read(news))
 
-    def follow(
-        self, prompt: dict[str, Any], listener: Callable[[int, list[int], StopReason], object] | None, timeout
-    ) -> Handle:
-        """Submit a prompt whose listener gets the number of a sequence, its new tokens, and its `StopReason` or NONE.
+    def follow(self, prompt: dict[str, Any], listener: Callable[[News], object] | None, timeout) -> Handle:
+        """Submit a prompt whose listener gets its `News` in the engine's thread.
 
-        The other arguments and the errors are those of `submit`.
+        If the prompt fails, the last news have neither tokens nor a reason, and the handle has the `failure`. The other
+        arguments and the errors are those of `submit`.
         """
         if not self.leads:
             raise InputError(f"prompts are submitted in process 0, and this is process {jax.process_index()}")

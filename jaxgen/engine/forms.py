@@ -20,12 +20,12 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_grammar, check_key, check_room
 from jaxgen.text.tokenizer import Tokenizer
 
-ENTRIES, WIDTH = 32, 8  # of the tables of ids: entries, and ids of a sequence
+ENTRIES, WIDTH = 32, 8  # of the tables of ids, by default: entries, and ids of a sequence
 # What a prompt may have besides the options of the config.
 _FIELDS = ("ids", "text", "index", "n", "key", "allowed")
 _DYNAMIC = "dynamic RoPE"
 _RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-_OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "top_logprobs", "min_length")
+_OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
 _LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
 
 
@@ -42,7 +42,8 @@ class Prompt:
         key: the data of its own key, or None.
         grammar: the automaton of its texts, or None.
         stop_strings: the texts that end it, or None.
-        top_logprobs: how many of the most likely tokens its results show.
+        logged: its results have log-probabilities.
+        top_logprobs: how many of the most likely tokens they show.
         unusual: it turns on an option that the engine's config does not, or has a grammar.
     """
 
@@ -54,6 +55,7 @@ class Prompt:
     key: np.ndarray | None = None
     grammar: TokenAutomaton | None = None
     stop_strings: tuple[str, ...] | None = None
+    logged: bool = False
     top_logprobs: int = 0
     unusual: bool = False
 
@@ -61,7 +63,8 @@ class Prompt:
 class Form:
     """What prompts may ask for, given the config of the engine: its values are the defaults.
 
-    `options` names what prompts may set of the options that may have one value per prompt, None for all.
+    `options` names what prompts may set of the options that may have one value per prompt, None for all. Their tables
+    of ids have `entries` entries.
 
     Attributes:
         cfg: the engine's config.
@@ -74,14 +77,19 @@ class Form:
     """
 
     def __init__(
-        self, cfg: GenerationConfig, tokenizer: Tokenizer | None, width: int, options: Collection[str] | None = None
+        self,
+        cfg: GenerationConfig,
+        tokenizer: Tokenizer | None,
+        width: int,
+        options: Collection[str] | None = None,
+        entries: int = ENTRIES,
     ):
         refuse_unavailable(cfg)
         _check(cfg)
         self.cfg, self.tokenizer, self.width = cfg, tokenizer, width
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
         names = _per_prompt() if options is None else _needed(cfg, options)
-        self.off = {name: _off_leaf(cfg, name) for name in names}
+        self.off = {name: _off_leaf(cfg, name, entries) for name in names}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
         # One value of do_sample for all prompts would be part of the program.
@@ -128,6 +136,11 @@ class Form:
                 f"max_new_tokens={budget} is more than the {self.capacity} of the engine's config, for which it has "
                 "memory: raise it there"
             )
+        if cfg.output_logprobs not in (None, self.cfg.output_logprobs):
+            raise ConfigError(
+                f"output_logprobs={cfg.output_logprobs!r} is not that of the engine's config, which is "
+                f"{self.cfg.output_logprobs!r}: a prompt can only leave them out, with None"
+            )
         if cfg.top_logprobs > self.cfg.top_logprobs:
             raise ConfigError(
                 f"top_logprobs={cfg.top_logprobs} is more than the {self.cfg.top_logprobs} of the engine's config"
@@ -147,6 +160,7 @@ class Form:
             key=_key_data(named.get("key"), cfg),
             grammar=grammar,
             stop_strings=stop_strings,
+            logged=cfg.output_logprobs is not None,
             top_logprobs=cfg.top_logprobs,
             unusual=grammar is not None or not self.usual.enabled.issuperset(asked),
         )
@@ -157,6 +171,8 @@ class Form:
             if "num_return_sequences" in fields:
                 raise InputError("n and num_return_sequences mean the same: pass one of them")
             fields["num_return_sequences"] = named["n"]
+        if fields.get("output_logprobs", self) is None:
+            fields.setdefault("top_logprobs", 0)
         cfg = self.cfg.replace(**fields) if fields else self.cfg
         for name in fields:
             if name not in self.off and name not in _OF_HOST:
@@ -223,13 +239,17 @@ class Form:
         """
         ids, mask = np.zeros((rows, self.width), np.int32), np.zeros((rows, self.width), bool)
         budget, unusual = np.zeros(rows, np.int32), np.zeros(rows, bool)
+        logged = None if self.cfg.output_logprobs is None else np.zeros(rows, bool)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt.ids)], mask[row, : len(prompt.ids)] = prompt.ids, True
             budget[row], unusual[row] = prompt.budget, prompt.unusual
+            if logged is not None:
+                logged[row] = prompt.logged
         missing = [self._defaults] * (rows - len(prompts))
         options = jax.tree.map(lambda *x: np.stack(x), *[prompt.options for prompt in prompts], *missing)
         first, stop = (np.asarray([*given, *[0] * (rows - len(given))], np.int32) for given in (grammar, stops))
-        return Request(ids, mask, budget, options, grammar=first, stop_strings=stop, unusual=unusual)
+        of_rows = {"grammar": first, "stop_strings": stop, "unusual": unusual, "logged": logged}
+        return Request(ids, mask, budget, options, **of_rows)
 
 
 def not_in_slots(cfg: GenerationConfig) -> str | None:
@@ -292,9 +312,9 @@ def _without_min_length(cfg: GenerationConfig) -> GenerationConfig:
     return cfg.reset(["min_length"]).replace(min_new_tokens=least)
 
 
-def _off_leaf(cfg: GenerationConfig, name: str) -> Any:
+def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:
     """Return the leaf of a prompt for which an option is off; a table is large enough for the values of `cfg`."""
-    kind, entries, width = OPTIONS[name].kind, ENTRIES, WIDTH
+    kind, width = OPTIONS[name].kind, WIDTH
     if cfg.on(name):
         for leaf in jax.tree.leaves(kind.leaf(getattr(cfg, name))):
             entries = max([entries, *np.shape(leaf)[:1]])

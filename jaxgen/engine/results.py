@@ -26,12 +26,23 @@ class Event(NamedTuple):
         tokens: the ids, at least one unless the sequence has ended.
         text: what they complete, whole characters; empty without a tokenizer.
         stop_reason: why it ended, `StopReason.NONE` if it has not.
+        logprobs: those of the tokens, as in `Completion`.
     """
 
     sequence: int
     tokens: list[int]
     text: str
     stop_reason: StopReason
+    logprobs: LogProbs | None = None
+
+
+class News(NamedTuple):
+    """What happened to a sequence in a chunk: an `Event` without text."""
+
+    sequence: int
+    tokens: list[int]
+    stop_reason: StopReason
+    logprobs: LogProbs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +57,7 @@ class Completion:
         text: their text without special tokens; None without a tokenizer.
         stop_reason: why it ended; NONE if it never began.
         logprobs: those of the tokens, `[n]` each, and of the most likely ones, `[n, top_logprobs]`; None unless the
-            engine's config has `output_logprobs`.
+            engine's config has `output_logprobs`, or if the prompt sets it to None.
         error: why it failed, or None.
         versions: the versions of the weights that its tokens come from, in order; see `Engine.update_params`.
         cached_tokens: how many of the prompt's first tokens were in the store of prefixes.
@@ -91,12 +102,12 @@ class Handle:
         self,
         prompt: Prompt,
         tokenizer: Tokenizer | None,
-        listener: Callable[[int, list[int], StopReason], object] | None,
+        listener: Callable[[News], object] | None,
         cancel: Callable[[], object],
     ):
         self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
         self._sequences = [_Sequence() for _ in range(prompt.sequences)]
-        self._events: list[tuple[int, list[int], StopReason]] = []
+        self._events: list[News] = []
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self.failure: BaseException | None = None
@@ -153,7 +164,7 @@ class Handle:
             tokens=tokens,
             text=None if self._tokenizer is None else self._tokenizer.decode(tokens),
             stop_reason=sequence.reason,
-            logprobs=_logprobs(sequence.rest, prompt.top_logprobs),
+            logprobs=_logprobs(sequence.rest, prompt),
             error=FAILURES.get(sequence.reason),
             versions=tuple(sequence.versions),
             cached_tokens=self.cached_tokens,
@@ -168,7 +179,7 @@ class Handle:
                 new, done = self._events[seen:], self.done
             seen += len(new)
             for event in new:
-                yield reader.read(*event)
+                yield reader.read(event)
             if done and seen == len(self._events):
                 break
         if self.failure is not None:
@@ -187,7 +198,7 @@ class Handle:
                     new, done = self._events[seen:], self.done
                 seen += len(new)
                 for event in new:
-                    yield reader.read(*event)
+                    yield reader.read(event)
                 if done and seen == len(self._events):
                     break
                 if not new:
@@ -208,9 +219,10 @@ class Handle:
                 sequence.rest.append(rest)
             if tokens and version not in sequence.versions:
                 sequence.versions.append(version)
-            self._events.append((number, tokens, reason))
+            news = News(number, tokens, reason, None if rest is None else _logprobs([rest], self._prompt))
+            self._events.append(news)
             self._wake()
-        self._tell(number, tokens, reason)
+        self._tell(news)
 
     def _end(self, reason: StopReason) -> None:
         """End the sequences that have not ended."""
@@ -225,15 +237,15 @@ class Handle:
                 return
             self.failure = error
             self._wake()
-        self._tell(0, [], StopReason.NONE)
+        self._tell(News(0, [], StopReason.NONE))
 
-    def _tell(self, number: int, tokens: list[int], reason: StopReason) -> None:
+    def _tell(self, news: News) -> None:
         """Call the listener; an exception that it raises is the prompt's failure, and it is not called again."""
         listener = self._listener
         if listener is None:
             return
         try:
-            listener(number, tokens, reason)
+            listener(news)
         except Exception as error:
             self._listener = None
             self._fail(error)
@@ -251,20 +263,20 @@ class EventReader:
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
 
-    def read(self, number: int, tokens: list[int], reason: StopReason) -> Event:
+    def read(self, news: News) -> Event:
         """Return the event."""
         text = ""
         if self._tokenizer is not None:
-            stream = self._streams.setdefault(number, TextStream(self._tokenizer))
-            text = stream.put(tokens) + (stream.end() if reason else "")
-        return Event(number, tokens, text, reason)
+            stream = self._streams.setdefault(news.sequence, TextStream(self._tokenizer))
+            text = stream.put(news.tokens) + (stream.end() if news.stop_reason else "")
+        return Event(news.sequence, news.tokens, text, news.stop_reason, news.logprobs)
 
 
-def _logprobs(parts: list[np.ndarray], top: int) -> LogProbs | None:
-    """Return the log-probabilities in the columns of the journal, and the first `top` of the most likely ones."""
-    if not parts:
+def _logprobs(parts: list[np.ndarray], prompt: Prompt) -> LogProbs | None:
+    """Return the log-probabilities in the columns of the journal, and of the most likely ones as many as asked for."""
+    if not parts or not prompt.logged:
         return None
-    columns = np.concatenate(parts)
+    columns, top = np.concatenate(parts), prompt.top_logprobs
     numbers = columns.view(np.float32)
     if not top:
         return LogProbs(numbers[:, 0])  # pyright: ignore[reportArgumentType]

@@ -57,11 +57,15 @@ class Counts(NamedTuple):
         tokens: the number of tokens that it generated.
         steps: the number of steps in which it did so.
         occupancy: the mean number of slots in use in a step.
+        running: the number of prompts now that have their first token.
+        waiting: the number of prompts now that do not have it yet.
     """
 
     tokens: int
     steps: int
     occupancy: float
+    running: int = 0
+    waiting: int = 0
 
 
 class Entries(NamedTuple):
@@ -123,7 +127,9 @@ class Schedule:
         """Counts up to the last chunk that was read."""
         # A sequence gets its first token when it enters, and one in each step from there on.
         rows = max(self._tokens - self._begun, 0)
-        return Counts(self._tokens, self._steps, rows / max(self._steps, 1))
+        running = sum(flight.begun > 0 for flight in self.flying.values())
+        waiting = len(self.waiting) + len(self.flying) - running
+        return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
 
     def cancel(self, flight: Flight) -> None:
         """Give up a prompt, which gets no more results; nothing happens if it has ended."""

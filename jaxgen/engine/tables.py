@@ -70,6 +70,7 @@ class Stops:
     tokenizer: Tokenizer
     vocab_size: int
     capacity: int
+    spans_prompt: bool = True
     name = "stop_strings"
 
     def states(self, automaton: StopAutomaton) -> int:
@@ -86,7 +87,8 @@ class Stops:
 
     def join(self, parts: dict[int, StopAutomaton]) -> StopStrings:
         """Return the joint tables."""
-        return StopStrings.join(parts, self.tokenizer, self.vocab_size, capacity=self.capacity)
+        joint = StopStrings.join(parts, self.tokenizer, self.vocab_size, capacity=self.capacity)
+        return dataclasses.replace(joint, spans_prompt=self.spans_prompt)
 
 
 @dataclasses.dataclass

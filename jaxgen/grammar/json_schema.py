@@ -53,11 +53,13 @@ UNPRINTABLE = ((0x7F, 0x9F),)  # not generated without a pattern, although JSON 
 MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 
 
-def read_schema(schema: dict[str, Any] | str, whitespace_pattern: str | None = None) -> Expression:
+def read_schema(
+    schema: dict[str, Any] | str, whitespace_pattern: str | None = None, *, name: str = "the schema"
+) -> Expression:
     """Return the expression of texts that are valid against the schema, a dict or its JSON.
 
     docs/constrained.md lists the supported keywords. `whitespace_pattern` matches the whitespace between JSON's tokens;
-    "[ ]?" if None.
+    "[ ]?" if None. Messages name a part of the schema by its path from `name`.
 
     Raises:
         InputError: any other keyword, or a schema that is not valid.
@@ -67,7 +69,7 @@ def read_schema(schema: dict[str, Any] | str, whitespace_pattern: str | None = N
         raise TypeError(f"a JSON schema must be a dict or its text, got {type(schema).__name__}")
     root = keywords.plain(schema)
     space = read_regex("[ ]?" if whitespace_pattern is None else whitespace_pattern, "whitespace_pattern", _only_space)
-    return _Converter(root, space).value(root, _Place("the schema", (id(root),)))
+    return _Converter(root, space).value(root, _Place(name, (id(root),)))
 
 
 class _Place(NamedTuple):

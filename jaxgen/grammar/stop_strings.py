@@ -50,6 +50,7 @@ class StopStrings:
         found: bool[S], True if a stop string ends in this state.
         longest: int32[], the bytes of the longest stop string of all sets, less than S.
         start: int32[] or int32[B], the first state, for all prompts or for each.
+        spans_prompt: a string may begin in the prompt, static.
     """
 
     text: jax.Array
@@ -58,6 +59,7 @@ class StopStrings:
     found: jax.Array
     longest: jax.Array
     start: jax.Array
+    spans_prompt: bool = flax.struct.field(pytree_node=False, default=True)
 
     @classmethod
     def build(
@@ -115,6 +117,8 @@ class StopStrings:
 
         The first states are `start int32[rows]`, the prompts the first `length int32[rows]` of `ids int32[rows, W]`.
         """
+        if not self.spans_prompt:
+            return start
         last = self._last_bytes(ids, length)
 
         def step(back: jax.Array, state: jax.Array) -> jax.Array:

@@ -78,7 +78,7 @@ class TokenAutomaton:
                 with the tokenizer's tokens.
             TypeError: `pattern` is not a str, or `tokenizer` not a `jaxgen.Tokenizer`.
         """
-        return cls._from_expression(read_regex(pattern), "the pattern", tokenizer, vocab_size)
+        return cls.from_expression(read_regex(pattern), tokenizer, name="the pattern", vocab_size=vocab_size)
 
     @classmethod
     def from_json_schema(
@@ -96,12 +96,17 @@ class TokenAutomaton:
         `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens, `[ ]?` if None. The other
         arguments and errors are those of `from_regex`.
         """
-        return cls._from_expression(read_schema(schema, whitespace_pattern), "the schema", tokenizer, vocab_size)
+        expression = read_schema(schema, whitespace_pattern)
+        return cls.from_expression(expression, tokenizer, name="the schema", vocab_size=vocab_size)
 
     @classmethod
-    def _from_expression(
-        cls, expression: Expression, name: str, tokenizer: Tokenizer, vocab_size: int | None
+    def from_expression(
+        cls, expression: Expression, tokenizer: Tokenizer, *, name: str = "the grammar", vocab_size: int | None = None
     ) -> TokenAutomaton:
+        """Build the automaton of an expression of `jaxgen.grammar`, such as schemas with fixed text around them.
+
+        Messages refer to it by `name`. The other arguments and errors are those of `from_regex`.
+        """
         tokens = _tokens(tokenizer, vocab_size)
         automaton = compile_expression(expression, name)
         classes, transitions = _token_table(automaton.table, tokens)

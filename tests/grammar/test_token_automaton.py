@@ -13,6 +13,8 @@ from tokenizers import decoders, models
 from jaxgen import Tokenizer, demo
 from jaxgen.errors import InputError
 from jaxgen.grammar import token_automaton
+from jaxgen.grammar.expression import NOTHING, Repeat, Text, sequence
+from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from tests.support.compilations import compilations
 from tests.support.tokenizers import byte_level, llama
@@ -111,6 +113,22 @@ def test_random_walks_are_json(tok):
         assert type(value["age"]) is int
         assert value["mood"] in ("calm", "très gai")
         assert all(type(tag) is bool for tag in value["tags"])
+
+
+def test_expressions_may_have_schemas_and_fixed_text(tok):
+    expression = Repeat(sequence("<", read_schema(SCHEMA), ">"), 2, 2, Text(b"\n"))
+    automaton = TokenAutomaton.from_expression(expression, tok, vocab_size=len(tok) + 3)
+    assert automaton.classes.shape == (len(tok) + 3,)
+    for row in walk(automaton, len(tok) + 3, tok.eos_token_id, seed=2, steps=200):
+        lines = tok.decode(row).split("\n")
+        assert [line[0] + line[-1] for line in lines] == ["<>", "<>"]
+        assert all(list(json.loads(line[1:-1])) == ["name", "age", "mood", "tags"] for line in lines)
+
+
+def test_an_expression_is_named_in_messages(tok):
+    for name, expected in (("the calls", "the calls matches no text"), (None, "the grammar matches no text")):
+        with pytest.raises(InputError, match=expected):
+            TokenAutomaton.from_expression(NOTHING, tok, **({} if name is None else {"name": name}))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

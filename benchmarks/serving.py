@@ -1,0 +1,468 @@
+"""Measure OpenAI-compatible servers under load, in turn, or jaxgen's beside `generate_many`.
+
+    python -m benchmarks serving --model DIR --servers jaxgen transformers llama_cpp --environments DIR --gguf FILE
+    python -m benchmarks serving --alone
+
+Each server is started, warmed up, measured with every number of clients and stopped; then comes the next. A client
+sends its next request when the last one is answered. All servers get the same prompts, random words of the tokenizer,
+and none gets a prompt twice. Answers are greedy and do not end early. This process is the load generator.
+
+`--alone` compares jaxgen's server, unstreamed and streamed, with `generate_many` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import httpx
+import jax
+import numpy as np
+
+from benchmarks import measure
+from benchmarks.program import ROOT, Failed
+from convert import load_hf
+from jaxgen import GenerationConfig, Tokenizer, generate_many
+from jaxgen.cli import arguments
+
+BUNDLED = ROOT / "jaxgen" / "demo"
+ADDRESS = "address"
+# The packages whose versions the table names.
+KINDS = {"jaxgen": ("jax",), "transformers": ("transformers", "torch"), "llama_cpp": ("llama-cpp-python",)}
+_VERSIONS = "import sys; from importlib.metadata import version; print(*(f'{x} {version(x)}' for x in sys.argv[1:]))"
+_STARTING, _ANSWERING, _STOPPING = 600, 600, 10  # seconds: the longest start, wait for a request, and stop
+_BLOCK = 256  # tokens in a block of a cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server to measure.
+
+    Attributes:
+        kind: one of `KINDS`, or `ADDRESS` for one that runs already.
+        words: further words of its command, or the address.
+    """
+
+    text: str
+    kind: str
+    words: list[str] = dataclasses.field(default_factory=list, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a client got for one request: an error, or the number of tokens and the seconds until the first."""
+
+    tokens: int = 0
+    first: float | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A measurement: answers, the seconds they took together, and how many cores the load generator used meanwhile."""
+
+    answers: list[Answer]
+    seconds: float
+    cores: float | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all clients together."""
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+
+Loads = dict[tuple[str, int], list[Load]]  # by the row's name and the number of clients
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    measure.read_files(args.model)
+    try:
+        lines = table(args, alone(args) if args.alone else compared(args))
+    except Failed as error:
+        raise SystemExit(str(error)) from error
+    print("\n".join(lines))
+    device = jax.devices()[0]  # only now: a server may have needed all of it
+    folder = measure.folder(args.results, None if device.platform == "cpu" else device.device_kind)
+    kind = "-alone" if args.alone else "" if args.stream else "-unstreamed"
+    file = f"serving{kind}-{args.model.resolve().name}{args.name and '-' + args.name}.md"
+    (folder / file).write_text("\n".join([*lines, ""]), "utf-8")
+
+
+def compared(args: argparse.Namespace) -> Loads:
+    """Measure the servers in turn, with every number of clients. Each round begins with another server."""
+    tokenizer = Tokenizer.from_pretrained(args.model)
+    found: Loads = {(server.text, clients): [] for clients in args.clients for server in args.servers}
+    for turn in range(args.rounds):
+        first = turn % len(args.servers)
+        for server in [*args.servers[first:], *args.servers[:first]]:
+            with running(server, args) as address:
+                for clients in args.clients:
+                    number = args.requests or 4 * clients
+                    prompts = texts(tokenizer, clients + number, args.width, seed=(turn, clients))
+                    load = measured(server, address, prompts, clients, args.stream, args, tokenizer)
+                    found[server.text, clients].append(load)
+    return found
+
+
+def alone(args: argparse.Namespace) -> Loads:
+    """Measure `generate_many` and jaxgen's server, unstreamed and streamed, in turn, with the same prompts."""
+    tokenizer = Tokenizer.from_pretrained(args.model)
+    [server], [clients] = args.servers, args.clients
+    found: Loads = {(name, clients): [] for name in ("generate_many", server.text, f"{server.text}, streamed")}
+    for turn in range(args.rounds):
+        prompts = texts(tokenizer, clients + (args.requests or 2000), args.width, seed=(turn, clients))
+        for name, loads in found.items():
+            if name[0] == "generate_many":
+                loads.append(_in_process(args, prompts, clients))
+                continue
+            with running(server, args) as address:
+                streamed = name[0] != server.text
+                loads.append(measured(server, address, prompts, clients, streamed, args, tokenizer))
+    return found
+
+
+def texts(tokenizer: Tokenizer, number: int, width: int, seed: tuple[int, ...]) -> list[str]:
+    """Return random words as texts of about `width` tokens: words that are tokens."""
+    words = [word.decode() for word in tokenizer.token_bytes() if word and re.fullmatch(rb" [a-z]{2,}", word)]
+    return ["".join(some) for some in np.random.default_rng(seed).choice(words, (number, width))]
+
+
+def measured(
+    server: Server,
+    address: str,
+    prompts: Sequence[str],
+    clients: int,
+    stream: bool,
+    args: argparse.Namespace,
+    tokenizer: Tokenizer,
+) -> Load:
+    """Send the prompts, the first `clients` of them to warm up, and report errors."""
+    body = _body(server, address, args, stream)
+    asyncio.run(_burst(address, body, prompts[:clients], clients))
+    begin, cpu = time.perf_counter(), time.process_time()
+    received = asyncio.run(_burst(address, body, prompts[clients:], clients))
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    answers = [_read(one, stream, tokenizer) for one in received]
+    for error in sorted({answer.error for answer in answers if answer.error})[:5]:
+        print(f"{server.text}, {clients} clients: {error}", file=sys.stderr)
+    print(f"{server.text}, {clients} clients: {len(answers)} answers in {seconds:.1f} s", file=sys.stderr)
+    return Load(answers, seconds, cpu / seconds)
+
+
+def _body(server: Server, address: str, args: argparse.Namespace, stream: bool) -> dict[str, Any]:
+    """Return a request without its prompt: greedy, and as many tokens as are asked for."""
+    body = {"max_tokens": args.tokens, "temperature": 0, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    if server.kind == "transformers":  # refuses fields that it does not know, and has none for the end of a text
+        options = {"max_new_tokens": args.tokens, "do_sample": False, "repetition_penalty": 1.0}
+        options |= {"eos_token_id": -1, "pad_token_id": 0}
+        return body | {"model": str(args.model.resolve()), "generation_config": json.dumps(options)}
+    [model, *_] = httpx.get(f"{address}/v1/models", trust_env=False).raise_for_status().json()["data"]
+    return body | {"model": model["id"], "ignore_eos": True, "repetition_penalty": 1.0}
+
+
+@dataclasses.dataclass
+class _Received:
+    """The response to one request, unread, so that reading it takes no time from the others."""
+
+    body: bytearray = dataclasses.field(default_factory=bytearray)
+    first: float | None = None
+    error: str | None = None
+
+
+async def _burst(address: str, body: dict[str, Any], prompts: Sequence[str], clients: int) -> list[_Received]:
+    """Send all prompts, as many at a time as there are clients."""
+    waiting, received = iter(prompts), []
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    options = {"limits": limits, "timeout": _ANSWERING, "trust_env": False}
+    async with httpx.AsyncClient(headers={"accept-encoding": "identity"}, **options) as client:
+
+        async def send_in_turn() -> None:
+            for prompt in waiting:
+                received.append(await _send(client, f"{address}/v1/completions", body | {"prompt": prompt}))
+
+        await asyncio.gather(*(send_in_turn() for _ in range(clients)))
+    return received
+
+
+async def _send(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> _Received:
+    got, begin = _Received(), time.perf_counter()
+    try:
+        async with client.stream("POST", url, json=body) as response:
+            async for part in response.aiter_raw():
+                got.body += part
+                if got.first is None and body["stream"] and _has_text(got.body):
+                    got.first = time.perf_counter() - begin
+            if response.status_code != 200:
+                got.error = f"status {response.status_code}: {got.body[:300].decode(errors='replace')}"
+    except httpx.HTTPError as error:
+        got.error = f"{type(error).__name__}: {error}"
+    return got
+
+
+def _events(body: bytes) -> list[dict[str, Any]]:
+    """Return the complete events of a stream."""
+    lines = body.replace(b"\r", b"").split(b"\n")[:-1]
+    return [json.loads(line[5:]) for line in lines if line.startswith(b"data:") and line[5:].strip() != b"[DONE]"]
+
+
+def _has_text(body: bytes) -> bool:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return any(choice["text"] for event in _events(body) for choice in event["choices"])
+    return False
+
+
+def _read(got: _Received, stream: bool, tokenizer: Tokenizer) -> Answer:
+    """Return the number of tokens by the server's count, or if it has none by the tokenizer's."""
+    if got.error is not None:
+        return Answer(error=got.error)
+    try:
+        events = _events(got.body) if stream else [json.loads(got.body)]
+        if errors := [event["error"] for event in events if "error" in event]:
+            return Answer(error=str(errors[0]))
+        choices = [choice for event in events for choice in event["choices"]]
+        if not any(choice.get("finish_reason") for choice in choices):
+            return Answer(error="the answer does not end with a reason")
+        usages = [event["usage"] for event in events if event.get("usage")]
+        if usages:
+            return Answer(usages[-1]["completion_tokens"], got.first)
+        text = "".join(choice["text"] for choice in choices)
+        return Answer(len(tokenizer.encode(text, add_special_tokens=False)), got.first)
+    except (ValueError, KeyError, TypeError) as error:
+        return Answer(error=f"not an answer ({type(error).__name__}: {error}): {bytes(got.body[:300])!r}")
+
+
+@contextlib.contextmanager
+def running(server: Server, args: argparse.Namespace) -> Iterator[str]:
+    """Start a server, wait until it is ready, and return its address; stop it and its children afterwards."""
+    if server.kind == ADDRESS:
+        yield server.words[0]
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"OMP_NUM_THREADS": str(_cores()), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    settings |= {"PYTHONPATH": str(ROOT)} if server.kind == "jaxgen" else {}
+    command = [str(word) for word in _command(server, args, port)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | settings,
+            start_new_session=True,
+        )
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _wait(process, address, shlex.join(command), log)
+            yield address
+        finally:
+            _stop(process)
+
+
+def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
+    """Return the command of a server whose memory is that of the slots, which words of the server can change."""
+    where = ["--host", "127.0.0.1", "--port", port]
+    if server.kind == "jaxgen":
+        sizes = ["--slots", args.slots, "--prompt-width", _room(args), "--max-new-tokens", args.tokens]
+        return [sys.executable, "-m", "jaxgen", "serve", args.model, *where, *sizes, *server.words]
+    programs = args.environments.resolve() / server.kind / "bin"
+    blocks = args.slots * -(-(_room(args) + args.tokens) // _BLOCK)
+    if server.kind == "transformers":
+        # By default, its cache takes 60 % of the memory.
+        batching = ["--continuous-batching", "--cb-num-blocks", blocks]
+        return [programs / "transformers", "serve", args.model.resolve(), *where, *batching, *server.words]
+    sizes = ["--parallel", args.slots, "--ctx-size", blocks * _BLOCK, "--threads", _cores()]
+    return [programs / "llama-server", "--model", args.gguf, *where, *sizes, *server.words]
+
+
+def _room(args: argparse.Namespace) -> int:
+    """Return the tokens that a prompt may have: joined, some words may become more tokens."""
+    return args.width + max(16, args.width // 4)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _wait(process: subprocess.Popen, address: str, command: str, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + _STARTING
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{address}/health", trust_env=False).status_code == 200:
+                return
+        time.sleep(0.1)
+    log.seek(0)
+    ending = "is not ready" if process.poll() is None else f"ended with status {process.returncode}"
+    raise Failed(f"{log.read().decode(errors='replace')[-3000:]}\n{command} {ending}; its messages are above")
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Stop a process and those that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOPPING)
+
+
+def _in_process(args: argparse.Namespace, prompts: list[str], clients: int) -> Load:
+    """Measure `generate_many` in a new process, which answers the first `clients` prompts to warm up."""
+    request = {"model": str(args.model), "prompts": prompts, "warm": clients}
+    request |= {"tokens": args.tokens, "engine": {"slots": args.slots, "prompt_width": _room(args)}}
+    command = [sys.executable, "-c", "from benchmarks import serving; serving.many()"]
+    settings = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, env=os.environ | settings
+    )
+    if done.returncode:
+        raise Failed(f"generate_many ended with status {done.returncode}; its messages are above")
+    found = json.loads(done.stdout)
+    print(f"generate_many: {len(found['answers'])} answers in {found['seconds']:.1f} s", file=sys.stderr)
+    return Load([Answer(**answer) for answer in found["answers"]], found["seconds"])
+
+
+def many() -> None:
+    """Answer the prompts of a request on standard input with `generate_many`; write tokens, errors and seconds."""
+    request = json.load(sys.stdin)
+    params, cfg = load_hf(request["model"])
+    cfg = GenerationConfig(model=cfg.model, max_new_tokens=request["tokens"], pad_token_id=0)
+    tokenizer = Tokenizer.from_pretrained(request["model"])
+
+    def answers(prompts: list[str]) -> list[dict[str, Any]]:
+        inputs = ({"text": prompt} for prompt in prompts)
+        done = generate_many(params, inputs, None, cfg, tokenizer=tokenizer, **request["engine"])
+        return [{"error": str(one.error)} if one.error else {"tokens": len(one.tokens), "first": None} for one in done]
+
+    answers(request["prompts"][: request["warm"]])
+    begin = time.perf_counter()
+    found = answers(request["prompts"][request["warm"] :])
+    print(json.dumps({"answers": found, "seconds": time.perf_counter() - begin}))
+
+
+def table(args: argparse.Namespace, found: Loads) -> list[str]:
+    """Return speeds, times to the first token, and errors, as Markdown."""
+    [reference, _], *_ = found
+    title = "Server beside generate_many" if args.alone else "Servers"
+    streamed = ", streamed" if args.stream and not args.alone else ""
+    lines = [
+        f"## {title}: {args.model.resolve().name}",
+        "",
+        f"{measure.machine()['cpu']}, {_cores()} cores; {'; '.join(_versions(args))}. Prompts of about {args.width} "
+        f"tokens, greedy answers of {args.tokens}{streamed}; {args.slots} slots. Medians (smallest to largest) of "
+        f"{args.rounds} rounds; the times to the first token are those of all requests.",
+        "",
+        f"| server | clients | tokens/s | {reference} against it | first token, ms | 95th percentile, ms "
+        "| tokens per answer | cores of the load generator | requests | errors |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (name, clients), loads in found.items():
+        answers = [answer for load in loads for answer in load.answers]
+        good = [answer for answer in answers if answer.error is None]
+        first = [1e3 * answer.first for answer in good if answer.first is not None]
+        against = [(own.speed, other.speed) for own, other in zip(found[reference, clients], loads, strict=True)]
+        cells = [
+            name,
+            str(clients),
+            _spread([load.speed for load in loads], 1),
+            _spread([own / other for own, other in against if other], 2) if name != reference else "",
+            f"{statistics.median(first):,.0f}" if first else "",
+            f"{np.percentile(first, 95):,.0f}" if first else "",
+            f"{statistics.mean(answer.tokens for answer in good):.4g}" if good else "",
+            _spread([load.cores for load in loads if load.cores is not None], 2),
+            f"{len(answers):,}",
+            f"{len(answers) - len(good):,}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _spread(values: list[float], digits: int) -> str:
+    if not values:
+        return ""
+    shown = (f"{x:,.{digits}f}" for x in (statistics.median(values), min(values), max(values)))
+    return "{} ({} to {})".format(*shown)
+
+
+def _versions(args: argparse.Namespace) -> list[str]:
+    found = []
+    for kind in dict.fromkeys(server.kind for server in args.servers if server.kind != ADDRESS):
+        python = sys.executable if kind == "jaxgen" else args.environments / kind / "bin" / "python"
+        done = subprocess.run([python, "-c", _VERSIONS, *KINDS[kind]], capture_output=True, text=True)
+        found.append(f"{kind} with {done.stdout.strip()}" if kind == "jaxgen" else done.stdout.strip())
+    return found
+
+
+def server(text: str) -> Server:
+    """Read a server such as `llama_cpp`, `jaxgen --slots 16`, or the address of one that runs on this machine."""
+    kind, *words = shlex.split(text) or [""]
+    if kind in KINDS:
+        return Server(text, kind, words)
+    with contextlib.suppress(ValueError):
+        address = urlsplit(text)
+        if address.scheme == "http" and address.hostname in ("127.0.0.1", "localhost") and address.port:
+            return Server(text, ADDRESS, [text.rstrip("/")])
+    raise argparse.ArgumentTypeError(f"{text!r} is neither one of {', '.join(KINDS)} nor http://127.0.0.1:PORT")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks serving", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--alone", action="store_true", help="compare jaxgen's server with generate_many, and with no other server")
+    add("--model", type=Path, default=BUNDLED, help="a checkpoint (default: the one in the package)")
+    add("--servers", type=server, nargs="+", default=[Server("jaxgen", "jaxgen")], metavar="'NAME [WORD ...]'",
+        help=f"{', '.join(KINDS)}, each with further words of its command line, or http://127.0.0.1:PORT")  # fmt: skip
+    add("--environments", type=Path, metavar="DIR", help="what `python -m benchmarks environments DIR` made")
+    add("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp, with its tokenizer")
+    add("--clients", type=arguments.count, nargs="+", help="requests at a time (default: 1 8 16; --alone: 64)")
+    add("--requests", type=arguments.count, help="of each measurement (default: 4 per client; --alone: 2000)")
+    add("--width", type=arguments.count, default=64, help="tokens of a prompt")
+    add("--tokens", type=arguments.count, default=64, help="tokens of an answer")
+    add("--stream", action=argparse.BooleanOptionalAction, default=True, help="answers as streams")
+    add(
+        "--slots",
+        type=arguments.count,
+        help="answers that a server generates at a time (default: one per client, 32 at most)",
+    )
+    add("--rounds", type=arguments.count, default=3)
+    add("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    add("--name", default="", help="a last part for the name of the file")
+    args = parser.parse_args()
+    args.clients = args.clients or ([64] if args.alone else [1, 8, 16])
+    args.slots = args.slots or min(32, max(args.clients))
+    kinds = {one.kind for one in args.servers}
+    if args.alone and ([one.kind for one in args.servers] != ["jaxgen"] or len(args.clients) > 1):
+        parser.error("--alone measures jaxgen with one number of clients")
+    if kinds & {"transformers", "llama_cpp"} and args.environments is None:
+        parser.error("give --environments DIR")
+    if "llama_cpp" in kinds and args.gguf is None:
+        parser.error("give --gguf FILE: see benchmarks/README.md")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`jaxgen serve`: load a checkpoint, compile the engine's program, and answer requests until a signal comes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxgen
+from convert import load_hf
+from convert.hf import open_checkpoint
+from convert.hub import local_directory
+from jaxgen import demo
+from jaxgen.cli import terminal
+from jaxgen.cli.answer import mesh_of_devices
+from jaxgen.cli.fingerprint import fingerprint
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.engine.engine import Engine
+from jaxgen.errors import InputError
+from jaxgen.model.fused import fuse_projections
+from jaxgen.programs import default_device
+from jaxgen.text.tokenizer import Tokenizer
+
+_MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # by default
+_ID_ENTRIES = 320  # of a table of ids: OpenAI's logit_bias has up to 300
+_BUNDLED = "jaxgen-demo"
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serve until SIGTERM or SIGINT, then answer what was submitted.
+
+    Raises:
+        JaxgenError: bad input, or a checkpoint that cannot be read.
+        OSError: an address that cannot be used.
+    """
+    try:
+        import uvicorn
+
+        from jaxgen.serving.app import Service
+        from jaxgen.serving.limits import Limits
+        from jaxgen.serving.reading import Reader
+    except ModuleNotFoundError as error:
+        raise InputError(f'{error.name} is missing: pip install "jaxgen[serve]"') from error
+    with _listening(options.host, options.port) as listener:
+        source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
+        source = source.quantize(options.quantize)
+        tokenizer = Tokenizer.from_pretrained(source.path)
+        terminal.show(f"loading {options.model or 'the bundled model'}")
+        mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
+        params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
+        if mesh is None and default_device().platform == "gpu":
+            params = fuse_projections(params, donate=True)
+        context = loaded.model.context_length or _MOST_PROMPT + _MOST_ANSWER
+        cfg = configured(loaded, options, context)
+        width = min(options.prompt_width or _MOST_PROMPT, context)
+        terminal.show("compiling")
+        engine = Engine(
+            params,
+            cfg,
+            jax.random.key(0),  # each request has its own
+            tokenizer=tokenizer,
+            slots=options.slots,
+            prompt_width=width,
+            most_waiting=options.queue,
+            prefix_cache_bytes=options.prefix_cache_bytes,
+            grammar_states=options.grammar_states,
+            stop_in_prompt=False,
+            id_entries=_ID_ENTRIES,
+        )
+        with engine:
+            engine.warmup()
+            reader = Reader(cfg, tokenizer, width, context, _ID_ENTRIES)
+            name = options.name or (_BUNDLED if options.model is None else Path(options.model).name or options.model)
+            weights = f"{fingerprint(source)} {options.dtype} {options.quantize} {jaxgen.__version__}"
+            service = Service(
+                engine,
+                reader,
+                params,
+                name,
+                fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
+                keys=options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key],
+                limits=Limits(body=options.max_body, seconds=options.timeout),
+            )
+            host, port = listener.getsockname()[:2]
+            terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            config = uvicorn.Config(service.app(), log_level="warning", access_log=False, server_header=False)
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def configured(loaded: GenerationConfig, options: argparse.Namespace, context: int) -> GenerationConfig:
+    """Return the engine's config: the checkpoint's, with sampling and log-probabilities on.
+
+    A request without a temperature has the checkpoint's, or 1 if the checkpoint does not draw tokens.
+    """
+    most = options.max_new_tokens or min(context, _MOST_ANSWER)
+    own: dict[str, Any] = {"max_new_tokens": min(most, context), "do_sample": True}
+    if not loaded.on("do_sample"):
+        own |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return loaded.replace(**own, output_logprobs="logits", top_logprobs=options.max_logprobs)
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Return a socket that is bound, before the weights are read: an address in use is said at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InputError(f"--host {host}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise InputError(f"--port {port} of {host}: {error.strerror}") from error
+        yield listener

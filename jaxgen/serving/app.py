@@ -1,0 +1,383 @@
+"""The service: OpenAI's protocol over an engine, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import jaxgen
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.engine.engine import Engine
+from jaxgen.engine.results import News
+from jaxgen.errors import shown
+from jaxgen.scoring import score
+from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
+from jaxgen.serving.limits import Limits
+from jaxgen.serving.live import Live, in_thread
+from jaxgen.serving.metrics import Metrics
+from jaxgen.serving.protocol import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode,
+)
+from jaxgen.serving.reading import Asked, Reader
+from jaxgen.serving.replies import Replies, Scored, TokenTexts
+from jaxgen.serving.stream import EventStream
+from jaxgen.serving.text import Answer, Delta
+from jaxgen.serving.tools import Tools
+
+_PREPARING = 2  # threads that read requests
+
+
+class ClientLeft(Exception):
+    """The client has closed the connection."""
+
+
+class Service:
+    """Answers requests with an engine.
+
+    Args:
+        engine: for the model, compiled.
+        reader: reads requests for it.
+        params: the parameters, to score prompts.
+        name: by which requests name the model.
+        fingerprint: identifies the weights and their form.
+        keys: of clients; without any, no key is asked for.
+        limits: what it takes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reader: Reader,
+        params: Any,
+        name: str,
+        *,
+        fingerprint: str = "",
+        keys: Sequence[str] = (),
+        limits: Limits | None = None,
+    ):
+        self._engine, self._reader, self._params, self._name = engine, reader, params, name
+        self._fingerprint, self._limits = fingerprint, limits or Limits()
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._texts, self._created = TokenTexts(reader.tokenizer), int(time.time())
+        self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
+        self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
+        self.metrics = Metrics(name, self._gauges)
+
+    def app(self) -> Starlette:
+        """Return the application; when it shuts down, the engine answers what was submitted."""
+        routes = [
+            Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
+            Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self._detokenize), methods=["POST"]),
+            *(Route(path, self._health, methods=["GET"]) for path in ("/health", "/v1/health", "/ping")),
+            Route("/version", self._version, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: self._not_found})
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        yield
+        await in_thread(None, self._engine.close)
+        self._pool.shutdown(wait=False)
+        self._scoring.shutdown(wait=False)
+
+    def _gauges(self) -> dict[str, float]:
+        counts = self._engine.counts()
+        names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+        return dict(
+            zip(names, (counts.running, counts.waiting, min(counts.running / self._engine.slots, 1.0)), strict=True)
+        )
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
+        """Return a handler that checks the client's key first, and writes errors as OpenAI's API does."""
+
+        async def handle(request: Request) -> Any:
+            try:
+                self._check_key(request)
+                result = await handler(request)
+                return result if isinstance(result, Response | EventStream) else _json(200, result)
+            except (ClientLeft, ClientDisconnect):
+                self.metrics.count("request_cancelled_total")
+                return Response(status_code=499)  # nobody reads it
+            except Exception as error:
+                return self._refused(api_error(error))
+
+        return functools.wraps(handler)(handle)
+
+    def _refused(self, error: ApiError) -> Response:
+        self.metrics.count("request_error_total", status=str(error.status))
+        return _json(error.status, error.body, error.headers)
+
+    async def _not_found(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        reason = "is not a path of this service" if error.status_code == 404 else f"does not take {request.method}"
+        headers = dict(error.headers or {})
+        return self._refused(ApiError(error.status_code, f"{shown(request.url.path)} {reason}", headers=headers))
+
+    def _check_key(self, request: Request) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        # All are compared, so that the time tells nothing.
+        found = [hmac.compare_digest(digest, known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(found):
+            raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request."""
+        most = self._limits.body
+        too_large = ApiError(413, f"the body is larger than the {most} bytes that are accepted")
+        if int(request.headers.get("content-length", "0") or 0) > most:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError as error:
+            seconds = self._limits.body_seconds
+            raise ApiError(408, f"the body did not come in {seconds:g} seconds", headers=NO_RETRY) from error
+        return b"".join(parts)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, "", self._name):
+            raise ApiError(404, f"the model {shown(name)} is not here: use {self._name}", "model")
+
+    async def _completions(self, request: Request) -> Any:
+        asked = decode(await self._body(request), CompletionRequest)
+        return await self._answer(request, asked, self._reader.completion)
+
+    async def _chat(self, request: Request) -> Any:
+        asked = decode(await self._body(request), ChatRequest)
+        return await self._answer(request, asked, self._reader.chat)
+
+    async def _answer(self, http: Request, request: Common, read: Callable[[Any], Asked]) -> Any:
+        """Answer a request, or return the stream that answers it."""
+        started = time.monotonic()
+        self._check_model(request.model)
+        asked: Asked = await in_thread(self._pool, read, request)
+        replies = Replies(request, asked, self._name, self._fingerprint, self._texts)
+        self.metrics.observe("request_params_n", asked.sequences)
+        self.metrics.observe("request_params_max_tokens", asked.budget)
+        live = Live(asked, self._engine, self.metrics, started, streams=bool(request.stream))
+        if request.stream:
+            scored = await self._until_left(http, self._scored(asked), live)
+            await self._submit(live, asked)
+            events = _events(request, asked, replies, live, scored, self._ended)
+            return EventStream(events, live, self._limits, self.metrics.count)
+        body = await self._until_left(http, self._whole(asked, replies, live, started), live)
+        return body
+
+    async def _submit(self, live: Live, asked: Asked) -> None:
+        if not asked.budget:
+            return
+        await in_thread(self._pool, live.submit)
+        lengths = [len(prompt["ids"]) for prompt in asked.prompts]
+        self.metrics.count("prompt_tokens_total", sum(lengths))
+        self.metrics.count("prefix_cache_queries_total", sum(lengths))
+        for length in lengths:
+            self.metrics.observe("request_prompt_tokens", length)
+
+    async def _until_left(self, http: Request, work: Any, live: Live) -> Any:
+        """Return the result of a coroutine, which is cancelled if the client leaves or the time is over."""
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(_leaves(http))
+        try:
+            await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if left.done():
+                raise ClientLeft
+            self.metrics.count("request_cancelled_total")
+            raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
+        finally:
+            if not task.done():
+                live.cancel()
+            for each in (task, left):
+                each.cancel()
+
+    async def _whole(self, asked: Asked, replies: Replies, live: Live, started: float) -> dict[str, Any]:
+        """Return the body of an answer."""
+        scored = await self._scored(asked)
+        await self._submit(live, asked)
+        count = len(asked.prompts) * asked.sequences
+        choices = [(asked.answer(), Delta("", [], [], None, "length")) for _ in range(count)]
+        for _ in range(count if asked.budget else 0):
+            place, _ = await live.news.get()
+            _raise_failure(live, place)
+            done = live.completion(place)
+            answer = choices[place][0]
+            delta = answer.put(News(done.sequence, done.tokens, done.stop_reason, done.logprobs))
+            choices[place] = answer, delta
+            self._ended(answer, started)
+        cached = self._count_cached(live)
+        return replies.whole(choices, replies.usage(sum(answer.count for answer, _ in choices), cached), scored)
+
+    def _ended(self, answer: Answer, started: float) -> None:
+        """Count a sequence that has ended."""
+        reason = {StopReason.LENGTH: "length", StopReason.CANCELLED: "abort"}.get(answer.reason, "stop")
+        self.metrics.count("request_success_total", finished_reason=reason)
+        self.metrics.observe("request_generation_tokens", answer.count)
+        self.metrics.observe("e2e_request_latency_seconds", time.monotonic() - started)
+
+    def _count_cached(self, live: Live) -> int:
+        cached = live.cached_tokens
+        self.metrics.count("prefix_cache_hits_total", cached)
+        return cached
+
+    async def _scored(self, asked: Asked) -> list[Scored] | None:
+        """Return the log-probabilities of the prompts' tokens if they are asked for."""
+        if asked.prompt_logprobs is None:
+            return None
+        return [await in_thread(self._scoring, self._score, prompt["ids"], asked) for prompt in asked.prompts]
+
+    def _score(self, ids: list[int], asked: Asked) -> Scored:
+        # Always as many of the most likely tokens, so that there is one program for each width.
+        cfg = self._reader.cfg
+        scores = score(
+            self._params, [ids], cfg, attention_mask=np.ones((1, len(ids)), bool), top_logprobs=cfg.top_logprobs
+        )
+        row = jax.tree.map(lambda x: np.asarray(x)[0], scores)
+        return Scored(ids, row, asked.prompt_logprobs or 0, is_beginning=True)
+
+    async def _models(self, _: Request) -> Any:
+        return {"object": "list", "data": [self._card()]}
+
+    async def _model(self, request: Request) -> Any:
+        self._check_model(request.path_params["name"])
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        card = {"id": self._name, "object": "model", "created": self._created, "owned_by": "jaxgen"}
+        return card | {"max_model_len": self._reader.context}
+
+    async def _tokenize(self, request: Request) -> Any:
+        asked = decode(await self._body(request), TokenizeRequest)
+        self._check_model(asked.model)
+        return await in_thread(self._pool, self._tokens, asked)
+
+    def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError(400, "pass either prompt or messages")
+        if asked.messages is not None:
+            tools = Tools.of(asked.tools, None, None)
+            ids = self._reader.conversation(asked.messages, tools, asked.add_generation_prompt, asked)
+        else:
+            ids = self._reader.tokenizer.encode(asked.prompt or "", add_special_tokens=asked.add_special_tokens)
+        body = {"count": len(ids), "max_model_len": self._reader.context, "tokens": ids}
+        return body | ({"token_strs": [self._texts.text(token) for token in ids]} if asked.return_token_strs else {})
+
+    async def _detokenize(self, request: Request) -> Any:
+        asked = decode(await self._body(request), DetokenizeRequest)
+        self._check_model(asked.model)
+        text = await in_thread(self._pool, functools.partial(self._reader.tokenizer.decode, asked.tokens, False))
+        return {"prompt": text}
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self._engine.is_open else 503)
+
+    async def _version(self, _: Request) -> Response:
+        return _json(200, {"version": jaxgen.__version__})
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _events(
+    request: Common,
+    asked: Asked,
+    replies: Replies,
+    live: Live,
+    scored: list[Scored] | None,
+    ended: Callable[[Answer, float], None],
+) -> AsyncIterator[list[dict[str, Any]]]:
+    """Yield the chunks of a stream, in groups that are there at the same time; an empty group is a sign of life."""
+    options, count = request.stream_options, len(asked.prompts) * asked.sequences
+    counts_all = options is not None and options.include_usage
+    answers, begun, left = [asked.answer() for _ in range(count)], set(), count
+    started = time.monotonic()
+
+    def chunk(place: int, delta: Delta) -> dict[str, Any]:
+        of_prompt = None if scored is None else scored[place // asked.sequences]
+        body = replies.chunk(place, answers[place], delta, place not in begun, of_prompt)
+        begun.add(place)
+        if options is not None and options.continuous_usage_stats:
+            return body | {"usage": usage()}
+        return body | ({"usage": None} if counts_all else {})
+
+    def usage() -> dict[str, Any]:
+        return replies.usage(sum(answer.count for answer in answers), live.cached_tokens)
+
+    if not asked.budget:
+        yield [chunk(place, Delta("", [], [], None, "length")) for place in range(count)]
+        left = 0
+    while left:
+        happened = [await live.news.get()]
+        while not live.news.empty():
+            happened.append(live.news.get_nowait())
+        group = []
+        for place, news in happened:
+            _raise_failure(live, place)
+            if news.stop_reason and (error := live.completion(place).error):
+                raise _cannot_continue(news.stop_reason, error)
+            delta = answers[place].put(news)
+            if news.stop_reason:
+                left -= 1
+                ended(answers[place], started)
+            if _says_something(delta, place not in begun, asked):
+                group.append(chunk(place, delta))
+        yield group
+    if counts_all:
+        yield [replies.last(usage())]
+
+
+def _says_something(delta: Delta, is_first: bool, asked: Asked) -> bool:
+    return bool(is_first or delta.text or delta.calls or delta.finish or delta.logprobs is not None)
+
+
+def _raise_failure(live: Live, place: int) -> None:
+    if (failure := live.failure(place)) is not None:
+        raise failure
+
+
+def _cannot_continue(reason: StopReason, error: str) -> ApiError:
+    status = 500 if reason == StopReason.NOT_A_NUMBER else 400
+    return ApiError(status, f"the answer cannot continue: {error}", headers=NO_RETRY)
+
+
+async def _leaves(http: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

@@ -1,0 +1,62 @@
+"""Errors of the service, as OpenAI's API writes them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from jaxgen.engine.engine import QueueFull
+from jaxgen.engine.results import EngineClosed
+from jaxgen.errors import JaxgenError, one_line
+
+NO_RETRY = {"x-should-retry": "false"}  # to clients of OpenAI, which else repeat requests that fail
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Options that a request has under another name.
+_FIELDS = {
+    "min_new_tokens": "min_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "sequence_bias": "logit_bias",
+    "bad_words_ids": "bad_words",
+}
+_OPTION = re.compile(rf"\b({'|'.join(_FIELDS)})\b")
+_log = logging.getLogger("jaxgen.serving")
+
+
+class ApiError(Exception):
+    """A request that is not answered.
+
+    Attributes:
+        status: the HTTP status.
+        message: what was given, what is allowed, what to do.
+        param: the field of the request, or None.
+        headers: further headers of the response.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The response's body."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def api_error(error: BaseException) -> ApiError:
+    """Return an exception as the client is told of it; one that nobody expected is logged."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFull():
+            return ApiError(429, "too many requests wait: try again later", headers={"retry-after": "1"})
+        case EngineClosed():
+            return ApiError(503, "the service is shutting down", headers={"retry-after": "5"})
+        case JaxgenError() | TypeError():
+            return ApiError(400, _OPTION.sub(lambda match: _FIELDS[match[1]], one_line(str(error))))
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, one_line(f"{type(error).__name__}: {error}"), headers=NO_RETRY)

@@ -1,0 +1,105 @@
+"""The prompts of one request while the engine answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxgen.engine.engine import Engine
+from jaxgen.engine.results import Completion, Handle, News
+from jaxgen.serving.metrics import Metrics
+from jaxgen.serving.reading import Asked
+
+
+class Live:
+    """Prompts in the engine, whose news a coroutine reads.
+
+    Args:
+        asked: the request.
+        engine: answers it.
+        metrics: hears of its tokens.
+        started: when the request came, as `time.monotonic` has it.
+        streams: read all news; else only the ends of sequences.
+
+    Attributes:
+        news: what happened: the place of a sequence among all, and its news.
+        handles: of the prompts.
+    """
+
+    def __init__(self, asked: Asked, engine: Engine, metrics: Metrics, started: float, streams: bool):
+        self._asked, self._engine, self._metrics, self._started, self._streams = (
+            asked,
+            engine,
+            metrics,
+            started,
+            streams,
+        )
+        self._loop = asyncio.get_running_loop()
+        self.news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        self.handles: list[Handle] = []
+        self._last: dict[int, float] = {}
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+
+    def submit(self) -> None:
+        """Submit all prompts; called in any thread.
+
+        Raises:
+            QueueFull, EngineClosed, JaxgenError, TypeError: as `Engine.submit`; then none of them is answered.
+        """
+        try:
+            for number, prompt in enumerate(self._asked.prompts):
+                handle = self._engine.follow(prompt, functools.partial(self._hear, number), 0)
+                with self._lock:
+                    self.handles.append(handle)
+                    if self._is_cancelled:
+                        handle.cancel()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _hear(self, number: int, news: News) -> None:
+        """Count the news of a prompt and pass them on; called in the engine's thread."""
+        place, now = number * self._asked.sequences + news.sequence, time.monotonic()
+        if news.tokens:
+            count = len(news.tokens)
+            if place in self._last:
+                self._metrics.observe("inter_token_latency_seconds", (now - self._last[place]) / count, count)
+            elif news.sequence == 0:
+                self._metrics.observe("time_to_first_token_seconds", now - self._started)
+            self._last[place] = now
+            self._metrics.count("generation_tokens_total", count)
+        if self._streams or news.stop_reason or not news.tokens:
+            self._loop.call_soon_threadsafe(self.news.put_nowait, (place, news))
+
+    def completion(self, place: int) -> Completion:
+        """Return a sequence as it is now."""
+        prompt, sequence = divmod(place, self._asked.sequences)
+        return self.handles[prompt].completion(sequence)
+
+    def failure(self, place: int) -> BaseException | None:
+        """Return the exception with which the engine gave up the prompt of a sequence, or None."""
+        return self.handles[place // self._asked.sequences].failure
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many of the prompts' tokens were in the store of prefixes."""
+        return sum(handle.cached_tokens for handle in self.handles)
+
+    def cancel(self) -> None:
+        """Give up what has not ended."""
+        with self._lock:
+            self._is_cancelled = True
+            handles = list(self.handles)
+        for handle in handles:
+            if not handle.done:
+                handle.cancel()
+
+
+async def in_thread(pool: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a thread of a pool."""
+    return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)

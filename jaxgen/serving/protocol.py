@@ -1,0 +1,174 @@
+"""The bodies of requests: OpenAI's fields, and those that vLLM has added by convention.
+
+A field that is not listed here is refused by name. `None` and a missing field mean the same.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxgen.serving.errors import ApiError
+
+MOST_SEQUENCES = 128  # OpenAI's limit of `n`
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_PLACE = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
+_INSTEAD = {
+    "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
+    "guided_decoding_backend": "there is one implementation: leave it out",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "suffix": "text is only generated after the prompt",
+    "audio": "only text is supported",
+    "modalities": "only text is supported: leave it out",
+    "use_beam_search": "beams are offered by generate, not by the service",
+    "best_of": "leave it out, or pass n",
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What the chunks of a stream have besides the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # random padding against observers of the network; without effect on the text
+
+
+class Structured(msgspec.Struct, forbid_unknown_fields=True):
+    """What the text must match: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+
+class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both kinds of requests have."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool = True
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    structured_outputs: Structured | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    request_id: str | None = None
+    # Without effect on the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    verbosity: str | None = None
+
+
+class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/completions."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+    best_of: int | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the answer."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body")
+
+
+def decode(body: bytes, kind: type[Body]) -> Body:
+    """Return the request in a body.
+
+    Raises:
+        ApiError: a body that is not JSON, a field that is unknown or of the wrong type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body has too many levels inside each other") from error
+
+
+def _explained(text: str) -> ApiError:
+    place = _PLACE.search(text)
+    path = place[1] if place else ""
+    if unknown := _UNKNOWN.search(text):
+        name = ".".join(filter(None, [path, unknown[1]]))
+        return ApiError(400, f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", name)
+    if missing := re.search("missing required field `(.*?)`", text):
+        name = ".".join(filter(None, [path, missing[1]]))
+        return ApiError(400, f"{name} is missing", name)
+    reason = text[: place.start()] if place else text
+    return ApiError(400, f"{path or 'the body'}: {reason[:1].lower()}{reason[1:]}", path or None)

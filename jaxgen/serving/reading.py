@@ -1,0 +1,384 @@
+"""Requests as prompts for the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.tables import TokenIds
+from jaxgen.errors import JaxgenError, shown
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.serving.errors import ApiError
+from jaxgen.serving.protocol import MOST_SEQUENCES, ChatRequest, Common, CompletionRequest, Structured
+from jaxgen.serving.text import Answer, StopCut
+from jaxgen.serving.tools import CallParser, Tools, template_messages
+from jaxgen.text.streaming import TextStream
+from jaxgen.text.tokenizer import Tokenizer
+
+_GRAMMARS = 64  # that are kept
+_COMPLETION_TOKENS = 16  # of a completion that sets no limit, as in OpenAI's API
+_SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request that has been read.
+
+    Attributes:
+        prompts: for the engine, each a dict with `ids` and options by name.
+        texts: the prompts' texts if they are repeated in the answer (`echo`), else None.
+        sequences: how many sequences each prompt gets.
+        logprobs: how many of the most likely tokens are shown with each token; None for no log-probabilities.
+        prompt_logprobs: the same of the prompts' tokens.
+        tools: what the model may call, or None.
+        answer: makes an empty answer.
+        budget: the most tokens of an answer; 0 if nothing is generated.
+    """
+
+    prompts: list[dict[str, Any]]
+    texts: list[str] | None
+    sequences: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    tools: Tools | None
+    answer: Callable[[], Answer]
+    budget: int
+
+
+class Reader:
+    """Reads requests for a model.
+
+    Args:
+        cfg: the engine's config; `output_logprobs` is set, and `top_logprobs` the most that a request may ask for.
+        tokenizer: the model's.
+        width: the most tokens of a prompt.
+        context: the most tokens of a prompt and its answer together.
+        entries: the most entries of a table of ids.
+    """
+
+    def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer, width: int, context: int, entries: int):
+        self.cfg, self.tokenizer, self.width, self.context, self.entries = cfg, tokenizer, width, context, entries
+        self._most = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
+        self._eos = [] if not cfg.on("eos_token_id") else np.ravel(TokenIds().leaf(cfg.eos_token_id)).tolist()
+        self._eos = [token for token in self._eos if token >= 0]
+        self._grammars: OrderedDict[Any, TokenAutomaton] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def completion(self, request: CompletionRequest) -> Asked:
+        """Read a request for completions.
+
+        Raises:
+            ApiError, ValueError, TypeError: what cannot be honoured.
+        """
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise ApiError(400, f"best_of={request.best_of} is not supported: leave it out, or pass n", "best_of")
+        if request.stream and request.prompt_logprobs is not None:
+            raise _no_stream("prompt_logprobs")
+        given = _prompts(request.prompt)
+        rows = [self._encoded(prompt, request.add_special_tokens) for prompt in given]
+        shown_logprobs = self._top(request.logprobs, "logprobs")
+        most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        texts = None
+        if request.echo:
+            texts = [prompt if isinstance(prompt, str) else self._text(prompt) for prompt in given]
+        of_prompts = shown_logprobs if request.echo else None
+        if request.prompt_logprobs is not None:
+            of_prompts = max(of_prompts or 0, self._top(request.prompt_logprobs, "prompt_logprobs") or 0)
+        if most == 0 and not request.echo and request.prompt_logprobs is None:
+            raise ApiError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
+        return self._asked(request, rows, most, shown_logprobs, of_prompts, None, texts)
+
+    def chat(self, request: ChatRequest) -> Asked:
+        """Read a request for an answer in a conversation.
+
+        Raises:
+            ApiError, ValueError, TypeError: what cannot be honoured.
+        """
+        if request.top_logprobs is not None and not request.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+        if request.stream and request.prompt_logprobs is not None:
+            raise _no_stream("prompt_logprobs")
+        tools = Tools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        ids = self.conversation(request.messages, tools, request.add_generation_prompt, request)
+        top = self._top(request.top_logprobs or 0, "top_logprobs") if request.logprobs else None
+        of_prompt = self._top(request.prompt_logprobs, "prompt_logprobs")
+        most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        if most is not None and most < 1:
+            raise ApiError(400, f"max_completion_tokens must be at least 1, got {most}", "max_completion_tokens")
+        return self._asked(request, [ids], most, top, of_prompt, tools, None)
+
+    def conversation(self, messages: Sequence[Any], tools: Tools | None, adds_prompt: bool, request: Any) -> list[int]:
+        """Return the ids of a conversation."""
+        variables = dict(request.chat_template_kwargs or {})
+        if taken := {"messages", "tools", "documents", "add_generation_prompt"} & variables.keys():
+            raise ApiError(400, f"chat_template_kwargs must not have {min(taken)}", "chat_template_kwargs")
+        if (effort := getattr(request, "reasoning_effort", None)) is not None:
+            variables["reasoning_effort"] = effort
+        text = self.tokenizer.render_chat(
+            template_messages(messages),
+            adds_prompt,
+            tools=None if tools is None else tools.for_template,
+            documents=getattr(request, "documents", None),
+            **variables,
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _asked(
+        self,
+        request: Common,
+        rows: list[list[int]],
+        most: int | None,
+        logprobs: int | None,
+        of_prompts: int | None,
+        tools: Tools | None,
+        texts: list[str] | None,
+    ) -> Asked:
+        """Return what both kinds of requests have in common."""
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options needs stream to be true", "stream_options")
+        if request.truncate_prompt_tokens is not None:
+            if request.truncate_prompt_tokens < 1:
+                raise ApiError(400, "truncate_prompt_tokens must be at least 1", "truncate_prompt_tokens")
+            rows = [row[-request.truncate_prompt_tokens :] for row in rows]
+        budgets = [self._budget(len(row), most) for row in rows]
+        options = self._options(request)
+        if (grammar := self._grammar(request, tools)) is not None:
+            options["allowed"] = grammar
+        if logprobs is None:
+            options["output_logprobs"] = None
+        else:
+            options["top_logprobs"] = logprobs
+        prompts = [{"ids": row, "max_new_tokens": budget, **options} for row, budget in zip(rows, budgets, strict=True)]
+        if options["do_sample"]:
+            for prompt, key in zip(prompts, _keys(request.seed, len(prompts)), strict=True):
+                prompt["key"] = key
+
+        def answer() -> Answer:
+            stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens)
+            cut = StopCut(_stops(request), request.include_stop_str_in_output)
+            parser = CallParser(tools.names, tools.most_calls) if tools is not None and tools.parses else None
+            return Answer(stream, cut, parser, tools is not None and tools.named)
+
+        sequences = options.get("n", 1)
+        return Asked(prompts, texts, sequences, logprobs, of_prompts, tools, answer, max(budgets))
+
+    def _encoded(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
+        return (
+            self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _budget(self, length: int, most: int | None) -> int:
+        """Return the most tokens of the answer to a prompt of so many tokens."""
+        space = self.context - length
+        if length > self.width:
+            raise ApiError(
+                400, f"the prompt has {length} tokens, and this model takes at most {self.width}", "messages"
+            )
+        if most is None:
+            if space < 1:
+                raise ApiError(400, f"the prompt has {length} tokens, which fill the context of {self.context}")
+            return min(space, self._most)
+        if most < 0:
+            raise ApiError(400, f"max_tokens must be at least 0, got {most}", "max_tokens")
+        if most > space:
+            raise ApiError(
+                400,
+                f"the prompt has {length} tokens and max_tokens is {most}, together more than the context of "
+                f"{self.context}: shorten the prompt or lower max_tokens",
+                "max_tokens",
+            )
+        if most > self._most:
+            raise ApiError(400, f"max_tokens is {most}, and this service allows at most {self._most}", "max_tokens")
+        return most
+
+    def _top(self, number: int | None, name: str) -> int | None:
+        """Check how many of the most likely tokens are asked for."""
+        if number is not None and not 0 <= number <= self.cfg.top_logprobs:
+            raise ApiError(400, f"{name} must be from 0 to {self.cfg.top_logprobs}, got {number}", name)
+        return number
+
+    def _options(self, request: Common) -> dict[str, Any]:
+        """Return the options of a request under their names in the engine."""
+        own: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
+        if own.get("top_k") == -1:  # vLLM's value for off
+            own["top_k"] = 0
+        own["do_sample"] = request.temperature != 0
+        if request.temperature:
+            own["temperature"] = request.temperature
+        if request.min_tokens:
+            own["min_new_tokens"] = request.min_tokens
+        if request.n is not None:
+            if not 1 <= request.n <= MOST_SEQUENCES:
+                raise ApiError(400, f"n must be from 1 to {MOST_SEQUENCES}, got {request.n}", "n")
+            if request.n > 1 and not own["do_sample"]:
+                raise ApiError(400, f"n={request.n} needs a temperature above 0: greedy search has one answer", "n")
+            own["n"] = request.n
+        if stops := _stops(request):
+            own["stop_strings"] = stops
+        if request.stop_token_ids or request.ignore_eos:
+            self._check_ids(request.stop_token_ids or (), "stop_token_ids")
+            own["eos_token_id"] = [*([] if request.ignore_eos else self._eos), *(request.stop_token_ids or ())] or None
+        if request.logit_bias:
+            own["sequence_bias"] = self._bias(request.logit_bias)
+        if request.bad_words:
+            own["bad_words_ids"] = self._bad_words(request.bad_words)
+        return own
+
+    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+        vocab = self.cfg.model.vocab_size
+        if wrong := [token for token in ids if not 0 <= token < vocab]:
+            raise ApiError(400, f"{name} has {shown(wrong[0])}, and the vocabulary is 0 to {vocab - 1}", name)
+        if len(ids) > self.entries:
+            raise ApiError(400, f"{name} has {len(ids)} entries, and at most {self.entries} are supported", name)
+
+    def _bias(self, given: dict[str, float]) -> dict[tuple[int], float]:
+        for token, bias in given.items():
+            if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
+                raise ApiError(400, f"logit_bias: {shown(token)} is not a token id", "logit_bias")
+            if not -100 <= bias <= 100:
+                raise ApiError(400, f"logit_bias must be from -100 to 100, got {bias} for {token}", "logit_bias")
+        self._check_ids([int(token) for token in given], "logit_bias")
+        return {(int(token),): bias for token, bias in given.items()}
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        if not all(words):
+            raise ApiError(400, "bad_words has an empty word", "bad_words")
+        spelled = [
+            [*self.tokenizer.encode(start + word, add_special_tokens=False)] for word in words for start in ("", " ")
+        ]
+        if 2 * len(words) > self.entries:
+            raise ApiError(400, f"bad_words has {len(words)} words, and at most {self.entries // 2} are supported")
+        return spelled
+
+    def _grammar(self, request: Common, tools: Tools | None) -> TokenAutomaton | None:
+        """Return the automaton that an answer must follow, or None."""
+        given = {
+            "structured_outputs": request.structured_outputs,
+            "guided_json": Structured(json=request.guided_json) if request.guided_json is not None else None,
+            "guided_regex": Structured(regex=request.guided_regex) if request.guided_regex is not None else None,
+            "guided_choice": Structured(choice=request.guided_choice) if request.guided_choice is not None else None,
+            "response_format": _response_format(request),
+        }
+        given = {name: structure for name, structure in given.items() if structure is not None}
+        if tools is not None and tools.forced:
+            if given:
+                raise ApiError(400, f"{min(given)} cannot be met by a call of a tool, which tool_choice requires")
+            return self._cached(tools.key, lambda: tools.automaton(self.tokenizer, self.cfg.model.vocab_size))
+        if len(given) > 1:
+            raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them")
+        if not given:
+            return None
+        [(name, structure)] = given.items()
+        try:
+            return self._structured(name, structure)
+        except JaxgenError as error:
+            raise ApiError(400, f"{name}: {error}", name) from error
+
+    def _structured(self, name: str, structure: Structured) -> TokenAutomaton | None:
+        asked = {field: value for field, value in msgspec_fields(structure).items() if value not in (None, False)}
+        if len(asked) != 1:
+            raise ApiError(400, f"{name} must have exactly one of json, regex, choice and json_object", name)
+        [(kind, value)] = asked.items()
+        tokenizer, vocab = self.tokenizer, self.cfg.model.vocab_size
+        if kind == "choice":
+            if not value or not all(value):
+                raise ApiError(400, f"{name}.choice must have texts, and none may be empty", f"{name}.choice")
+            kind, value = "regex", "|".join(f"(?:{_escaped(text)})" for text in value)
+        if kind == "regex":
+            return self._cached((kind, value), lambda: TokenAutomaton.from_regex(value, tokenizer, vocab_size=vocab))
+        schema = {"type": "object"} if kind == "json_object" else value
+        key = ("json", schema if isinstance(schema, str) else json.dumps(schema))
+        return self._cached(key, lambda: TokenAutomaton.from_json_schema(schema, tokenizer, vocab_size=vocab))
+
+    def _cached(self, key: Any, build: Callable[[], TokenAutomaton | None]) -> TokenAutomaton | None:
+        with self._lock:
+            if key in self._grammars:
+                self._grammars.move_to_end(key)
+                return self._grammars[key]
+        grammar = build()
+        if grammar is not None:
+            with self._lock:
+                grammar = self._grammars.setdefault(key, grammar)
+                if len(self._grammars) > _GRAMMARS:
+                    self._grammars.popitem(last=False)
+        return grammar
+
+
+def msgspec_fields(structure: Any) -> dict[str, Any]:
+    """Return the fields of a struct by name."""
+    return {name: getattr(structure, name) for name in structure.__struct_fields__}
+
+
+def _no_stream(name: str) -> ApiError:
+    return ApiError(400, f"{name} is not offered with stream: leave one of them out", name)
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """Return the prompts in the field `prompt`: a text, ids, or a list of either."""
+    is_id = [isinstance(item, int) and not isinstance(item, bool) for item in prompt]
+    if isinstance(prompt, str) or (prompt and all(is_id)):
+        return [prompt]
+    for place, item in enumerate(prompt):
+        numbers = item if isinstance(item, list) else ()
+        wrong = [number for number in numbers if not isinstance(number, int) or isinstance(number, bool)]
+        if wrong or not isinstance(item, str | list):
+            raise ApiError(400, f"prompt[{place}] must be a text or a list of ids, got {shown(item)}", "prompt")
+    if not prompt:
+        raise ApiError(400, "prompt must have at least one prompt", "prompt")
+    return prompt
+
+
+def _stops(request: Common) -> list[str]:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if not all(stops):
+        raise ApiError(400, "stop must not have an empty text", "stop")
+    return stops
+
+
+def _response_format(request: Common) -> Structured | None:
+    """Return what `response_format` of a chat asks for."""
+    form = request.response_format if isinstance(request, ChatRequest) else None
+    if form is None:
+        return None
+    kind, schema = form.type, form.json_schema
+    if kind != "json_schema" and schema is not None:
+        raise ApiError(400, 'response_format.json_schema needs the type "json_schema"', "response_format")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structured(json_object=True)
+    if kind != "json_schema":
+        raise ApiError(
+            400, f"response_format.type must be text, json_object or json_schema, got {shown(kind)}", "response_format"
+        )
+    if schema is None or not isinstance(schema.get("schema"), dict):
+        raise ApiError(400, "response_format.json_schema.schema must be a JSON schema", "response_format")
+    if unknown := schema.keys() - {"name", "schema", "strict", "description"}:
+        raise ApiError(400, f"response_format.json_schema.{min(unknown)} is not supported", "response_format")
+    return Structured(json=schema["schema"])
+
+
+def _escaped(text: str) -> str:
+    return "".join("\\" + c if c.isascii() and not (c.isalnum() or c.isspace() or c == "_") else c for c in text)
+
+
+def _keys(seed: int | None, count: int) -> list[jax.Array]:
+    """Return a random key for each prompt; equal seeds give equal keys, and the first is the seed's own."""
+    if seed is None:
+        seed = int.from_bytes(os.urandom(8), "little")
+    words: Any = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return [key, *(jax.random.fold_in(key, number) for number in range(1, count))]

@@ -1,0 +1,115 @@
+"""The text of an answer as it grows: whole characters, without stop strings, with tool calls set apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.engine.results import News
+from jaxgen.serving.tools import Call, CallParser
+from jaxgen.text.streaming import TextStream
+
+
+class StopCut:
+    """Ends a text at the first of some strings; a part of one that may still be completed is held back.
+
+    Attributes:
+        found: the string that ended the text, or None.
+    """
+
+    def __init__(self, strings: Sequence[str], keeps: bool = False):
+        self._strings, self._keeps = [string for string in strings if string], keeps
+        self._longest = max(map(len, self._strings), default=0)
+        self._held = ""
+        self.found: str | None = None
+
+    def put(self, text: str) -> str:
+        """Append a text and return what is certain not to belong to a stop string."""
+        if self.found is not None:
+            return ""
+        if not self._strings:
+            return text
+        text = self._held + text
+        places = [(text.find(string), -len(string), string) for string in self._strings if string in text]
+        if places:
+            place, _, self.found = min(places)
+            self._held = ""
+            return text[: place + len(self.found) * self._keeps]
+        held = self._length_held(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _length_held(self, text: str) -> int:
+        """Return the length of the longest end of a text with which a stop string begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(string.startswith(end) for string in self._strings):
+                return length
+        return 0
+
+    def end(self) -> str:
+        """Return what was held back: no stop string follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Delta(NamedTuple):
+    """What is added to an answer.
+
+    Attributes:
+        text: its text, without tool calls.
+        calls: complete tool calls.
+        tokens: the tokens behind it, and those whose text is held back.
+        logprobs: those of the tokens, or None.
+        finish: OpenAI's reason for the end, or None before it.
+    """
+
+    text: str
+    calls: list[Call]
+    tokens: list[int]
+    logprobs: LogProbs | None
+    finish: str | None
+
+
+class Answer:
+    """One sequence of a prompt, as text.
+
+    Attributes:
+        stop_reason: the stop string, or None.
+        count: the number of its tokens so far.
+        calls: the number of its tool calls so far.
+        reason: why it ended, `StopReason.NONE` before.
+    """
+
+    def __init__(self, stream: TextStream, cut: StopCut, parser: CallParser | None, forced: bool = False):
+        self._stream, self._cut, self._parser, self._forced = stream, cut, parser, forced
+        self.count = self.calls = 0
+        self.reason = StopReason.NONE
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._cut.found
+
+    def put(self, news: News) -> Delta:
+        """Append what happened to the sequence."""
+        self.count += len(news.tokens)
+        self.reason = news.stop_reason
+        text, calls = self._cut.put(self._stream.put(news.tokens)), []
+        if self.reason:
+            text += self._cut.put(self._stream.end())
+            text += self._cut.end()
+        if self._parser is not None:
+            text, calls = self._parser.put(text)
+            if self.reason:
+                rest, more = self._parser.end()
+                text, calls = text + rest, calls + more
+        self.calls += len(calls)
+        return Delta(text, calls, news.tokens, news.logprobs, self._finish() if self.reason else None)
+
+    def _finish(self) -> str:
+        if self.reason == StopReason.LENGTH:
+            return "length"
+        return "tool_calls" if self.calls and not self._forced else "stop"

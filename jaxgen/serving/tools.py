@@ -1,0 +1,391 @@
+"""Tool calls in OpenAI's form, for models that write them as Qwen2.5 does (the format of Hermes).
+
+A call is `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>` in the generated text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+from jaxgen.errors import InputError, shown
+from jaxgen.grammar.expression import Expression, Repeat, Text, choice, sequence
+from jaxgen.grammar.json_schema import read_schema
+from jaxgen.grammar.keywords import COMPANIONS, bare, plain
+from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.text.json_file import parse_json
+from jaxgen.text.tokenizer import Tokenizer
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+RETURNED = ("refusal", "audio", "annotations", "function_call")  # clients send these back as they got them: empty
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_SPACE = " \t\n\r"
+_JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # outside of strings
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a request as chat templates expect them.
+
+    The role developer becomes system, parts of text are joined without a separator, and the arguments of calls, which
+    are JSON in a string on the wire, become objects. Roles that OpenAI does not have are left to the template.
+
+    Raises:
+        InputError: a message that is not valid or not supported; the text names the field.
+    """
+    if not messages:
+        raise InputError("messages must have at least one message")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    given = _object(message, where, ("role", "content", "name", "tool_calls", "tool_call_id", *RETURNED))
+    for key in RETURNED:
+        if given.get(key):
+            raise InputError(f"{where}.{key} is not supported: leave it out")
+    role = _string(given.get("role"), f"{where}.role")
+    if role == "function":
+        raise InputError(f'{where}.role is function, which is deprecated: use the role "tool"')
+    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    for key, only in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if given.get(key) and role != only:
+            raise InputError(f"{where}.{key} needs the role {only}; the role is {shown(role)}")
+    calls = given.get("tool_calls") or []
+    lacks_text = given.get("content") is None and bool(calls)
+    read["content"] = "" if lacks_text else _content(given.get("content"), f"{where}.content")
+    if given.get("name") is not None:
+        read["name"] = _string(given["name"], f"{where}.name")
+    if calls:
+        calls = _list(calls, f"{where}.tool_calls")
+        read["tool_calls"] = [_past_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    if role == "tool":
+        read["tool_call_id"] = _string(given.get("tool_call_id"), f"{where}.tool_call_id")
+    return read
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse(where, "a string or a list of parts (null only with tool_calls)", content)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind != "text":
+            raise InputError(f"{where}[{i}] has the type {bare(kind)}: only text is supported")
+        _typed(part, f"{where}[{i}]", "text", ("text",))
+        texts.append(_string(part["text"], f"{where}[{i}].text"))
+    return "".join(texts)
+
+
+def _past_call(call: Any, where: str) -> dict[str, Any]:
+    given = _typed(call, where, "function", ("function",), ("id", "index"))
+    inner = _object(given["function"], f"{where}.function", ("name", "arguments"))
+    name = _string(inner.get("name"), f"{where}.function.name")
+    text = _string(inner.get("arguments"), f"{where}.function.arguments")
+    try:
+        arguments = parse_json(text)
+    except InputError as error:
+        raise InputError(f"{where}.function.arguments: {error}") from error
+    if not isinstance(arguments, dict):
+        _refuse(f"{where}.function.arguments", "the JSON of an object", arguments)
+    function = {"name": name, "arguments": arguments}
+    return {"id": _string(given.get("id"), f"{where}.id"), "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request, and what the model may do with them.
+
+    Attributes:
+        for_template: the tools for `Tokenizer.render_chat`; None if the choice is none.
+        names: the functions that may be called.
+        forced: True if the answer must be a call.
+        named: True if the request names the one function that must be called.
+        most_calls: the number of calls after which further ones are dropped; None for no limit.
+    """
+
+    for_template: list[dict[str, Any]] | None
+    names: tuple[str, ...]
+    forced: bool
+    named: bool
+    most_calls: int | None
+    _parameters: Mapping[str, dict[str, Any] | None] = field(repr=False)  # of the functions in `names`
+
+    @classmethod
+    def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> Tools | None:
+        """Read the three fields of a request, each None if absent; without tools, return None.
+
+        Raises:
+            InputError: a field that is not valid or not supported; the text names it.
+        """
+        if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
+            _refuse("parallel_tool_calls", "true or false", parallel_tool_calls)
+        if tools is None:
+            if tool_choice not in (None, "none"):
+                raise InputError(f"tool_choice needs tools, got tool_choice {shown(tool_choice)} without tools")
+            return None
+        functions: dict[str, dict[str, Any]] = {}
+        for i, tool in enumerate(_list(tools, "tools")):
+            function = _function(tool, f"tools[{i}]")
+            if functions.setdefault(function["name"], function) is not function:
+                raise InputError(f"tools[{i}].function.name is {function['name']}, as in an earlier tool: rename it")
+        mode, names = _choice(tool_choice, functions)
+        return cls(
+            None if mode == "none" else [{"type": "function", "function": part} for part in functions.values()],
+            names,
+            forced=mode in ("required", "named"),
+            named=mode == "named",
+            most_calls=1 if mode == "named" or parallel_tool_calls is False else None,
+            _parameters={name: functions[name].get("parameters") for name in names},
+        )
+
+    @property
+    def parses(self) -> bool:
+        """True if the answer may have calls."""
+        return self.for_template is not None
+
+    @property
+    def key(self) -> tuple[int | None, str] | None:
+        """What the automaton depends on, apart from the vocabulary; None if there is no automaton.
+
+        The order of an object's keys is part of it, because arguments come in the order of the schema.
+        """
+        return (self.most_calls, json.dumps(self._parameters)) if self.forced else None
+
+    def automaton(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenAutomaton | None:
+        """Return the automaton of the calls that are forced, None if none are.
+
+        It has one call, or one and more if there is no limit.
+
+        Raises:
+            InputError: parameters that the grammar does not support, or that are too large.
+        """
+        if not self.forced:
+            return None
+        functions = choice(
+            sequence(f'"{name}", "arguments": ', _arguments(name, schema)) for name, schema in self._parameters.items()
+        )
+        call = sequence(f'{OPENING}\n{{"name": ', functions, f"}}\n{CLOSING}")
+        calls = Repeat(call, 1, self.most_calls, Text(b"\n"))
+        return TokenAutomaton.from_expression(
+            calls, tokenizer, name="the grammar of the tool calls", vocab_size=vocab_size
+        )
+
+
+def _function(tool: Any, where: str) -> dict[str, Any]:
+    """Return the function for the template: name, description and parameters, in HF's order, without null."""
+    given = _typed(tool, where, "function", ("function",))["function"]
+    where = f"{where}.function"
+    given = _object(given, where, ("name", "description", "parameters", "strict"))
+    name, parameters = given.get("name"), given.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        _refuse(f"{where}.name", "1 to 64 of the characters a-z, A-Z, 0-9, _ and -", name)
+    if given.get("description") is not None:
+        _string(given["description"], f"{where}.description")
+    if not isinstance(given.get("strict"), bool | None):
+        _refuse(f"{where}.strict", "true or false", given["strict"])
+    if parameters is not None and not isinstance(parameters, dict):
+        _refuse(f"{where}.parameters", "a JSON schema, which is an object", parameters)
+    if parameters and parameters.get("type", "object") != "object":
+        _refuse(f"{where}.parameters.type", "'object'", parameters["type"])
+    if parameters:
+        try:
+            plain(parameters)  # so that neither the template nor the grammar meets what JSON cannot have
+        except InputError as error:
+            raise InputError(f"{where}.parameters: {error}") from error
+    return {key: given[key] for key in ("name", "description", "parameters") if given.get(key) is not None}
+
+
+def _choice(value: Any, functions: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """Return auto, none, required or named, and the functions that may be called."""
+    if value is None or (isinstance(value, str) and value in ("auto", "none", "required")):
+        return value or "auto", () if value == "none" else tuple(functions)
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "function":
+        return "named", (_chosen(value, "tool_choice", functions),)
+    if kind != "allowed_tools":
+        _refuse("tool_choice", "'auto', 'none', 'required' or an object of the type function or allowed_tools", value)
+    where = "tool_choice.allowed_tools"
+    inner = _typed(value, "tool_choice", "allowed_tools", ("allowed_tools",))["allowed_tools"]
+    inner = _object(inner, where, ("mode", "tools"))
+    if inner.get("mode") not in ("auto", "required"):
+        _refuse(f"{where}.mode", "'auto' or 'required'", inner.get("mode"))
+    tools = enumerate(_list(inner.get("tools"), f"{where}.tools"))
+    allowed = {_chosen(tool, f"{where}.tools[{i}]", functions) for i, tool in tools}
+    return inner["mode"], tuple(name for name in functions if name in allowed)
+
+
+def _chosen(tool: Any, where: str, functions: Mapping[str, Any]) -> str:
+    inner = _typed(tool, where, "function", ("function",))["function"]
+    name = _string(_object(inner, f"{where}.function", ("name",)).get("name"), f"{where}.function.name")
+    if name not in functions:
+        raise InputError(f"{where}.function.name is {shown(name)}, which is not one of the tools")
+    return name
+
+
+def _arguments(name: str, parameters: dict[str, Any] | None) -> Expression:
+    """Return the expression of a function's arguments; without a schema there are none."""
+    if parameters is None:
+        return Text(b"{}")
+    decided = any(key in COMPANIONS for key in parameters)
+    schema = parameters if decided else {"type": "object", **parameters}
+    try:
+        return read_schema(schema, name=f"{name}.parameters")
+    except InputError as error:
+        raise InputError(f"the tool {name}: {error}") from error
+
+
+class Call(NamedTuple):
+    """A call of a function; `arguments` is the JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+class CallParser:
+    r"""Parser of generated text that arrives in pieces; where it is cut has no effect on what it finds.
+
+    The JSON of a call may contain the tags in its strings. What turns out not to be a call, tags included, is content
+    and never an error: JSON that is not valid, or that lacks the name of one of the functions `names` (None for any) or
+    has arguments that are not an object. Without arguments a call has `{}`. Calls after the first `most_calls` are
+    dropped.
+
+    Whitespace before a call is dropped, and so is whitespace at the end of a text with calls.
+
+        >>> parser = CallParser({"f"}, None)
+        >>> parser.put('Yes.\n<tool_call>\n{"name": "f", "arguments": {"x"')
+        ('Yes.', [])
+        >>> parser.put(": 1}}\n</tool_call>")
+        ('', [Call(name='f', arguments='{"x": 1}')])
+        >>> parser.end()
+        ('', [])
+    """
+
+    def __init__(self, names: Collection[str] | None, most_calls: int | None):
+        self._names, self._most, self._found = names, most_calls, 0
+        self._held: list[str] = []  # characters of what may be a call, and the whitespace before it
+        self._place = "opening"  # also for plain text, in which no character of the tag has matched
+        self._matched = 0  # characters of the opening or closing tag
+        self._depth = 0  # objects and lists that are open
+
+    def put(self, text: str) -> tuple[str, list[Call]]:
+        """Read more text; return the content and the calls that are certain now and were not before."""
+        content: list[str] = []
+        calls: list[Call] = []
+        for char in text:
+            self._put(char, content, calls)
+        return "".join(content), calls
+
+    def end(self) -> tuple[str, list[Call]]:
+        """Return what was held back; a call that only lacks the closing tag counts as a call."""
+        content: list[str] = []
+        calls: list[Call] = []
+        if self._place == "closing":
+            self._close(content, calls)
+        elif not (self._found and "".join(self._held).isspace()):
+            content += self._held
+        return "".join(content), calls
+
+    def _put(self, char: str, content: list[str], calls: list[Call]) -> None:
+        if self._reads(char):
+            self._held.append(char)
+            if self._place == "closing" and self._matched == len(CLOSING):
+                self._close(content, calls)
+        elif self._place == "opening" and not self._matched:
+            content += [*self._held, char]
+            self._held = []
+        else:  # not a call; a tag may begin here, or with the "<" that could have been that of the closing tag
+            again = "<" if self._place == "closing" and self._matched == 1 else ""
+            text = "".join(self._held).removesuffix(again)
+            content.append(text.rstrip(_SPACE))
+            self._held = [text[len(content[-1]) :]]
+            self._place, self._matched = "opening", 0
+            for next_char in again + char:
+                self._put(next_char, content, calls)
+
+    def _reads(self, char: str) -> bool:
+        """Move on by one character; return False if it cannot be part of a call or of the whitespace before it."""
+        place = self._place
+        if place in ("string", "escape"):
+            if place == "escape" or char not in '"\\':
+                self._place = "string"
+            else:
+                self._place = "json" if char == '"' else "escape"
+            return char >= " "
+        if place == "json":
+            self._depth += (char in "{[") - (char in "}]")
+            if char == '"':
+                self._place = "string"
+            elif not self._depth:
+                self._place, self._matched = "closing", 0
+            return char in _JSON
+        if place == "body":
+            if char == "{":
+                self._place, self._depth = "json", 1
+            return char in _SPACE or char == "{"
+        if char in _SPACE:
+            return not self._matched
+        tag = OPENING if place == "opening" else CLOSING
+        if char != tag[self._matched]:
+            return False
+        self._matched += 1
+        if self._matched == len(OPENING) and place == "opening":
+            self._place = "body"
+        return True
+
+    def _close(self, content: list[str], calls: list[Call]) -> None:
+        """Decide about a tag whose JSON is complete."""
+        text = "".join(self._held)
+        call = self._call(text.lstrip(_SPACE)[len(OPENING) : -self._matched or None])
+        if call is None:
+            content.append(text)
+        else:
+            self._found += 1
+            calls += [call] if self._most is None or self._found <= self._most else []
+        self._held, self._place, self._matched = [], "opening", 0
+
+    def _call(self, text: str) -> Call | None:
+        try:
+            value = parse_json(text)
+        except InputError:
+            return None
+        name, arguments = value.get("name"), value.get("arguments", {})  # the text begins with a brace
+        known = isinstance(name, str) and (self._names is None or name in self._names)
+        return Call(name, json.dumps(arguments, ensure_ascii=False)) if known and isinstance(arguments, dict) else None
+
+
+def _refuse(where: str, wanted: str, value: Any) -> NoReturn:
+    raise InputError(f"{where} must be {wanted}, got {shown(value)}")
+
+
+def _string(value: Any, where: str) -> str:
+    return value if isinstance(value, str) else _refuse(where, "a string", value)
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    return value if isinstance(value, list) and value else _refuse(where, "a list that is not empty", value)
+
+
+def _object(value: Any, where: str, keys: Collection[str]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        _refuse(where, "an object", value)
+    unknown = next((key for key in value if key not in keys), None)
+    if unknown is not None:
+        raise InputError(f"{where} has the key {shown(unknown)}, which is not supported: leave it out")
+    return value
+
+
+def _typed(
+    value: Any, where: str, kind: str, required: Sequence[str], optional: Sequence[str] = ()
+) -> Mapping[str, Any]:
+    """Return an object with a type and further keys."""
+    if isinstance(value, Mapping) and value.get("type") != kind:
+        _refuse(f"{where}.type", shown(kind), value.get("type"))
+    given = _object(value, where, ("type", *required, *optional))
+    for key in required:
+        if key not in given:
+            raise InputError(f"{where} must have the key {key!r}")
+    return given

@@ -1,0 +1,84 @@
+"""A service in a thread of the test, with a small random model whose text is any bytes."""
+
+import contextlib
+import dataclasses
+import socket
+import threading
+
+import jax
+import uvicorn
+
+from jaxgen import GenerationConfig
+from jaxgen.engine.engine import Engine
+from jaxgen.serving.app import Service
+from jaxgen.serving.limits import Limits
+from jaxgen.serving.reading import Reader
+from jaxgen.text.tokenizer import Tokenizer
+from tests.support.models import model_config, random_params
+from tests.support.tokenizers import byte_level
+
+# As Qwen2.5's template writes tools and their calls.
+TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endif %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+MODEL = model_config(vocab_size=320, hidden_size=32)
+WIDTH, NEW = 400, 120
+KEY = "secret"
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A service that answers at `url`."""
+
+    url: str
+    engine: Engine
+    service: Service
+    tokenizer: Tokenizer
+    cfg: GenerationConfig
+    params: dict
+
+
+@contextlib.contextmanager
+def running(dtype: str = "float32", *, slots: int = 4, keys=(), limits: Limits | None = None, **engine):
+    tokenizer = byte_level(chat_template=TEMPLATE)
+    model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
+    params = random_params(model, scale=0.3)
+    cfg = GenerationConfig(
+        model=model,
+        max_new_tokens=NEW,
+        pad_token_id=0,
+        eos_token_id=tokenizer.eos_token_id,
+        do_sample=True,
+        top_k=0,
+        output_logprobs="logits",
+        top_logprobs=5,
+    )
+    sizes = {"slots": slots, "prompt_width": WIDTH, "stop_in_prompt": False, "id_entries": 320, "grammar_states": 4096}
+    with Engine(params, cfg, jax.random.key(0), tokenizer=tokenizer, **sizes | engine) as made:
+        made.warmup()
+        reader = Reader(cfg, tokenizer, WIDTH, WIDTH, 320)
+        service = Service(made, reader, params, "tiny", fingerprint="fp_1", keys=keys, limits=limits)
+        with answering(service) as url:
+            yield Running(url, made, service, tokenizer, cfg, params)
+
+
+@contextlib.contextmanager
+def answering(service: Service):
+    """Serve in a thread; yields the address."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", ws="none"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
