@@ -44,6 +44,7 @@ from jaxgen.cli import arguments
 
 BUNDLED = ROOT / "jaxgen" / "demo"
 ADDRESS = "address"
+LIKE_SERVER = "generate_many with the server's options"
 # The packages whose versions the table names.
 KINDS = {"jaxgen": ("jax",), "transformers": ("transformers", "torch"), "llama_cpp": ("llama-cpp-python",)}
 _VERSIONS = "import sys; from importlib.metadata import version; print(*(f'{x} {version(x)}' for x in sys.argv[1:]))"
@@ -128,12 +129,13 @@ def alone(args: argparse.Namespace) -> Loads:
     """Measure `generate_many` and jaxgen's server, unstreamed and streamed, in turn, with the same prompts."""
     tokenizer = Tokenizer.from_pretrained(args.model)
     [server], [clients] = args.servers, args.clients
-    found: Loads = {(name, clients): [] for name in ("generate_many", server.text, f"{server.text}, streamed")}
+    names = ("generate_many", LIKE_SERVER, server.text, f"{server.text}, streamed")
+    found: Loads = {(name, clients): [] for name in names}
     for turn in range(args.rounds):
         prompts = texts(tokenizer, clients + (args.requests or 2000), args.width, seed=(turn, clients))
         for name, loads in found.items():
-            if name[0] == "generate_many":
-                loads.append(_in_process(args, prompts, clients))
+            if name[0] in ("generate_many", LIKE_SERVER):
+                loads.append(_in_process(args, prompts, clients, name[0]))
                 continue
             with running(server, args) as address:
                 streamed = name[0] != server.text
@@ -328,9 +330,9 @@ def _stop(process: subprocess.Popen) -> None:
             process.wait(_STOPPING)
 
 
-def _in_process(args: argparse.Namespace, prompts: list[str], clients: int) -> Load:
+def _in_process(args: argparse.Namespace, prompts: list[str], clients: int, name: str) -> Load:
     """Measure `generate_many` in a new process, which answers the first `clients` prompts to warm up."""
-    request = {"model": str(args.model), "prompts": prompts, "warm": clients}
+    request = {"model": str(args.model), "prompts": prompts, "warm": clients, "like_server": name == LIKE_SERVER}
     request |= {"tokens": args.tokens, "engine": {"slots": args.slots, "prompt_width": _room(args)}}
     command = [sys.executable, "-c", "from benchmarks import serving; serving.many()"]
     settings = {"PYTHONPATH": str(ROOT)}
@@ -338,22 +340,27 @@ def _in_process(args: argparse.Namespace, prompts: list[str], clients: int) -> L
         command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, env=os.environ | settings
     )
     if done.returncode:
-        raise Failed(f"generate_many ended with status {done.returncode}; its messages are above")
+        raise Failed(f"{name} ended with status {done.returncode}; its messages are above")
     found = json.loads(done.stdout)
-    print(f"generate_many: {len(found['answers'])} answers in {found['seconds']:.1f} s", file=sys.stderr)
+    print(f"{name}: {len(found['answers'])} answers in {found['seconds']:.1f} s", file=sys.stderr)
     return Load([Answer(**answer) for answer in found["answers"]], found["seconds"])
 
 
 def many() -> None:
     """Answer the prompts of a request on standard input with `generate_many`; write tokens, errors and seconds."""
     request = json.load(sys.stdin)
-    params, cfg = load_hf(request["model"])
-    cfg = GenerationConfig(model=cfg.model, max_new_tokens=request["tokens"], pad_token_id=0)
+    params, loaded = load_hf(request["model"])
+    cfg, key = GenerationConfig(model=loaded.model, max_new_tokens=request["tokens"], pad_token_id=0), None
+    if request[
+        "like_server"
+    ]:  # its program can draw tokens and has log-probabilities, whether a request wants them or not
+        cfg = loaded.replace(do_sample=True, max_new_tokens=request["tokens"], eos_token_id=None)
+        cfg, key = cfg.replace(output_logprobs="logits", top_logprobs=20), jax.random.key(0)
     tokenizer = Tokenizer.from_pretrained(request["model"])
 
     def answers(prompts: list[str]) -> list[dict[str, Any]]:
-        inputs = ({"text": prompt} for prompt in prompts)
-        done = generate_many(params, inputs, None, cfg, tokenizer=tokenizer, **request["engine"])
+        inputs = ({"text": prompt, "do_sample": False} for prompt in prompts)
+        done = generate_many(params, inputs, key, cfg, tokenizer=tokenizer, **request["engine"])
         return [{"error": str(one.error)} if one.error else {"tokens": len(one.tokens), "first": None} for one in done]
 
     answers(request["prompts"][: request["warm"]])

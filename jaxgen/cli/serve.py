@@ -45,7 +45,6 @@ def serve(options: argparse.Namespace) -> None:
 
         from jaxgen.serving.app import Service
         from jaxgen.serving.limits import Limits
-        from jaxgen.serving.reading import Reader
     except ModuleNotFoundError as error:
         raise InputError(f'{error.name} is missing: pip install "jaxgen[serve]"') from error
     with _listening(options.host, options.port) as listener:
@@ -76,12 +75,10 @@ def serve(options: argparse.Namespace) -> None:
         )
         with engine:
             engine.warmup()
-            reader = Reader(cfg, tokenizer, width, context, _ID_ENTRIES)
             name = options.name or (_BUNDLED if options.model is None else Path(options.model).name or options.model)
             weights = f"{fingerprint(source)} {options.dtype} {options.quantize} {jaxgen.__version__}"
             service = Service(
                 engine,
-                reader,
                 params,
                 name,
                 fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",

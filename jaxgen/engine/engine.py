@@ -71,6 +71,9 @@ class Engine:
             all slots need less; 0 for none, as always with a hook.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
+    Attributes:
+        cfg, tokenizer, slots, prompt_width, id_entries: the arguments.
+
     Raises:
         InputError, ConfigError, TypeError: as `generate`; an option that an engine cannot have.
     """
@@ -101,7 +104,8 @@ class Engine:
         _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
         _check_sizes(id_entries=id_entries)
         self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries)
-        self._tokenizer, self._most_waiting, self._slots = tokenizer, most_waiting, slots
+        self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
+        self.prompt_width, self.id_entries, self._most_waiting = prompt_width, id_entries, most_waiting
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
@@ -148,11 +152,6 @@ class Engine:
         """True while prompts can be submitted."""
         return self._is_open
 
-    @property
-    def slots(self) -> int:
-        """The number of sequences that are decoded at a time."""
-        return self._slots
-
     def submit(
         self,
         prompt: Any,
@@ -185,7 +184,7 @@ class Engine:
 
     def _reading(self, on_event: Callable[[Event], object]) -> Callable[[News], object]:
         """Return a listener that passes on events."""
-        reader = EventReader(self._tokenizer)
+        reader = EventReader(self.tokenizer)
         return lambda news: on_event(reader.read(news))
 
     def follow(self, prompt: dict[str, Any], listener: Callable[[News], object] | None, timeout) -> Handle:
@@ -202,7 +201,7 @@ class Engine:
         if read.options["do_sample"] and read.key is None and not self._has_key:
             raise InputError("the prompt needs random numbers and the engine has no key: pass Engine(..., key=)")
         flight = Flight(read, None, self._automata(read))
-        handle = flight.owner = Handle(read, self._tokenizer, listener, lambda: self._give_up(flight))
+        handle = flight.owner = Handle(read, self.tokenizer, listener, lambda: self._give_up(flight))
         with self._changed:
             self._check_open()
             if not self._changed.wait_for(lambda: not self._is_full or not self._is_open, timeout):
@@ -222,8 +221,8 @@ class Engine:
         automata: dict[str, tuple[Any, Any]] = {}
         if prompt.grammar is not None:
             automata["allowed"] = id(prompt.grammar), prompt.grammar
-        if prompt.stop_strings is not None and self._tokenizer is not None:
-            stops = StopAutomaton.of(prompt.stop_strings, self._tokenizer, self._form.cfg.model.vocab_size)
+        if prompt.stop_strings is not None and self.tokenizer is not None:
+            stops = StopAutomaton.of(prompt.stop_strings, self.tokenizer, self._form.cfg.model.vocab_size)
             automata["stop_strings"] = frozenset(prompt.stop_strings), stops
         for name, (_, automaton) in automata.items():
             self._tables[name].fits(automaton)

@@ -327,9 +327,9 @@ def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
     value = np.asarray(value, off.dtype)
     if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
         # A table is rounded up; only its entries have to fit.
-        used = np.argwhere(value != -1).max(axis=0, initial=-1) + 1
+        used = np.argwhere(value != off.flat[0]).max(axis=0, initial=-1) + 1
         if any(used > off.shape):
-            raise ConfigError(f"{name} has {list(used)} entries, and an engine's tables have {list(off.shape)}")
+            raise ConfigError(f"{name} has {used.tolist()} entries, and an engine's tables have {list(off.shape)}")
         value = value[tuple(map(slice, used))]
     leaf = np.array(off)
     leaf[tuple(map(slice, value.shape))] = value

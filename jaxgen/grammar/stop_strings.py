@@ -81,7 +81,8 @@ class StopStrings:
         vocabulary = _vocabulary(tokenizer, vocab_size)
         empty = np.zeros((0, 256), np.int32), np.zeros(0, bool)
         tables = _tables(strings, vocabulary.text, *empty, capacity)
-        return cls(text=jnp.asarray(vocabulary.text), offsets=jnp.asarray(vocabulary.offsets), **tables)
+        vocab = {"text": jnp.asarray(vocabulary.text), "offsets": jnp.asarray(vocabulary.offsets)}
+        return cls(**vocab, **tables)  # pyright: ignore[reportArgumentType]
 
     def add(self, strings: Strings) -> tuple[StopStrings, jax.Array]:
         """Return the tables with further strings, and their first states: int32[], or int32[B] with one set per prompt.
@@ -110,7 +111,7 @@ class StopStrings:
             goto[own], found[own] = part.goto + first, part.found
         longest = max((part.longest for part in parts.values()), default=0)
         arrays = map(jnp.asarray, (vocabulary.text, vocabulary.offsets, goto, found, np.int32(longest), np.int32(0)))
-        return cls(*arrays)
+        return cls(*arrays)  # pyright: ignore[reportArgumentType]
 
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
         """Return the states int32[rows] after the prompts.

@@ -25,7 +25,7 @@ import jaxgen
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import News
-from jaxgen.errors import shown
+from jaxgen.errors import InputError, shown
 from jaxgen.scoring import score
 from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
@@ -56,10 +56,10 @@ class Service:
     """Answers requests with an engine.
 
     Args:
-        engine: for the model, compiled.
-        reader: reads requests for it.
+        engine: for the model, with a tokenizer, `output_logprobs`, and preferably `stop_in_prompt=False`.
         params: the parameters, to score prompts.
         name: by which requests name the model.
+        context: the most tokens of a prompt and its answer together; by default the model's context.
         fingerprint: identifies the weights and their form.
         keys: of clients; without any, no key is asked for.
         limits: what it takes.
@@ -68,18 +68,23 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        reader: Reader,
         params: Any,
         name: str,
         *,
+        context: int | None = None,
         fingerprint: str = "",
         keys: Sequence[str] = (),
         limits: Limits | None = None,
     ):
-        self._engine, self._reader, self._params, self._name = engine, reader, params, name
+        cfg, tokenizer = engine.cfg, engine.tokenizer
+        if tokenizer is None or cfg.output_logprobs is None:
+            raise InputError("a service needs an engine with a tokenizer and output_logprobs: set both")
+        context = context or cfg.model.context_length or engine.prompt_width + int(cfg.max_new_tokens)  # pyright: ignore
+        self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries)
+        self._engine, self._params, self._name = engine, params, name
         self._fingerprint, self._limits = fingerprint, limits or Limits()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._texts, self._created = TokenTexts(reader.tokenizer), int(time.time())
+        self._texts, self._created = TokenTexts(tokenizer), int(time.time())
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
         self.metrics = Metrics(name, self._gauges)

@@ -63,7 +63,7 @@ class Reader:
         tokenizer: the model's.
         width: the most tokens of a prompt.
         context: the most tokens of a prompt and its answer together.
-        entries: the most entries of a table of ids.
+        entries: the most entries of an option that is a table of ids.
     """
 
     def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer, width: int, context: int, entries: int):
@@ -151,7 +151,7 @@ class Reader:
                 raise ApiError(400, "truncate_prompt_tokens must be at least 1", "truncate_prompt_tokens")
             rows = [row[-request.truncate_prompt_tokens :] for row in rows]
         budgets = [self._budget(len(row), most) for row in rows]
-        options = self._options(request)
+        options = self._options(request, max(budgets))
         if (grammar := self._grammar(request, tools)) is not None:
             options["allowed"] = grammar
         if logprobs is None:
@@ -210,8 +210,8 @@ class Reader:
             raise ApiError(400, f"{name} must be from 0 to {self.cfg.top_logprobs}, got {number}", name)
         return number
 
-    def _options(self, request: Common) -> dict[str, Any]:
-        """Return the options of a request under their names in the engine."""
+    def _options(self, request: Common, most: int) -> dict[str, Any]:
+        """Return the options of a request, of at most `most` new tokens, under their names in the engine."""
         own: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
         if own.get("top_k") == -1:  # vLLM's value for off
             own["top_k"] = 0
@@ -219,6 +219,10 @@ class Reader:
         if request.temperature:
             own["temperature"] = request.temperature
         if request.min_tokens:
+            if request.min_tokens > most:
+                raise ApiError(
+                    400, f"min_tokens={request.min_tokens} is more than the {most} of max_tokens", "min_tokens"
+                )
             own["min_new_tokens"] = request.min_tokens
         if request.n is not None:
             if not 1 <= request.n <= MOST_SEQUENCES:

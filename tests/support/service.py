@@ -12,7 +12,6 @@ from jaxgen import GenerationConfig
 from jaxgen.engine.engine import Engine
 from jaxgen.serving.app import Service
 from jaxgen.serving.limits import Limits
-from jaxgen.serving.reading import Reader
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level
@@ -63,8 +62,7 @@ def running(dtype: str = "float32", *, slots: int = 4, keys=(), limits: Limits |
     sizes = {"slots": slots, "prompt_width": WIDTH, "stop_in_prompt": False, "id_entries": 320, "grammar_states": 4096}
     with Engine(params, cfg, jax.random.key(0), tokenizer=tokenizer, **sizes | engine) as made:
         made.warmup()
-        reader = Reader(cfg, tokenizer, WIDTH, WIDTH, 320)
-        service = Service(made, reader, params, "tiny", fingerprint="fp_1", keys=keys, limits=limits)
+        service = Service(made, params, "tiny", context=WIDTH, fingerprint="fp_1", keys=keys, limits=limits)
         with answering(service) as url:
             yield Running(url, made, service, tokenizer, cfg, params)
 
