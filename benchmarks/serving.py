@@ -68,7 +68,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a client got for one request: an error, or the number of tokens and the seconds until the first."""
+    """The outcome of one request: an error, or the number of tokens and the seconds until the first."""
 
     tokens: int = 0
     first: float | None = None

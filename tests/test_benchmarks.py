@@ -351,7 +351,7 @@ def test_a_greedy_call_visits_little_code():
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Answers with three words, and counts as many tokens as were asked for. Refuses every fourth request."""
+    """Answers with three words, and claims as many tokens as were asked for. Refuses every fourth request."""
 
     protocol_version = "HTTP/1.1"
     requests: list[dict]
