@@ -98,6 +98,7 @@ class Service:
             Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
             Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self._detokenize), methods=["POST"]),
+            Route("/tokenizer_info", self._guarded(self._tokenizer_info), methods=["GET"]),
             *(Route(path, self._health, methods=["GET"]) for path in ("/health", "/v1/health", "/ping")),
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
@@ -305,6 +306,10 @@ class Service:
         self._check_model(asked.model)
         text = await in_thread(self._pool, functools.partial(self._reader.tokenizer.decode, asked.tokens, False))
         return {"prompt": text}
+
+    async def _tokenizer_info(self, _: Request) -> Any:
+        tokenizer = self._reader.tokenizer
+        return tokenizer.special_tokens | {"chat_template": tokenizer.chat_template}
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=200 if self._engine.is_open else 503)
