@@ -45,8 +45,8 @@ from jaxgen.cli import arguments
 BUNDLED = ROOT / "jaxgen" / "demo"
 ADDRESS = "address"
 LIKE_SERVER = "generate_many with the server's options"
-# The packages whose versions the table names.
-KINDS = {"jaxgen": ("jax",), "transformers": ("transformers", "torch"), "llama_cpp": ("llama-cpp-python",)}
+KINDS = ("jaxgen", "transformers", "llama_cpp")
+PACKAGES = {"jaxgen": ("jax",), "transformers": ("transformers", "torch")}  # whose versions the table names
 _VERSIONS = "import sys; from importlib.metadata import version; print(*(f'{x} {version(x)}' for x in sys.argv[1:]))"
 _STARTING, _ANSWERING, _STOPPING = 600, 600, 10  # seconds: the longest start, wait for a request, and stop
 _BLOCK = 256  # tokens in a block of a cache
@@ -196,7 +196,8 @@ class _Received:
 async def _burst(address: str, body: dict[str, Any], prompts: Sequence[str], clients: int) -> list[_Received]:
     """Send all prompts, as many at a time as there are clients."""
     waiting, received = iter(prompts), []
-    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    # A connection for each request: one that the server closes while the next request is sent would be an error.
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     options = {"limits": limits, "timeout": _ANSWERING, "trust_env": False}
     async with httpx.AsyncClient(headers={"accept-encoding": "identity"}, **options) as client:
 
@@ -416,9 +417,13 @@ def _spread(values: list[float], digits: int) -> str:
 def _versions(args: argparse.Namespace) -> list[str]:
     found = []
     for kind in dict.fromkeys(server.kind for server in args.servers if server.kind != ADDRESS):
-        python = sys.executable if kind == "jaxgen" else args.environments / kind / "bin" / "python"
-        done = subprocess.run([python, "-c", _VERSIONS, *KINDS[kind]], capture_output=True, text=True)
-        found.append(f"{kind} with {done.stdout.strip()}" if kind == "jaxgen" else done.stdout.strip())
+        if kind == "llama_cpp":
+            command = [args.environments / kind / "bin" / "llama-server", "--version"]
+        else:
+            python = sys.executable if kind == "jaxgen" else args.environments / kind / "bin" / "python"
+            command = [python, "-c", _VERSIONS, *PACKAGES[kind]]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        found.append(f"{kind} with {done.stdout.partition(chr(10))[0].replace('version: ', 'version ')}")
     return found
 
 

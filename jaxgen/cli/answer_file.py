@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxgen.cli import terminal
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, shown
 
 # Values of a run that change its answers by rounding alone: another value is accepted, with a warning in 16 bits.
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
@@ -107,7 +107,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
         part, begin = _Part(own, prompts), 0
         try:
             _refuse_existing(target)  # again: its writer may have just finished
-            parts = [part, *[_Part(path, prompts) for path in _partials(target) if path != own]]
+            parts = [part, *[other for other in _parts(target, prompts) if other.path != own]]
             _refuse_other_shards(target, parts, shard)
             done = _check_runs([each for each in parts if each.indices], run, prompts, shard)
             stream.truncate(part.end if part.indices else 0)
@@ -131,7 +131,7 @@ def recorded(target: Path) -> Mapping[str, Any]:
             with open(path, "rb") as stream:
                 line = stream.readline()
             if _RUN.fullmatch(line):
-                return json.loads(line)["run"]
+                return _read_json(line, path)["run"]
     return {}
 
 
@@ -143,7 +143,22 @@ def _partial(target: Path, shard: Shard) -> Path:
 def _partials(target: Path) -> list[Path]:
     """Return the partial files, in an order that is the same in all processes."""
     name = re.compile(re.escape(target.name) + r"(\.\d+-of-\d+)?\.partial")
-    return sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name))
+    return sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name) and path.is_file())
+
+
+def _merging(partial: Path) -> Path:
+    """Return the name of the file of answers while it is written."""
+    return partial.with_name(f"{partial.name}.merging")
+
+
+def _read_json(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise InputError(
+            f"{path} is damaged, in the line that begins with {shown(line[:40])}: remove the line, and "
+            "repeat the command"
+        ) from error
 
 
 class _Part:
@@ -166,7 +181,7 @@ class _Part:
         with open(path, "rb") as stream:
             for line in stream:
                 if _RUN.fullmatch(line):
-                    self.runs.append(json.loads(line)["run"])
+                    self.runs.append(_read_json(line, path)["run"])
                 elif (match := _ANSWERS.fullmatch(line)) and self.runs and int(match[1]) < prompts:
                     self.indices.append(int(match[1]))
                     self.offsets.append(self.end)
@@ -175,6 +190,15 @@ class _Part:
                 else:  # torn
                     break
                 self.end += len(line)
+
+
+def _parts(target: Path, prompts: int) -> list[_Part]:
+    """Return the partial files that are there, without those that their writers remove meanwhile."""
+    parts = []
+    for path in _partials(target):
+        with contextlib.suppress(FileNotFoundError):
+            parts.append(_Part(path, prompts))
+    return parts
 
 
 def _refuse_existing(target: Path) -> None:
@@ -212,7 +236,8 @@ def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> 
         with open(part.path, "rb") as stream:
             if not _locked(stream, fcntl.LOCK_SH | fcntl.LOCK_NB):
                 raise InputError(
-                    f"{part.path} is being written by a process with another number of shards: end it, or wait for it"
+                    f"{part.path} is being written by a process with another number of shards, or merged with the "
+                    "others: wait for it, or end it"
                 )
 
 
@@ -261,9 +286,11 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
     Two processes that end at the same time may both find that no prompt is left. The one that merges locks the first
     partial file, and removes it last.
     """
-    merged = own.with_suffix(".merging")
+    merged = _merging(own)
     try:
-        done = _done([_Part(path, prompts) for path in _partials(target)], prompts)
+        done = _done(_parts(target, prompts), prompts)
+        if os.path.lexists(target):  # another process has merged them
+            return
         if left := prompts - sum(done):
             numbers = sorted({index % shards for index in range(prompts) if not done[index]})
             which = ", ".join(str(Shard(number, shards)) for number in numbers)
@@ -274,11 +301,11 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
             _locked(first, fcntl.LOCK_EX)
             if os.path.lexists(target):  # another process has merged them
                 return
-            _write_merged(merged, [_Part(path, prompts) for path in _partials(target)], prompts)
+            _write_merged(merged, _parts(target, prompts), prompts)
             _refuse_existing(target)
             merged.rename(target)
             for path in reversed(_partials(target)):
-                path.with_suffix(".merging").unlink(missing_ok=True)
+                _merging(path).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
     except (OSError, IndexError) as error:
         merged.unlink(missing_ok=True)  # a full disk needs the space
@@ -311,7 +338,8 @@ def _write_merged(merged: Path, parts: Sequence[_Part], prompts: int) -> None:
                     )
                 places[0][index], places[1][index] = number, offset
         for index in range(prompts):
-            answers = json.loads(line(places[0][index], places[1][index]))["answers"]
+            number = places[0][index]
+            answers = _read_json(line(number, places[1][index]), parts[number].path)["answers"]
             stream.writelines((json.dumps(answer, ensure_ascii=False) + "\n").encode() for answer in answers)
         stream.flush()
         os.fsync(stream.fileno())

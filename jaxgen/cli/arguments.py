@@ -129,7 +129,9 @@ def device(text: str) -> tuple[str, int | None]:
 def shard(text: str) -> tuple[int, int]:
     """Read r/R, the number of a shard and how many there are."""
     if not (match := re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be r/R, such as 0/8 for the first of 8 shards")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be r/R, such as 0/8 for the first of 8 shards, of at most 999,999"
+        )
     number, count = int(match[1]), int(match[2])
     if count == 0:
         raise argparse.ArgumentTypeError(f"{text}: there is at least one shard, 0/1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.device import Device, Loop
-from jaxgen.engine.forms import ENTRIES, Form, Prompt
+from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
 from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, News
@@ -23,6 +24,7 @@ from jaxgen.errors import InputError, JaxgenError
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.model.sharding import mesh_of
+from jaxgen.programs import default_device
 from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -103,17 +105,18 @@ class Engine:
         _check_sizes(slots=slots, prompt_width=prompt_width, most_waiting=most_waiting)
         _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
         _check_sizes(id_entries=id_entries)
-        self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries)
         self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
         self.prompt_width, self.id_entries, self._most_waiting = prompt_width, id_entries, most_waiting
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
+        key_impl = str(jax.random.key_impl(key))
+        self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries, key_impl)
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
         if hook is not None:
             prefix_cache_bytes = _without_store(prefix_cache_bytes)
         prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes)
-        of_chunks = {"steps": _STEPS, "key_impl": str(jax.random.key_impl(key)), "stored": prefixes.places}
+        of_chunks = {"steps": _STEPS, "key_impl": key_impl, "stored": prefixes.places}
         loop = Loop.of(self._form, extensions, slots, **of_chunks)
         self._device = Device(params, loop, prefixes.bytes(self._form.full))
         vocab = cfg.model.vocab_size
@@ -128,6 +131,7 @@ class Engine:
         first = Plan(Step.CHUNK, 0, arrivals, self._joint())
         mesh = mesh_of(params)
         self._processes = None
+        params = params if mesh is not None else _on_one_device(params)
         if mesh is not None and mesh.is_multi_process:
             sizes = slots, prompt_width, grammar_states, grammar_classes, stop_states, id_entries, prefixes.places
             arguments = cfg, stop_in_prompt, *sizes
@@ -136,7 +140,8 @@ class Engine:
         self._changed = threading.Condition()
         self._weights = {0: params}
         self._version, self._next_index = 0, 0
-        self._is_open = True
+        self._told: list[Flight] = []  # the prompts of the chunk whose results are being passed on
+        self._is_open, self._has_ended = True, False
         self._paused = self._in_flight = self._warming = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="jaxgen engine", daemon=True)
@@ -195,22 +200,23 @@ class Engine:
         """
         if not self.leads:
             raise InputError(f"prompts are submitted in process 0, and this is process {jax.process_index()}")
-        with self._changed:
-            index = self._next_index
-        read = self._form.read(prompt, index)
+        read = self._form.read(prompt, 0)
         if read.options["do_sample"] and read.key is None and not self._has_key:
             raise InputError("the prompt needs random numbers and the engine has no key: pass Engine(..., key=)")
-        flight = Flight(read, None, self._automata(read))
-        handle = flight.owner = Handle(read, self.tokenizer, listener, lambda: self._give_up(flight))
+        automata = self._automata(read)
         with self._changed:
             self._check_open()
             if not self._changed.wait_for(lambda: not self._is_full or not self._is_open, timeout):
                 raise QueueFull(f"{self._most_waiting} prompts wait, the most that this engine takes: submit it later")
             self._check_open()
-            self._next_index = max(self._next_index, read.index + 1)
+            if "index" not in prompt:
+                read = dataclasses.replace(read, index=self._next_index)
+            self._next_index = max(self._next_index, read.index + 1) % (LARGEST_INDEX + 1)
+            flight = Flight(read, None, automata)
+            flight.owner = Handle(read, self.tokenizer, listener, lambda: self._give_up(flight), self._thread)
             self._schedule.waiting.append(flight)
             self._changed.notify_all()
-        return handle
+        return flight.owner
 
     @property
     def _is_full(self) -> bool:
@@ -228,10 +234,26 @@ class Engine:
             self._tables[name].fits(automaton)
         return automata
 
-    def pause(self) -> None:
-        """Stop after the chunk that runs now, and return when it has ended; rows keep their state."""
+    def pause(self, finish: bool = False) -> None:
+        """Stop after the chunk that runs now, and return when it has ended; rows keep their state.
+
+        Args:
+            finish: first answer the prompts that have been sent to the device. The others wait, so that each answer
+                comes from one version of the weights if `update_params` is called in the pause.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            InputError: called by `on_event`, which the engine waits for.
+        """
+        self._refuse_own_thread("pause")
         with self._changed:
-            self._paused = True
+            self._check_open()
+            if finish:
+                self._schedule.holds = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not (self._schedule.flying or self._paused) or self._has_ended)
+                self._schedule.holds = False
+            self._paused = self._is_open
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._in_flight)
         self._raise_error()
@@ -239,7 +261,7 @@ class Engine:
     def resume(self) -> None:
         """Continue after `pause`."""
         with self._changed:
-            self._paused = False
+            self._paused = self._schedule.holds = False
             self._changed.notify_all()
 
     def update_params(self, params) -> int:
@@ -254,9 +276,12 @@ class Engine:
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
             raise InputError("params have another form than those of the engine: make another engine for them")
+        # Where the present ones are, committed as they are: else another program would be compiled.
+        params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
         with self._changed:
             self._schedule.prefixes.clear()
             self._version += 1
+            self._schedule.version = self._version
             self._weights = {**({} if self.leads else self._weights), self._version: params}
             self._changed.notify_all()
             return self._version
@@ -267,7 +292,9 @@ class Engine:
         Raises:
             InputError: prompts are being answered: call it before the first.
         """
+        self._refuse_own_thread("warmup")
         with self._changed:
+            self._check_open()
             if not self._schedule.idle:
                 raise InputError("warmup needs an engine without prompts: call it before the first")
             self._warming = self.leads
@@ -286,7 +313,7 @@ class Engine:
         With `drain=False` they are given up: their handles raise `EngineClosed`.
         """
         with self._changed:
-            self._is_open, self._paused = False, False
+            self._is_open = self._paused = self._schedule.holds = False
             if not drain:
                 self._abandon(EngineClosed("the engine was closed before this prompt was answered"))
             self._changed.notify_all()
@@ -305,6 +332,10 @@ class Engine:
         if not self._is_open:
             raise EngineClosed("the engine is closed: make another one")
 
+    def _refuse_own_thread(self, name: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise InputError(f"{name} waits for the engine, whose thread calls on_event: call it in another thread")
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
@@ -321,7 +352,7 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         """Drop all prompts; their handles raise the error."""
         schedule = self._schedule
-        flights = [*schedule.waiting, *schedule.flying.values()]
+        flights = [*schedule.waiting, *schedule.flying.values(), *self._told]
         for flight in flights:
             schedule.cancel(flight)
             flight.owner._fail(error)
@@ -335,8 +366,11 @@ class Engine:
             self._lead() if self.leads else self._obey()
         except BaseException as error:
             with self._changed:
-                self._error, self._is_open, self._in_flight, self._warming = error, False, False, False
+                self._error, self._is_open = error, False
                 self._abandon(error)
+        finally:
+            with self._changed:
+                self._in_flight, self._warming, self._has_ended = False, False, True
                 self._changed.notify_all()
 
     def _lead(self) -> None:
@@ -396,12 +430,21 @@ class Engine:
         happened = np.asarray(packed)
         with self._changed:
             entries = list(self._schedule.read(happened))
+            self._told = [entry.flight for entry in entries]
+            self._changed.notify_all()  # for who waits until no prompt is left
         for flight, number, tokens, reason, rest in entries:
             flight.owner.cached_tokens = flight.cached
-            flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, version)
+            flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, (flight.version, version))
             if flight.owner.failure is not None:  # raised by the caller's on_event
                 with self._changed:
                     self._schedule.cancel(flight)
+        self._told = []
+
+
+def _on_one_device(params: Any) -> Any:
+    """Return parameters that are committed to their device; arrays that are there already are not copied."""
+    leaf = jax.tree.leaves(params)[0]
+    return jax.device_put(params, leaf.device if isinstance(leaf, jax.Array) else default_device())
 
 
 def _without_store(prefix_cache_bytes: int | None) -> int:

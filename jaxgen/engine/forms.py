@@ -26,7 +26,7 @@ _FIELDS = ("ids", "text", "index", "n", "key", "allowed")
 _DYNAMIC = "dynamic RoPE"
 _RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 _OF_HOST = ("max_new_tokens", "stop_strings", "num_return_sequences", "output_logprobs", "top_logprobs", "min_length")
-_LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
+LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Form:
     """What prompts may ask for, given the config of the engine: its values are the defaults.
 
     `options` names what prompts may set of the options that may have one value per prompt, None for all. Their tables
-    of ids have `entries` entries.
+    of ids have `entries` entries. `key_impl` is the implementation of random keys; None if prompts have none.
 
     Attributes:
         cfg: the engine's config.
@@ -83,10 +83,11 @@ class Form:
         width: int,
         options: Collection[str] | None = None,
         entries: int = ENTRIES,
+        key_impl: str | None = None,
     ):
         refuse_unavailable(cfg)
         _check(cfg)
-        self.cfg, self.tokenizer, self.width = cfg, tokenizer, width
+        self.cfg, self.tokenizer, self.width, self._key_impl = cfg, tokenizer, width, key_impl
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
         names = _per_prompt() if options is None else _needed(cfg, options)
         self.off = {name: _off_leaf(cfg, name, entries) for name in names}
@@ -130,6 +131,8 @@ class Form:
         cfg = self._own(fields, named)
         ids = self._ids(named)
         sequences = cfg.num_return_sequences
+        if not cfg.on("max_new_tokens"):
+            raise ConfigError("max_new_tokens must be a number: leave it out for that of the engine's config")
         budget = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
         if budget > self.capacity:
             raise ConfigError(
@@ -157,7 +160,7 @@ class Form:
             budget=budget,
             sequences=sequences,
             options=options,
-            key=_key_data(named.get("key"), cfg),
+            key=self._key_data(named.get("key"), cfg),
             grammar=grammar,
             stop_strings=stop_strings,
             logged=cfg.output_logprobs is not None,
@@ -215,6 +218,16 @@ class Form:
         if not isinstance(text, str):
             raise TypeError(f"text must be a string, got {shown(text)}")
         return self.tokenizer.encode(text)
+
+    def _key_data(self, key: Any, cfg: GenerationConfig) -> np.ndarray | None:
+        if key is None:
+            return None
+        if is_array(key) and key.ndim:
+            raise InputError(f"key must be one key, got shape {list(key.shape)}")
+        check_key(key, cfg.replace(do_sample=True), 1)
+        if (impl := str(jax.random.key_impl(key))) != self._key_impl:
+            raise InputError(f"key is of the implementation {impl}, and those of the engine are {self._key_impl}")
+        return np.asarray(jax.random.key_data(key))
 
     def _grammar(self, allowed: Any, cfg: GenerationConfig, budget: int) -> TokenAutomaton | None:
         if allowed is None:
@@ -339,15 +352,6 @@ def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
 def _index(index: Any) -> int:
     if isinstance(index, bool) or not isinstance(index, int | np.integer):
         raise TypeError(f"index must be a whole number, got {shown(index)}")
-    if not 0 <= index <= _LARGEST_INDEX:
-        raise InputError(f"index must be from 0 to {_LARGEST_INDEX}, got {index}")
+    if not 0 <= index <= LARGEST_INDEX:
+        raise InputError(f"index must be from 0 to {LARGEST_INDEX}, got {index}")
     return int(index)
-
-
-def _key_data(key: Any, cfg: GenerationConfig) -> np.ndarray | None:
-    if key is None:
-        return None
-    if is_array(key) and key.ndim:
-        raise InputError(f"key must be one key, got shape {list(key.shape)}")
-    check_key(key, cfg.replace(do_sample=True), 1)
-    return np.asarray(jax.random.key_data(key))

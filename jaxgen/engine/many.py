@@ -107,7 +107,8 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
 def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
     """Return the result of a prompt that cannot be answered."""
     ids = given.get("ids")
-    ids = np.asarray(ids).tolist() if isinstance(ids, list | tuple | np.ndarray) else []
+    ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    ids = list(ids) if isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids) else []
     return Completion(given["index"], 0, ids, [], None, StopReason.NONE, error=str(error))
 
 

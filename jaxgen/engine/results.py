@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stopping import FAILURES, StopReason
 from jaxgen.engine.forms import Prompt
-from jaxgen.errors import JaxgenError
+from jaxgen.errors import InputError, JaxgenError
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -59,7 +60,8 @@ class Completion:
         logprobs: those of the tokens, `[n]` each, and of the most likely ones, `[n, top_logprobs]`; None unless the
             engine's config has `output_logprobs`, or if the prompt sets it to None.
         error: why it failed, or None.
-        versions: the versions of the weights that its tokens come from, in order; see `Engine.update_params`.
+        versions: the versions of the weights that its tokens depend on, in order, the one that was current when its
+            prompt was sent to the device first; see `Engine.update_params`.
         cached_tokens: how many of the prompt's first tokens were in the store of prefixes.
     """
 
@@ -104,12 +106,16 @@ class Handle:
         tokenizer: Tokenizer | None,
         listener: Callable[[News], object] | None,
         cancel: Callable[[], object],
+        thread: threading.Thread | None = None,
     ):
         self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
+        self._thread = thread  # the engine's
         self._sequences = [_Sequence() for _ in range(prompt.sequences)]
         self._events: list[News] = []
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._telling = 0  # calls of the listener that have not returned
+        self._has_ended = False
         self.failure: BaseException | None = None
         self.cached_tokens = 0
 
@@ -126,7 +132,7 @@ class Handle:
     @property
     def done(self) -> bool:
         """True if all of its sequences have ended, or cannot be continued."""
-        return self.failure is not None or all(sequence.reason for sequence in self._sequences)
+        return self.failure is not None or self._has_ended
 
     def cancel(self) -> None:
         """Give up the prompt: its sequences end with `StopReason.CANCELLED`, and keep the tokens that they have."""
@@ -141,7 +147,10 @@ class Handle:
         Raises:
             TimeoutError: they have not ended in time; they continue.
             EngineClosed: the engine was closed before.
+            InputError: called by `on_event` before they have ended, which would wait for itself.
         """
+        if threading.current_thread() is self._thread and not self.done:
+            raise InputError("result waits for the engine, whose thread calls on_event: call it in another thread")
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"prompt {self.index} was not answered in {timeout} seconds: it continues")
@@ -209,20 +218,32 @@ class Handle:
         if self.failure is not None:
             raise self.failure
 
-    def _add(self, number: int, tokens: list[int], reason: StopReason, rest: Any = None, version: int = 0) -> None:
+    def _add(
+        self,
+        number: int,
+        tokens: list[int],
+        reason: StopReason,
+        rest: Any = None,
+        versions: tuple[int, ...] = (0,),
+    ) -> None:
         """Add what happened to a sequence; called by the engine."""
         with self._changed:
             sequence = self._sequences[number]
+            if sequence.reason:  # cancelled meanwhile
+                return
             sequence.tokens += tokens
             sequence.reason = reason
             if rest is not None and rest.shape[1]:
                 sequence.rest.append(rest)
-            if tokens and version not in sequence.versions:
-                sequence.versions.append(version)
+            sequence.versions += dict.fromkeys(v for v in versions if tokens and v not in sequence.versions)
             news = News(number, tokens, reason, None if rest is None else _logprobs([rest], self._prompt))
             self._events.append(news)
-            self._wake()
+            self._telling += 1
         self._tell(news)
+        with self._changed:
+            self._telling -= 1
+            self._has_ended = not self._telling and all(sequence.reason for sequence in self._sequences)
+            self._wake()
 
     def _end(self, reason: StopReason) -> None:
         """End the sequences that have not ended."""
@@ -246,14 +267,15 @@ class Handle:
             return
         try:
             listener(news)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too must not end the engine
             self._listener = None
             self._fail(error)
 
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, event in self._waiters:
-            loop.call_soon_threadsafe(event.set)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed, and nobody waits
+                loop.call_soon_threadsafe(event.set)
 
 
 class EventReader:

@@ -32,8 +32,9 @@ class Flight:
         remaining: how many of its sequences have not ended.
         chunks: the names of its chunks in the store of prefixes; None before they are needed.
         claim: its part in the store; None before it is sent, and when it has been read.
-        cached: how many of its tokens were in the store.
-        begun: how many of them have begun.
+        cached: how many of the prompt's tokens were in the store.
+        begun: how many of its sequences have begun.
+        version: of the weights, when it was sent.
     """
 
     prompt: Prompt
@@ -45,6 +46,7 @@ class Flight:
     claim: Claim | None = None
     cached: int = 0
     begun: int = 0
+    version: int = 0
 
     def __post_init__(self):
         self.remaining = self.prompt.sequences
@@ -96,6 +98,10 @@ class Schedule:
         arrivals: the most prompts that can arrive before a chunk.
         key: the data of the engine's key.
         prefixes: the index of the store of prefixes.
+
+    Attributes:
+        version: of the present weights.
+        holds: prompts that wait are not sent.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class Schedule:
         prefixes: Prefixes,
     ):
         self.form, self.tables, self.places, self.most, self.key = form, tables, places, arrivals, key
-        self.prefixes = prefixes
+        self.prefixes, self.version, self.holds = prefixes, 0, False
         self.waiting: collections.deque[Flight] = collections.deque()
         self.flying: dict[int, Flight] = {}
         self._numbers = itertools.cycle(range(_NUMBERS))
@@ -120,7 +126,7 @@ class Schedule:
     @property
     def idle(self) -> bool:
         """True if there is nothing to do."""
-        return not (self.waiting or self.flying or self._cancelled)
+        return not ((self.waiting and not self.holds) or self.flying or self._cancelled)
 
     @property
     def counts(self) -> Counts:
@@ -147,7 +153,7 @@ class Schedule:
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
         blocked: set[str] = set()  # tables for which an earlier prompt waits
         for flight in list(self.waiting):
-            if len(sent) >= space:
+            if self.holds or len(sent) >= space:
                 break
             if (states := self._enter(flight, blocked)) is not None:
                 sent.append(flight)
@@ -156,7 +162,7 @@ class Schedule:
         for flight in sent:
             self.waiting.remove(flight)
             flight.number = next(number for number in self._numbers if number not in self.flying)
-            self.flying[flight.number] = flight
+            self.flying[flight.number], flight.version = flight, self.version
         self._sent.append(len(sent))
         return self._arrivals(sent, starts, cancelled)
 
@@ -170,7 +176,8 @@ class Schedule:
         for name, table in self.tables.items():
             state = 0
             if name in flight.automata:
-                state = table.enter(*flight.automata[name], may_join=name not in blocked)
+                # Not even one that is in the table: an earlier prompt could wait for ever.
+                state = None if name in blocked else table.enter(*flight.automata[name])
             if state is None:
                 blocked.add(name)
                 for entered in states.keys() & flight.automata.keys():

@@ -121,15 +121,15 @@ class Table:
                 "engine with more, or use fewer or shorter texts"
             )
 
-    def enter(self, key: Hashable, automaton: Any, may_join: bool = True) -> int | None:
+    def enter(self, key: Hashable, automaton: Any) -> int | None:
         """Add a user of an automaton, which joins the table if it is not there; return its first state.
 
-        None if it is not there and may not join, or if there is no space for it now.
+        None if there is no space for it now.
         """
         with self._lock:
             part = self._parts.get(key)
             if part is None:
-                first = self._space(self._kind.states(automaton)) if may_join else None
+                first = self._space(self._kind.states(automaton))
                 if first is None:
                     return None
                 part = self._parts[key] = _Part(automaton, first)

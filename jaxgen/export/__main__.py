@@ -92,6 +92,13 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--engine needs --slots, the number of sequences at a time")
     if options.slots is not None and not options.engine:
         parser.error("--slots is for an engine: add --engine")
+    if options.weights is not None:
+        if options.out is None:
+            parser.error("--weights needs OUT, the file of the programs")
+        if options.weights.absolute() == options.out.absolute():
+            parser.error(f"--weights {options.weights} is OUT too: choose another name")
+        if not options.weights.absolute().parent.is_dir():
+            parser.error(f"--weights {options.weights}: there is no directory {options.weights.absolute().parent}")
     if options.engine and options.batch_size is not None:
         parser.error("--batch-size is for generate: an --engine has --slots")
     return options

@@ -121,7 +121,7 @@ class TestShards:
     def test_complete_files_are_merged_by_any(self, target):
         target.with_name("answers.1-of-2.partial").write_bytes(partial(*range(1, 20, 2)))
         target.with_name("answers.0-of-2.partial").write_bytes(partial(*range(0, 20, 2)))
-        target.with_name("answers.0-of-2.merging").write_bytes(b"of a merge that was killed")
+        target.with_name("answers.0-of-2.partial.merging").write_bytes(b"of a merge that was killed")
         assert write(target, shard=Shard(1, 2)) == 20
         assert target.read_bytes() == WHOLE
         assert files(target) == ["answers"]

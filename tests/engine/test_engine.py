@@ -147,6 +147,25 @@ def test_an_engine_with_fewer_options_says_the_same(engine):
             assert [done.tokens for done in handle.result(60)] == [done.tokens for done in completions]
 
 
+def test_log_probabilities_of_some_prompts(engine):
+    prompts = [{"ids": [50, 60 + n], "index": n, "n": 1 + n % 2} for n in range(12)]
+    expected = [engine.submit(prompt).result(60) for prompt in prompts]
+    without = {"output_logprobs": None}
+    handles = [engine.submit(prompt | (without if n % 3 else {})) for n, prompt in enumerate(prompts)]
+    for number, (handle, completions) in enumerate(zip(handles, expected, strict=True)):
+        if number % 3:
+            assert [done.tokens for done in handle.result(60)] == [done.tokens for done in completions]
+            assert all(done.logprobs is None for done in handle.result())
+            assert all(event.logprobs is None for event in handle)
+        else:
+            assert_same(handle.result(60), completions)
+            for sequence, done in enumerate(completions):
+                parts = [event.logprobs for event in handle if event.sequence == sequence and event.tokens]
+                for name in ("logprobs", "top_logprobs", "top_tokens"):
+                    joined = np.concatenate([getattr(part, name) for part in parts])
+                    np.testing.assert_array_equal(joined, getattr(done.logprobs, name))
+
+
 def test_no_prompt_compiles_anything(engine):
     prompts = [*random_prompts(30, seed=4), *random_prompts(30, seed=5, plain=True)]
     with compilations() as compiled:
@@ -213,6 +232,13 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "suppress_tokens": [320]}, ConfigError, "suppress_tokens has the token 320"),
         ({"ids": [50], "stop_strings": ["a" * 2000]}, InputError, "stop_strings needs 2002 states"),
         ({"ids": [50], "key": 5}, TypeError, "key must be a jax.random.key"),
+        (
+            {"ids": [50], "key": jax.random.key(1, impl="rbg")},
+            InputError,
+            "implementation rbg, and those of the engine",
+        ),
+        ({"ids": [50], "max_new_tokens": None}, ConfigError, "max_new_tokens must be a number"),
+        ({"ids": [50], "output_logprobs": "logits"}, ConfigError, "is not that of the engine's config"),
     ],
 )
 def test_prompts_that_are_refused(engine, prompt, error, words):
@@ -224,9 +250,10 @@ def test_the_error_of_a_prompt_is_its_result():
     cfg = CFG.replace(do_sample=False, output_logprobs=None, top_logprobs=0)
     ends = TokenAutomaton.from_regex("[a-c]", TOK, vocab_size=320)
     banned = {"ids": [51], "allowed": ends, "suppress_tokens": [TOK.encode(c)[0] for c in "abc"]}
-    prompts = [{"ids": [50, 999]}, {"ids": [50, 60]}, banned, [], [70] * 30]
+    prompts = [{"ids": [50, 999]}, {"ids": [50, 60]}, banned, [], [70] * 30, [[1, 2], [3]]]
     done = list(generate_many(PARAMS, prompts, None, cfg, slots=2, prompt_width=WIDTH, ordered=True))
-    assert [completion.index for completion in done] == [0, 1, 2, 3, 4]
+    assert [completion.index for completion in done] == [0, 1, 2, 3, 4, 5]
+    assert "ids must be a list" in done[5].error
     assert "the prompt has the id 999" in done[0].error
     assert done[1].error is None
     assert len(done[1].tokens) > 1
@@ -265,9 +292,12 @@ def test_a_pause_new_weights_and_versions(engine):
     handle = engine.submit(prompt)
     with pytest.raises(TimeoutError, match=r"prompt 3 was not answered in 0\.05 seconds"):
         handle.result(0.05)
-    version = engine.update_params(jax.tree.map(lambda x: x * 1.5, PARAMS))
-    engine.resume()
-    changed = handle.result(60)
+    other = jax.tree.map(lambda x: np.asarray(x * 1.5), PARAMS)
+    with compilations() as compiled:
+        version = engine.update_params(other)
+        engine.resume()
+        changed = handle.result(60)
+    assert compiled == [0]
     assert changed[0].versions == (version,)
     assert changed[0].tokens != before[0].tokens
     with pytest.raises(InputError, match="params do not fit"):
@@ -276,6 +306,123 @@ def test_a_pause_new_weights_and_versions(engine):
     after = engine.submit(prompt).result(60)
     assert_same(after, before)
     assert after[0].versions == (version + 1,)
+    long = engine.submit([50, 60], n=4, max_new_tokens=14, eos_token_id=None)
+    next(iter(long))
+    engine.update_params(PARAMS)
+    # Sequences that enter later read the prompt's keys and values, which come from the earlier weights.
+    assert {done.versions[0] for done in long.result(60)} == {version + 1}
+
+
+def test_a_pause_after_the_prompts_in_flight(engine):
+    version = engine.update_params(PARAMS)
+    handles = [engine.submit([50, 60 + n], n=2, eos_token_id=None) for n in range(30)]
+    next(iter(handles[0]))
+    engine.pause(finish=True)
+    assert engine.update_params(PARAMS) == version + 1
+    engine.resume()
+    versions = [done.versions for handle in handles for done in handle.result(60)]
+    assert set(versions) == {(version,), (version + 1,)}
+    assert versions == sorted(versions)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_callback_that_cancels(engine, own):
+    """What is generated in the same chunk comes too late."""
+    engine.pause()
+    handles = []
+    handles.append(
+        engine.submit([50], n=3, on_event=lambda event: handles[0 if own else 1].cancel(), eos_token_id=None)
+    )
+    handles.append(engine.submit([51], n=2, eos_token_id=None))
+    engine.resume()
+    cancelled = handles[0 if own else 1]
+    assert {done.stop_reason for done in cancelled.result(60)} <= {StopReason.CANCELLED, StopReason.LENGTH}
+    assert [event.stop_reason for event in cancelled].count(StopReason.NONE) <= len(list(cancelled))
+    assert handles[1 if own else 0].result(60)
+
+
+def test_the_last_event_comes_before_the_result(engine):
+    seen = []
+
+    def listen(event) -> None:
+        if event.stop_reason:
+            time.sleep(0.05)
+            seen.append(event)
+
+    engine.submit([50, 60], on_event=listen).result(60)
+    assert len(seen) == 1
+
+    def fail_at_the_end(event) -> None:
+        if event.stop_reason:
+            raise SystemExit("mine")
+
+    with pytest.raises(SystemExit, match="mine"):
+        engine.submit([50, 60], on_event=fail_at_the_end).result(60)
+
+
+def test_callbacks_that_would_wait_for_themselves(engine):
+    errors, handles = [], []
+
+    def wait(event) -> None:
+        for call in (engine.pause, engine.warmup, handles[1].result):
+            with pytest.raises(InputError, match="in another thread") as raised:
+                call()
+            errors.append(raised.value)
+
+    engine.pause()
+    handles.extend([engine.submit([50], on_event=wait, max_new_tokens=1), engine.submit([51], eos_token_id=None)])
+    engine.resume()
+    assert handles[0].result(60)
+    assert len(errors) == 3
+
+
+def test_a_loop_that_was_closed_while_it_waited(engine):
+    async def first(handle):
+        async for event in handle:
+            return event
+
+    engine.pause()
+    handle = engine.submit([50], n=4, eos_token_id=None)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(first(handle))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    waiters = set(handle._waiters)
+    task.cancel()
+    loop.run_until_complete(asyncio.wait([task]))
+    loop.close()
+    handle._waiters |= waiters
+    engine.resume()
+    assert len(handle.result(60)) == 4
+
+
+def test_prompts_without_an_index_get_different_ones(engine):
+    handles = []
+
+    def submit() -> None:
+        handles.extend(engine.submit([50], max_new_tokens=1, timeout=None) for _ in range(20))
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({handle.result(60)[0].index for handle in handles}) == 80
+    engine.submit([50], index=2**32 - 1, max_new_tokens=1).result(60)
+    assert engine.submit([50], max_new_tokens=1).index == 0
+
+
+def test_an_engine_that_is_closed_does_not_wait():
+    small = Engine(PARAMS, CFG, KEY, slots=1, prompt_width=8)
+    handles = [small.submit([50 + n]) for n in range(5)]
+    closing = threading.Thread(target=small.close)
+    closing.start()
+    while small.is_open:
+        time.sleep(0.001)
+    for call in (small.pause, small.warmup):
+        with pytest.raises(EngineClosed):
+            call()
+    closing.join(60)
+    assert all(handle.done for handle in handles)
 
 
 def test_a_queue_that_is_full_and_an_engine_that_is_closed():

@@ -27,20 +27,20 @@ def counting():
 def test_a_row_draws_from_its_own_key_whoever_is_last():
     """tpu-inference, pull request 3401: all rows were seeded again from the last one."""
     with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16) as made:
-        alone = [made.submit([3, 4], index=index).result(60)[0].tokens for index in range(9)]
+        alone = [made.submit([3, 4], index=index).result(300)[0].tokens for index in range(9)]
         assert len(set(map(tuple, alone))) == 9
         for order in (range(9), reversed(range(9)), [4, 4, 4, 4, 8, 4]):
             handles = [made.submit([3, 4], index=index) for index in order]
-            assert [handle.result(60)[0].tokens for handle in handles] == [alone[handle.index] for handle in handles]
+            assert [handle.result(300)[0].tokens for handle in handles] == [alone[handle.index] for handle in handles]
 
 
 def test_padding_is_no_token(counting):
     """The same: tokens that pad a window were counted. A penalty on the pad id would make the count skip it."""
     options = {**PENALTY, "presence_penalty": 50.0, "frequency_penalty": 50.0, "min_length": 3}
-    done = counting.submit([4], **options, max_new_tokens=5).result(60)[0]
+    done = counting.submit([4], **options, max_new_tokens=5).result(300)[0]
     assert done.tokens == [5, 6, 7, 8, 9]
     assert done.ids == [4]
-    short = counting.submit([47], max_new_tokens=12).result(60)[0]
+    short = counting.submit([47], max_new_tokens=12).result(300)[0]
     assert (short.tokens, short.stop_reason) == ([48, 49, 0], StopReason.EOS)
 
 
@@ -54,7 +54,7 @@ def test_a_second_call_loses_nothing(counting):
     first = [counting.submit(prompt, index=5) for prompt in prompts]
     second = [counting.submit(prompt, index=5) for prompt in prompts]
     for one, two, prompt in zip(first, second, prompts, strict=True):
-        assert one.result(60)[0].tokens == two.result(60)[0].tokens == list(range(prompt[0] + 1, prompt[0] + 13))
+        assert one.result(300)[0].tokens == two.result(300)[0].tokens == list(range(prompt[0] + 1, prompt[0] + 13))
 
 
 def test_no_token_is_lost_while_another_one_is_read(counting):
@@ -82,7 +82,7 @@ def test_waiting_for_one_result_takes_no_other(counting):
     found: dict[int, list[int]] = {}
 
     def wait(number: int) -> None:
-        found[number] = handles[number - 1].result(60)[0].tokens
+        found[number] = handles[number - 1].result(300)[0].tokens
 
     threads = [threading.Thread(target=wait, args=(number,)) for number in reversed(range(1, 17))]
     for thread in threads:
@@ -94,12 +94,12 @@ def test_waiting_for_one_result_takes_no_other(counting):
 
 def test_processors_see_the_whole_row(counting):
     """transformers, issues 43457 and 48468: processors that read the history saw one token of it."""
-    banned = counting.submit([3, 4, 5, 9, 3, 4], max_new_tokens=1).result(60)[0]
+    banned = counting.submit([3, 4, 5, 9, 3, 4], max_new_tokens=1).result(300)[0]
     assert banned.tokens != [5]  # no_repeat_ngram_size=3: 3, 4, 5 was in the prompt
-    free = counting.submit([3, 4, 6, 9, 3, 4], max_new_tokens=1).result(60)[0]
+    free = counting.submit([3, 4, 6, 9, 3, 4], max_new_tokens=1).result(300)[0]
     assert free.tokens == [5]
-    penalised = counting.submit([6, 5, 9, 4], max_new_tokens=1, **PENALTY).result(60)[0]
+    penalised = counting.submit([6, 5, 9, 4], max_new_tokens=1, **PENALTY).result(300)[0]
     assert penalised.tokens == [30]
-    words = counting.submit([9], bad_words_ids=[[10, 11, 12]], max_new_tokens=3).result(60)[0]
+    words = counting.submit([9], bad_words_ids=[[10, 11, 12]], max_new_tokens=3).result(300)[0]
     assert words.tokens[:2] == [10, 11]
     assert words.tokens[2] != 12

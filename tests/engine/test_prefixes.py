@@ -38,7 +38,7 @@ def related_prompts(count: int, seed: int) -> list[dict]:
 
 
 def answers(made: Engine, prompts: list[dict]) -> list:
-    return [completion for handle in map(made.submit, prompts) for completion in handle.result(60)]
+    return [completion for handle in map(made.submit, prompts) for completion in handle.result(300)]
 
 
 def check_copies(dtype: str, bytes_of_store: int | None, places: int) -> None:
@@ -120,7 +120,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_nothing_behind():
             handles = [made.submit(prompt) for prompt in prompts]
             kept = [number for number in range(30) if rng.integers(2) or handles[number].cancel()]
             for number in kept:
-                assert_same(handles[number].result(60), [alone[number]])
+                assert_same(handles[number].result(300), [alone[number]])
         made.pause()
         index = made._schedule.prefixes
         made._schedule.arrivals()  # the cancellations that have not been sent

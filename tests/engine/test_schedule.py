@@ -86,10 +86,11 @@ def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
     plan = schedule(places=9, arrivals=9)
     large, other, small = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}"), grammar("z")
     plan.waiting.extend(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None]))
-    assert sent(plan) == [0, 1, 3, 5]  # the small grammar must not overtake the other one for ever
-    ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
-    list(plan.read(packed(0, *ends)))
-    assert sent(plan) == [2, 4]
+    assert sent(plan) == [0, 1, 5]  # no grammar overtakes another one, which could wait for ever
+    for expected in ([2], [3, 4]):
+        ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
+        list(plan.read(packed(0, *ends)))
+        assert sent(plan) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,15 +103,15 @@ def test_which_prompts_turn_on_more_than_the_config(options, unusual):
 
 def test_counts():
     plan = schedule()
-    assert plan.counts == (0, 0, 0)
+    assert plan.counts == (0, 0, 0, 0, 0)
     plan.waiting.extend([flight(plan, 0, n=2), flight(plan, 1)])
     plan.arrivals()
     happened = packed(0, (0, 0, 5, 0), (0, 0, 6, 0), (0, 1, 7, 0), (0, 1, 8, StopReason.EOS), (0, 0, 6, StopReason.EOS))
     happened[0, 2] = 4
     list(plan.read(happened))
-    assert plan.counts == (5, 4, (5 - 2) / 4)
+    assert plan.counts == (5, 4, (5 - 2) / 4, 0, 1)
     plan.arrivals()
     happened = packed(0, (1, 0, 5, 0), (1, 0, 6, 0))
     happened[0, 2] = 5
     list(plan.read(happened))
-    assert plan.counts == (7, 5, (7 - 3) / 5)
+    assert plan.counts == (7, 5, (7 - 3) / 5, 1, 0)

@@ -26,11 +26,10 @@ def test_automata_join_and_leave_while_others_stay():
     table = Table(Grammars(VOCAB, (40, 64)), 40)
     patterns = {name: grammar(name) for name in ("[a-c]{1,8}", "(yes|no)", "[0-9]{2,4}")}
     states = {name: table.enter(name, automaton) for name, automaton in patterns.items()}
-    assert table.enter("(yes|no)", None, may_join=False) == states["(yes|no)"]
+    assert table.enter("(yes|no)", None) == states["(yes|no)"]
     table.leave("(yes|no)")
     assert accepts(table.joint, states["(yes|no)"], "yes")
     table.leave("(yes|no)")
-    assert table.enter("(yes|no)", None, may_join=False) is None
     states["z{1,2}"] = table.enter("z{1,2}", grammar("z{1,2}"))
     for name, yes, no in (("[a-c]{1,8}", "abc", "abd"), ("[0-9]{2,4}", "12", "1"), ("z{1,2}", "zz", "zzz")):
         assert accepts(table.joint, states[name], yes)
