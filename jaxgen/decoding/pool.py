@@ -7,6 +7,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
@@ -21,13 +22,13 @@ from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import where
 
-_TOKENS = 512  # that a pass reads, of all prompts together
-_CHUNK = 128  # the most that it reads of one prompt, unless `prefill_chunk_size` is set
+_TOKENS = 512  # that are read between two steps, of all prompts together
+_CHUNK = 128  # the most that are read of one prompt, unless `prefill_chunk_size` is set
 
 
 @flax.struct.dataclass
 class Pool:
-    """R places for prompts. A pass reads the next chunk of each prompt that has not been read to its end.
+    """R places for prompts, of which passes read the next chunk of each that has not been read to its end.
 
     The number of places and the size of a chunk depend on the prompts' width, `slots`, `prefill_chunk_size` and the
     mesh, so that how a prompt is read does not depend on the other prompts.
@@ -136,23 +137,52 @@ class Pool:
         return pool, queue.drop(jnp.sum(given, dtype=jnp.int32))
 
     def read_chunk(self, run: Run) -> Pool:
-        """Read the next chunk of each prompt."""
-        length = self.inputs.length
-        chunk = chunk_size(run.cfg, self.inputs.mask.shape[1])
-        remaining = length - self.read
+        """Read the next chunk of each prompt that has one.
+
+        One prompt after the other, so that a prompt alone does not wait for empty places; on a mesh, which divides the
+        places, all at once.
+        """
+        if run.mesh is not None:
+            return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))
+
+        def read_next(carry: tuple[Pool, jax.Array]) -> tuple[Pool, jax.Array]:
+            pool, unread = carry
+            place = jnp.argmax(unread)[None].astype(jnp.int32)
+            return pool._read_places(run, place), unread.at[place].set(False)
+
+        carry = self, (self.number != NOBODY) & ~self.ready(run)
+        return lax.while_loop(lambda carry: jnp.any(carry[1]), read_next, carry)[0]
+
+    def _read_places(self, run: Run, places: jax.Array) -> Pool:
+        """Read the next chunk of the prompts in `places int32[n]`."""
+        at = guidance.rows_of_cache(run.cfg, places, self.number.shape[0])
+        inputs, read = jax.tree.map(lambda x: x[at], (self.inputs, self.read))
+        chunk = chunk_size(run.cfg, inputs.mask.shape[1])
+        remaining = inputs.length - read
         last = jnp.clip(remaining - 1, 0, chunk - 1)
+        is_all = run.mesh is not None
+        before = self.cache if is_all else self.cache.select(at)
         with jax.named_scope("prefill"):
-            read = in_one_pass(run, self.inputs.columns(self.read, chunk), self.cache, last)
+            after = in_one_pass(run, inputs.columns(read, chunk), before, last)
         ends = (remaining > 0) & (remaining <= chunk)
-        logits, states = where(ends, (read.logits, read.states), (self.logits, self.states))
+        old = jax.tree.map(lambda x: x[at], (self.logits, self.states))
+        results = jax.tree.map(
+            lambda x, new: x.at[at].set(new), (self.logits, self.states), where(ends, (after.logits, after.states), old)
+        )
         store = self.store
         if store is not None and self.keep is not None:
-            number = jnp.minimum(self.read // chunk, self.keep.shape[1] - 1)
-            keep = jnp.take_along_axis(self.keep, number[:, None], axis=1)[:, 0]
-            is_kept = (remaining > 0) & (number == self.read // chunk) & (self.number != NOBODY)
-            store = copy_to(store, read.cache, number, jnp.where(is_kept, keep, NOWHERE))
-        read_to = jnp.minimum(self.read + chunk, length)
-        return dataclasses.replace(self, read=read_to, logits=logits, states=states, cache=read.cache, store=store)
+            number = jnp.minimum(read // chunk, self.keep.shape[1] - 1)
+            keep = jnp.take_along_axis(self.keep[places], number[:, None], axis=1)[:, 0]
+            is_kept = (remaining > 0) & (number == read // chunk) & (self.number[places] != NOBODY)
+            store = copy_to(store, after.cache, number, jnp.where(is_kept, keep, NOWHERE))
+        return dataclasses.replace(
+            self,
+            read=self.read.at[at].set(jnp.minimum(read + chunk, inputs.length)),
+            logits=results[0],
+            states=results[1],
+            cache=after.cache if is_all else self.cache.insert(after.cache, at),
+            store=store,
+        )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
         """Take the next sequence of the prompt in `place int32[1]`; the last sequence leaves the place empty."""
