@@ -68,7 +68,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
 
 
 def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str):
-    """Let prompts arrive, and take about `steps int32[]` steps, or fewer if nothing is left to do.
+    """Let prompts arrive, and take `steps int32[]` steps, or fewer if nothing is left to do.
 
     The number of waiting prompts and `arrivals` must fit into the queue together.
 
@@ -77,11 +77,11 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
         the beginning, as its first row, and the entries.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
-    last = state.steps + steps
-    state = dataclasses.replace(state, results=state.results.clear(), finished=jnp.zeros((), bool))
+    begun = {"results": state.results.clear(), "last": state.steps + steps, "finished": jnp.zeros((), bool)}
+    state = dataclasses.replace(state, **begun)
 
     def goes_on(state: ContinuousState) -> jax.Array:
-        return ~state.finished & (state.steps < last) & state.results.has_space()
+        return ~state.finished & (state.steps < state.last) & state.results.has_space()
 
     state = lax.while_loop(goes_on, lambda state: mode.step(run, state), state)
     journal = state.results

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.kinds import INT32_MAX
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.needs import Needs
@@ -132,6 +133,7 @@ class ContinuousState:
         results: of the sequences.
         queue: the prompts that wait.
         steps: int32[], the number of steps so far.
+        last: int32[], the number of steps after which the host reads what happened.
         finished: bool[], True when all sequences have ended.
     """
 
@@ -141,6 +143,7 @@ class ContinuousState:
     results: Any
     queue: Queue
     steps: jax.Array
+    last: jax.Array
     finished: jax.Array
 
     @property
@@ -178,6 +181,7 @@ class Continuous(Mode):
             results=None,
             queue=queue,
             steps=jnp.zeros((), jnp.int32),
+            last=jnp.int32(INT32_MAX),
             finished=jnp.zeros((), bool),
         )
 
@@ -235,7 +239,8 @@ class Continuous(Mode):
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:
             step, rows, results = carry
             can_be_filled = (step > 0) & someone_waits & jnp.any(rows.rows.history.done)
-            return ~rows.finished & ~can_be_filled & (step < _STEPS) & results.has_space()
+            in_time = (step < _STEPS) & (state.steps + step < state.last)
+            return ~rows.finished & ~can_be_filled & in_time & results.has_space()
 
         def step(carry: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, Any, Any]:
             step, rows, results = carry

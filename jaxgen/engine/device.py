@@ -36,7 +36,7 @@ class Loop:
         extensions: the caller's functions.
         mode: the decode mode, with rows that leave and enter.
         sizes: the static sizes.
-        steps: about how many steps a chunk takes.
+        steps: the most steps of a chunk.
         key_impl: the implementation of random keys.
         stored: how many chunks of prefixes the store has space for; 0 for no store.
     """
@@ -95,7 +95,7 @@ class Device:
     """
 
     def __init__(self, params: Any, loop: Loop, store_bytes: int = 0):
-        self._loop, self._mesh, self._steps = loop, mesh_of(params), np.int32(loop.steps)
+        self._loop, self._mesh = loop, mesh_of(params)
         self._check_memory(params, store_bytes)
         self._state: Any = None
 
@@ -110,10 +110,10 @@ class Device:
         """Make the state: all slots are free."""
         self._state = _open(self._run(params, tables), arrivals, **self._loop.of_open)
 
-    def step(self, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.Array:
-        """Start a chunk and return what will have happened in it; see `run_chunk`."""
+    def step(self, params: Any, arrivals: Arrivals, tables: dict[str, Any], steps: int) -> jax.Array:
+        """Start a chunk of so many steps and return what will have happened in it; see `run_chunk`."""
         arrivals, run = replicate(arrivals, self._mesh), self._run(params, tables)
-        self._state, packed = _chunk(run, self._state, arrivals, self._steps, **self._loop.of_chunk)
+        self._state, packed = _chunk(run, self._state, arrivals, np.int32(steps), **self._loop.of_chunk)
         return packed
 
     def _run(self, params: Any, tables: dict[str, Any]) -> Run:

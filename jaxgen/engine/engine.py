@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
 from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, News
-from jaxgen.engine.schedule import Counts, Flight, Schedule
+from jaxgen.engine.schedule import Counts, Flight, Pace, Schedule
 from jaxgen.engine.tables import Grammars, Stops, Table
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.generation import extensions_of
@@ -28,7 +29,7 @@ from jaxgen.programs import default_device
 from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
-_STEPS = 8  # of a chunk
+_STEPS = 8  # of a chunk at most
 _PULSE = 1.0  # seconds after which the other processes hear that nothing happens
 
 
@@ -128,7 +129,7 @@ class Engine:
         self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
         arrivals = self._schedule.arrivals()
         self._schedule.forget()
-        first = Plan(Step.CHUNK, 0, arrivals, self._joint())
+        first = Plan(Step.CHUNK, 0, 0, arrivals, self._joint())
         mesh = mesh_of(params)
         self._processes = None
         params = params if mesh is not None else _on_one_device(params)
@@ -139,6 +140,7 @@ class Engine:
         self._device.open(params, arrivals, first.tables)
         self._changed = threading.Condition()
         self._weights = {0: params}
+        self._pace = Pace(_STEPS)
         self._version, self._next_index = 0, 0
         self._told: list[Flight] = []  # the prompts of the chunk whose results are being passed on
         self._is_open, self._has_ended = True, False
@@ -375,7 +377,7 @@ class Engine:
 
     def _lead(self) -> None:
         """Run chunks while there is something to do. Each is started before the one before it is read."""
-        running: tuple[jax.Array, int] | None = None
+        running: tuple[jax.Array, int, float] | None = None
         while running is not None or self._can_start or self._is_open:
             with self._changed:
                 self._in_flight = running is not None
@@ -390,7 +392,8 @@ class Engine:
             if plan is not None:
                 if self._processes is not None:
                     self._processes.send(plan)
-                started = self._start(plan, params), plan.version
+                begun = time.monotonic()
+                started = self._start(plan, params), plan.version, begun
             elif self._processes is not None:
                 self._processes.send_nothing(Step.WAIT)
             if running is not None:
@@ -417,18 +420,19 @@ class Engine:
         return self._warming or not (self._paused or self._schedule.idle)
 
     def _plan(self) -> Plan:
-        return Plan(Step.CHUNK, self._version, self._schedule.arrivals(), self._joint())
+        return Plan(Step.CHUNK, self._version, self._pace.steps, self._schedule.arrivals(), self._joint())
 
     def _start(self, plan: Plan, params: Any) -> jax.Array:
         """Start a chunk, and return what will have happened in it."""
-        packed = self._device.step(params, plan.arrivals, plan.tables)
+        packed = self._device.step(params, plan.arrivals, plan.tables, plan.steps)
         packed.copy_to_host_async()
         return packed
 
-    def _read(self, packed: jax.Array, version: int) -> None:
-        """Pass on what happened in a chunk."""
+    def _read(self, packed: jax.Array, version: int, begun: float) -> None:
+        """Pass on what happened in a chunk, which was started at the time `begun`."""
         happened = np.asarray(packed)
         with self._changed:
+            self._pace.measure(int(happened[0, 2]), begun, time.monotonic())
             entries = list(self._schedule.read(happened))
             self._told = [entry.flight for entry in entries]
             self._changed.notify_all()  # for who waits until no prompt is left

@@ -29,12 +29,14 @@ class Plan(NamedTuple):
     Attributes:
         step: what it is.
         version: of the weights that the chunk uses.
+        steps: the number of steps that it takes.
         arrivals: what the chunk begins with.
         tables: the tables of automata, by name.
     """
 
     step: Step
     version: int
+    steps: int
     arrivals: Arrivals
     tables: dict[str, Any]
 
@@ -62,7 +64,7 @@ class Processes:
         arrivals, tables = plan.arrivals, plan.tables
         arrive = bool((arrivals.number != NOBODY).any() or (arrivals.cancelled >= 0).any())
         change = any(table is not self._tables[name] for name, table in tables.items())
-        _broadcast(np.asarray([plan.step, plan.version, arrive, change], np.int32))
+        _broadcast(np.asarray([plan.step, plan.version, plan.steps, arrive, change], np.int32))
         if arrive:
             _broadcast(arrivals)
         if change:
@@ -75,11 +77,11 @@ class Processes:
 
     def receive(self) -> Plan:
         """Return what process 0 has sent."""
-        step, version, arrive, change = _broadcast(np.zeros(4, np.int32)).tolist()
+        step, version, steps, arrive, change = _broadcast(np.zeros(5, np.int32)).tolist()
         arrivals = _broadcast(self._first.arrivals) if arrive else self._first.arrivals
         if change:
             self._tables = _broadcast(self._tables)
-        return Plan(Step(step), version, arrivals, self._tables)
+        return Plan(Step(step), version, steps, arrivals, self._tables)
 
 
 def _broadcast(tree: Any) -> Any:

@@ -18,6 +18,7 @@ from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
 _NUMBERS = 2**31 - 1
+_SECONDS = 0.1  # of a chunk, about
 
 
 @dataclasses.dataclass(eq=False)
@@ -249,3 +250,26 @@ class Schedule:
         del self.flying[flight.number]
         for name, (key, _) in flight.automata.items():
             self.tables[name].leave(key)
+
+
+class Pace:
+    """Chooses the number of steps of a chunk: as many as take a tenth of a second, at least 1.
+
+    The first token of a prompt is read when its chunk has ended, and what comes meanwhile waits for the next one.
+
+    Attributes:
+        most: the most steps.
+        steps: of the next chunk.
+    """
+
+    def __init__(self, most: int):
+        self.most, self.steps = most, 1
+        self._seconds, self._taken, self._ended = 0.0, 0, 0.0
+
+    def measure(self, taken: int, begun: float, ended: float) -> None:
+        """Count a chunk, after which `taken` steps have been taken in all; it was started and ended at these times."""
+        steps, seconds = taken - self._taken, ended - max(begun, self._ended)
+        self._taken, self._ended = taken, ended
+        if steps > 0:
+            self._seconds = (self._seconds or seconds / steps) / 2 + seconds / steps / 2
+            self.steps = min(max(int(_SECONDS / max(self._seconds, 1e-9)), 1), self.most)

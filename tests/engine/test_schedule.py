@@ -7,7 +7,7 @@ from jaxgen import GenerationConfig, StopReason
 from jaxgen.decoding.queue import NOBODY
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
-from jaxgen.engine.schedule import Flight, Schedule
+from jaxgen.engine.schedule import Flight, Pace, Schedule
 from jaxgen.engine.tables import Grammars, Table
 from tests.engine.test_tables import VOCAB, grammar
 from tests.support.models import model_config
@@ -99,6 +99,21 @@ def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
 )
 def test_which_prompts_turn_on_more_than_the_config(options, unusual):
     assert schedule().form.read({"ids": [5], **options}, 0).unusual == unusual
+
+
+def test_a_chunk_takes_about_a_tenth_of_a_second():
+    pace = Pace(8)
+    assert pace.steps == 1
+    pace.measure(0, 0.0, 60.0)  # compiled, and took no step
+    assert pace.steps == 1
+    for number in range(1, 20):
+        pace.measure(number, 0.0, 60.0 + 0.03 * number)
+    assert pace.steps == 3
+    pace.measure(20, 100.0, 101.0)
+    assert pace.steps == 1
+    for number in range(21, 40):
+        pace.measure(number, 100.0, 101.0 + 0.001 * number)
+    assert pace.steps == 8
 
 
 def test_counts():
