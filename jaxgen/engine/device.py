@@ -17,7 +17,7 @@ from jaxgen.decoding.run import Request, Run, Sizes
 from jaxgen.engine.forms import Form
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
-from jaxgen.programs import Program
+from jaxgen.programs import Program, default_device
 from jaxgen.request.checks import check_slots
 from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import Prepared
@@ -108,7 +108,9 @@ class Device:
 
     def open(self, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> None:
         """Make the state: all slots are free."""
-        self._state = _open(self._run(params, tables), arrivals, **self._loop.of_open)
+        state = _open(self._run(params, tables), arrivals, **self._loop.of_open)
+        # As chunks return it: another program would be compiled for a state that is not committed.
+        self._state = state if self._mesh is not None else committed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals, tables: dict[str, Any], steps: int) -> jax.Array:
         """Start a chunk of so many steps and return what will have happened in it; see `run_chunk`."""
@@ -118,6 +120,12 @@ class Device:
 
     def _run(self, params: Any, tables: dict[str, Any]) -> Run:
         return self._loop.run(params, tables, self._mesh)
+
+
+def committed(tree: Any, like: Any = None) -> Any:
+    """Return arrays that are committed to their device, or to that of `like`; those that are there are not copied."""
+    leaf = jax.tree.leaves(tree if like is None else like)[0]
+    return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 
 
 def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.stages.Traced:

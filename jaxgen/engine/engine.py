@@ -14,7 +14,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
 from jaxgen.decoding.stopping import StopReason
-from jaxgen.engine.device import Device, Loop
+from jaxgen.engine.device import Device, Loop, committed
 from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
@@ -25,7 +25,6 @@ from jaxgen.errors import InputError, JaxgenError
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.model.sharding import mesh_of
-from jaxgen.programs import default_device
 from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -132,7 +131,7 @@ class Engine:
         first = Plan(Step.CHUNK, 0, 0, arrivals, self._joint())
         mesh = mesh_of(params)
         self._processes = None
-        params = params if mesh is not None else _on_one_device(params)
+        params = params if mesh is not None else committed(params)
         if mesh is not None and mesh.is_multi_process:
             sizes = slots, prompt_width, grammar_states, grammar_classes, stop_states, id_entries, prefixes.places
             arguments = cfg, stop_in_prompt, *sizes
@@ -443,12 +442,6 @@ class Engine:
                 with self._changed:
                     self._schedule.cancel(flight)
         self._told = []
-
-
-def _on_one_device(params: Any) -> Any:
-    """Return parameters that are committed to their device; arrays that are there already are not copied."""
-    leaf = jax.tree.leaves(params)[0]
-    return jax.device_put(params, leaf.device if isinstance(leaf, jax.Array) else default_device())
 
 
 def _without_store(prefix_cache_bytes: int | None) -> int:

@@ -78,6 +78,9 @@ def random_prompts(count: int, seed: int, plain: bool = False) -> list[dict]:
 def engine():
     with Engine(PARAMS, CFG, KEY, slots=5, prompt_width=WIDTH, tokenizer=TOK) as made:
         made.warmup()
+        with compilations() as compiled:
+            made.submit([50, 60]).result(60)
+        assert compiled == [0]
         yield made
 
 

@@ -430,39 +430,33 @@ def test_a_client_that_leaves_frees_its_slots(http, service, stream):
     assert complete(http, prompt="A", max_tokens=2)
 
 
-def test_a_full_queue_and_a_time_that_is_over():
-    limits = Limits(seconds=0.5, keep_alive=0.05, body=10_000)
-    with (
-        running(slots=1, most_waiting=1, limits=limits) as service,
-        httpx.Client(base_url=service.url, timeout=60) as http,
-    ):
-        response = http.post("/v1/completions", json={"prompt": ["A"] * 20, "max_tokens": NEW, "ignore_eos": True})
-        assert response.status_code == 429
-        assert response.headers["retry-after"] == "1"
-        assert response.json()["error"]["type"] == "rate_limit_error"
-        until(lambda: service.engine.counts()[3:] == (0, 0))
-        assert http.post("/v1/completions", json={"prompt": "A" * 20_000}).status_code == 413
-        parts = iter([b'{"prompt": "', *[b"A" * 1000] * 20, b'"}'])
-        assert http.post("/v1/completions", content=parts).status_code == 413
-        service.engine.pause()
-        late = http.post("/v1/completions", json={"prompt": "A"})
-        assert late.status_code == 408
-        assert late.headers["x-should-retry"] == "false"
-        with http.stream("POST", "/v1/completions", json={"prompt": "A", "stream": True}) as stream:
-            text = "".join(stream.iter_text())
-        assert text.count(": keep-alive\n\n") >= 3
-        assert '"code":408' in text
-        assert text.endswith("data: [DONE]\n\n")
-        service.engine.resume()
-        until(lambda: service.engine.counts()[3:] == (0, 0))
-
-
-def test_requests_are_answered_before_the_service_ends():
+def test_a_full_queue_a_time_that_is_over_and_the_end():
+    limits = Limits(seconds=3.0, keep_alive=0.2, body=10_000)
+    longest = {"prompt": "A", "max_tokens": NEW, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with running(slots=2) as service:
-            fields = {"prompt": "A", "max_tokens": NEW, "ignore_eos": True}
-            answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=fields, timeout=60)
+        with running(slots=1, most_waiting=1, limits=limits) as service, httpx.Client(base_url=service.url) as http:
+            response = http.post("/v1/completions", json=longest | {"prompt": ["A"] * 20})
+            assert response.status_code == 429
+            assert response.headers["retry-after"] == "1"
+            assert response.json()["error"]["type"] == "rate_limit_error"
+            until(lambda: service.engine.counts()[3:] == (0, 0))
+            assert http.post("/v1/completions", json={"prompt": "A" * 20_000}).status_code == 413
+            parts = iter([b'{"prompt": "', *[b"A" * 1000] * 20, b'"}'])
+            assert http.post("/v1/completions", content=parts).status_code == 413
+            service.engine.pause()
+            late = http.post("/v1/completions", json={"prompt": "A"}, timeout=60)
+            assert late.status_code == 408
+            assert late.headers["x-should-retry"] == "false"
+            with http.stream("POST", "/v1/completions", json={"prompt": "A", "stream": True}, timeout=60) as stream:
+                text = "".join(stream.iter_text())
+            assert text.count(": keep-alive\n\n") >= 3
+            assert '"code":408' in text
+            assert text.endswith("data: [DONE]\n\n")
+            service.engine.resume()
+            until(lambda: service.engine.counts()[3:] == (0, 0))
+            answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=longest, timeout=60)
             until(lambda: service.engine.counts().running)
+        # What was accepted has been answered before the service ended.
         assert answer.result().json()["usage"]["completion_tokens"] == NEW
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{service.url}/health")
