@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,8 +88,10 @@ def serve(options: argparse.Namespace) -> None:
             )
             host, port = listener.getsockname()[:2]
             terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-            config = uvicorn.Config(service.app(), log_level="warning", access_log=False, server_header=False)
-            uvicorn.Server(config).run(sockets=[listener])
+            # uvicorn ends the service when SIGTERM comes, and then raises it again: that would be a failure.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
+            uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
 
 
 def configured(loaded: GenerationConfig, options: argparse.Namespace, context: int) -> GenerationConfig:

@@ -74,7 +74,7 @@ class Engine:
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
     Attributes:
-        cfg, tokenizer, slots, prompt_width, id_entries: the arguments.
+        cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments.
 
     Raises:
         InputError, ConfigError, TypeError: as `generate`; an option that an engine cannot have.
@@ -106,7 +106,7 @@ class Engine:
         _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
         _check_sizes(id_entries=id_entries)
         self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
-        self.prompt_width, self.id_entries, self._most_waiting = prompt_width, id_entries, most_waiting
+        self.prompt_width, self.id_entries, self.most_waiting = prompt_width, id_entries, most_waiting
         check_key(key, cfg, 1)
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
@@ -208,7 +208,7 @@ class Engine:
         with self._changed:
             self._check_open()
             if not self._changed.wait_for(lambda: not self._is_full or not self._is_open, timeout):
-                raise QueueFull(f"{self._most_waiting} prompts wait, the most that this engine takes: submit it later")
+                raise QueueFull(f"{self.most_waiting} prompts wait, the most that this engine takes: submit it later")
             self._check_open()
             if "index" not in prompt:
                 read = dataclasses.replace(read, index=self._next_index)
@@ -221,7 +221,7 @@ class Engine:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._schedule.waiting) >= self._most_waiting
+        return len(self._schedule.waiting) >= self.most_waiting
 
     def _automata(self, prompt: Prompt) -> dict[str, tuple[Any, Any]]:
         """Return the automata of a prompt, each with a key that equal ones share."""

@@ -39,7 +39,7 @@ from jaxgen.serving.protocol import (
     TokenizeRequest,
     decode,
 )
-from jaxgen.serving.reading import Asked, Reader
+from jaxgen.serving.reading import Asked, Reader, compiles
 from jaxgen.serving.replies import Replies, Scored, TokenTexts
 from jaxgen.serving.stream import EventStream
 from jaxgen.serving.text import Answer, Delta
@@ -86,6 +86,8 @@ class Service:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
+        # A grammar may take seconds, and others must not wait for it.
+        self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
         self.metrics = Metrics(name, self._gauges)
 
@@ -109,8 +111,8 @@ class Service:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         yield
         await in_thread(None, self._engine.close)
-        self._pool.shutdown(wait=False)
-        self._scoring.shutdown(wait=False)
+        for pool in (self._pool, self._compiling, self._scoring):
+            pool.shutdown(wait=False)
 
     def _gauges(self) -> dict[str, float]:
         counts = self._engine.counts()
@@ -190,7 +192,9 @@ class Service:
         """Answer a request, or return the stream that answers it."""
         started = time.monotonic()
         self._check_model(request.model)
-        asked: Asked = await in_thread(self._pool, read, request)
+        asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
+        if len(asked.prompts) > (most := self._engine.most_waiting):
+            raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, and at most {most} are accepted", "prompt")
         replies = Replies(request, asked, self._name, self._fingerprint, self._texts)
         self.metrics.observe("request_params_n", asked.sequences)
         self.metrics.observe("request_params_max_tokens", asked.budget)

@@ -321,6 +321,13 @@ class Reader:
         return grammar
 
 
+def compiles(request: Common) -> bool:
+    """Return True for a request with a grammar, which may have to be compiled first."""
+    guided = (request.structured_outputs, request.guided_json, request.guided_regex, request.guided_choice)
+    of_chat = (request.response_format, request.tools) if isinstance(request, ChatRequest) else ()
+    return any(field is not None for field in (*guided, *of_chat))
+
+
 def msgspec_fields(structure: Any) -> dict[str, Any]:
     """Return the fields of a struct by name."""
     return {name: getattr(structure, name) for name in structure.__struct_fields__}

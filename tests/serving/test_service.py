@@ -435,11 +435,16 @@ def test_a_full_queue_a_time_that_is_over_and_the_end():
     longest = {"prompt": "A", "max_tokens": NEW, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with running(slots=1, most_waiting=1, limits=limits) as service, httpx.Client(base_url=service.url) as http:
-            response = http.post("/v1/completions", json=longest | {"prompt": ["A"] * 20})
+            assert "at most 1 are accepted" in refused(http, prompt=["A", "B"])["message"]
+            service.engine.pause()
+            waiting = pool.submit(httpx.post, f"{service.url}/v1/completions", json=longest, timeout=60)
+            until(lambda: service.engine.counts().waiting)
+            response = http.post("/v1/completions", json=longest)
             assert response.status_code == 429
             assert response.headers["retry-after"] == "1"
             assert response.json()["error"]["type"] == "rate_limit_error"
-            until(lambda: service.engine.counts()[3:] == (0, 0))
+            service.engine.resume()
+            assert waiting.result().status_code == 200
             assert http.post("/v1/completions", json={"prompt": "A" * 20_000}).status_code == 413
             parts = iter([b'{"prompt": "', *[b"A" * 1000] * 20, b'"}'])
             assert http.post("/v1/completions", content=parts).status_code == 413

@@ -1,0 +1,57 @@
+"""`jaxgen serve`: what it refuses before it loads anything, and a service from its start to SIGTERM."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jaxgen.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--port", "70000"], "--port 70000 must be at most 65535"),
+        (["--prot", "1"], "unknown option --prot: did you mean --port?"),
+        (["a", "b"], "'b' does not belong to an option"),
+        (["--slots", "0"], "0 must be at least 1"),
+        (["--host", "999.1.1.1"], "--host 999.1.1.1"),
+        (["nowhere", "--port", "0"], "nowhere"),
+    ],
+)
+def test_what_is_refused(words, text, capsys):
+    assert main(["serve", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_port_in_use(capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert main(["serve", "--port", str(other.getsockname()[1])]) == 2
+    assert re.search(r"--port \d+ of 127\.0\.0\.1: Address already in use", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_a_service_from_start_to_end(tmp_path):
+    command = [sys.executable, "-m", "jaxgen", "serve", "--port", "0", "--slots", "2", "--prompt-width", "64"]
+    command += ["--max-new-tokens", "64", "--api-key", "one", "--api-key", "two", "--name", "mine"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = re.search(r"mine at (http://127\.0\.0\.1:\d+/v1)", process.stderr.readline())
+        assert url is not None
+        with httpx.Client(base_url=url[1], headers={"Authorization": "Bearer two"}, timeout=60) as http:
+            [card] = http.get("/models").json()["data"]
+            assert (card["id"], card["max_model_len"]) == ("mine", 640)
+            messages = [{"role": "user", "content": "Who are you?"}]
+            answer = http.post("/chat/completions", json={"messages": messages, "temperature": 0}).json()
+            assert "jaxgen" in answer["choices"][0]["message"]["content"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
