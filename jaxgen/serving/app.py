@@ -41,7 +41,7 @@ from jaxgen.serving.protocol import (
 )
 from jaxgen.serving.reading import Asked, Reader, compiles
 from jaxgen.serving.replies import Replies, Scored, TokenTexts
-from jaxgen.serving.stream import EventStream
+from jaxgen.serving.stream import EventStream, leaves
 from jaxgen.serving.text import Answer, Delta
 from jaxgen.serving.tools import Tools
 
@@ -202,10 +202,9 @@ class Service:
         if request.stream:
             scored = await self._until_left(http, self._scored(asked), live)
             await self._submit(live, asked)
-            events = _events(request, asked, replies, live, scored, self._ended)
+            events = self._events(request, asked, replies, live, scored, started)
             return EventStream(events, live, self._limits, self.metrics.count)
-        body = await self._until_left(http, self._whole(asked, replies, live, started), live)
-        return body
+        return await self._until_left(http, self._whole(asked, replies, live, started), live)
 
     async def _submit(self, live: Live, asked: Asked) -> None:
         if not asked.budget:
@@ -219,7 +218,7 @@ class Service:
 
     async def _until_left(self, http: Request, work: Any, live: Live) -> Any:
         """Return the result of a coroutine, which is cancelled if the client leaves or the time is over."""
-        task, left = asyncio.ensure_future(work), asyncio.ensure_future(_leaves(http))
+        task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
         try:
             await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -229,7 +228,7 @@ class Service:
             self.metrics.count("request_cancelled_total")
             raise ApiError(408, f"the answer took more than {self._limits.seconds:g} seconds", headers=NO_RETRY)
         finally:
-            if not task.done():
+            if not task.done() or task.exception() is not None:
                 live.cancel()
             for each in (task, left):
                 each.cancel()
@@ -244,6 +243,8 @@ class Service:
             place, _ = await live.news.get()
             _raise_failure(live, place)
             done = live.completion(place)
+            if done.error is not None:
+                raise _cannot_continue(done.stop_reason, done.error)
             answer = choices[place][0]
             delta = answer.put(News(done.sequence, done.tokens, done.stop_reason, done.logprobs))
             choices[place] = answer, delta
@@ -277,6 +278,54 @@ class Service:
         )
         row = jax.tree.map(lambda x: np.asarray(x)[0], scores)
         return Scored(ids, row, asked.prompt_logprobs or 0, is_beginning=True)
+
+    async def _events(
+        self,
+        request: Common,
+        asked: Asked,
+        replies: Replies,
+        live: Live,
+        scored: list[Scored] | None,
+        started: float,
+    ) -> AsyncIterator[list[dict[str, Any]]]:
+        """Yield the chunks of a stream, in groups that are there at the same time; an empty group is a sign of life."""
+        options, count = request.stream_options, len(asked.prompts) * asked.sequences
+        counts_all = options is not None and options.include_usage
+        answers, begun, left = [asked.answer() for _ in range(count)], set(), count
+
+        def chunk(place: int, delta: Delta) -> dict[str, Any]:
+            of_prompt = None if scored is None else scored[place // asked.sequences]
+            body = replies.chunk(place, answers[place], delta, place not in begun, of_prompt)
+            begun.add(place)
+            if options is not None and options.continuous_usage_stats:
+                return body | {"usage": usage()}
+            return body | ({"usage": None} if counts_all else {})
+
+        def usage() -> dict[str, Any]:
+            return replies.usage(sum(answer.count for answer in answers), live.cached_tokens)
+
+        if not asked.budget:
+            yield [chunk(place, Delta("", [], [], None, "length")) for place in range(count)]
+            left = 0
+        while left:
+            happened = [await live.news.get()]
+            while not live.news.empty():
+                happened.append(live.news.get_nowait())
+            group = []
+            for place, news in happened:
+                _raise_failure(live, place)
+                if news.stop_reason and (error := live.completion(place).error):
+                    raise _cannot_continue(news.stop_reason, error)
+                delta = answers[place].put(news)
+                if news.stop_reason:
+                    left -= 1
+                    self._ended(answers[place], started)
+                if _says_something(delta, place not in begun):
+                    group.append(chunk(place, delta))
+            yield group
+        self._count_cached(live)
+        if counts_all:
+            yield [replies.last(usage())]
 
     async def _models(self, _: Request) -> Any:
         return {"object": "list", "data": [self._card()]}
@@ -325,55 +374,7 @@ class Service:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _events(
-    request: Common,
-    asked: Asked,
-    replies: Replies,
-    live: Live,
-    scored: list[Scored] | None,
-    ended: Callable[[Answer, float], None],
-) -> AsyncIterator[list[dict[str, Any]]]:
-    """Yield the chunks of a stream, in groups that are there at the same time; an empty group is a sign of life."""
-    options, count = request.stream_options, len(asked.prompts) * asked.sequences
-    counts_all = options is not None and options.include_usage
-    answers, begun, left = [asked.answer() for _ in range(count)], set(), count
-    started = time.monotonic()
-
-    def chunk(place: int, delta: Delta) -> dict[str, Any]:
-        of_prompt = None if scored is None else scored[place // asked.sequences]
-        body = replies.chunk(place, answers[place], delta, place not in begun, of_prompt)
-        begun.add(place)
-        if options is not None and options.continuous_usage_stats:
-            return body | {"usage": usage()}
-        return body | ({"usage": None} if counts_all else {})
-
-    def usage() -> dict[str, Any]:
-        return replies.usage(sum(answer.count for answer in answers), live.cached_tokens)
-
-    if not asked.budget:
-        yield [chunk(place, Delta("", [], [], None, "length")) for place in range(count)]
-        left = 0
-    while left:
-        happened = [await live.news.get()]
-        while not live.news.empty():
-            happened.append(live.news.get_nowait())
-        group = []
-        for place, news in happened:
-            _raise_failure(live, place)
-            if news.stop_reason and (error := live.completion(place).error):
-                raise _cannot_continue(news.stop_reason, error)
-            delta = answers[place].put(news)
-            if news.stop_reason:
-                left -= 1
-                ended(answers[place], started)
-            if _says_something(delta, place not in begun, asked):
-                group.append(chunk(place, delta))
-        yield group
-    if counts_all:
-        yield [replies.last(usage())]
-
-
-def _says_something(delta: Delta, is_first: bool, asked: Asked) -> bool:
+def _says_something(delta: Delta, is_first: bool) -> bool:
     return bool(is_first or delta.text or delta.calls or delta.finish or delta.logprobs is not None)
 
 
@@ -385,12 +386,6 @@ def _raise_failure(live: Live, place: int) -> None:
 def _cannot_continue(reason: StopReason, error: str) -> ApiError:
     status = 500 if reason == StopReason.NOT_A_NUMBER else 400
     return ApiError(status, f"the answer cannot continue: {error}", headers=NO_RETRY)
-
-
-async def _leaves(http: Request) -> None:
-    """Return when the client has closed the connection."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:

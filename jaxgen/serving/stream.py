@@ -33,7 +33,7 @@ class EventStream:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the stream."""
-        sending, left = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_leaves(receive))
+        sending, left = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(leaves(receive))
         try:
             await asyncio.wait({sending, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
@@ -92,7 +92,8 @@ async def _send_last(send: Any, error: ApiError | None) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _leaves(receive: Any) -> None:
+async def leaves(receive: Any) -> None:
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -246,6 +246,13 @@ class TestCompletions:
         assert set(choice["token_ids"]) <= {66, *range(300, 320)}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_continue_is_an_error(http, stream):
+    own = {"prompt": ["A", "A"], "guided_regex": "B", "bad_words": ["B"], "max_tokens": 4}
+    last = events(http, "/v1/completions", **own)[-1]["error"] if stream else refused(http, **own)
+    assert last["message"].startswith("the answer cannot continue: every token is banned")
+
+
 def test_a_seed_gives_the_same_tokens_under_load(http):
     own = {"prompt": "Once upon", "max_tokens": 40, "seed": 12, "n": 2, "logprobs": 1}
 
