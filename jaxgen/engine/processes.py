@@ -16,7 +16,7 @@ from jaxgen.errors import InputError
 
 
 class Step(enum.IntEnum):
-    """What the processes do next."""
+    """The next action of all processes."""
 
     WAIT = 0  # nothing; sent from time to time, because a collective operation must not wait for ever
     CHUNK = 1

@@ -1,4 +1,4 @@
-"""What the service takes from clients."""
+"""Limits of size and time for the clients of the service."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Structured(msgspec.Struct, forbid_unknown_fields=True):
-    """What the text must match: exactly one of these."""
+    """A constraint on the text; exactly one field is set."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None

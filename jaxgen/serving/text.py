@@ -61,7 +61,7 @@ class Delta(NamedTuple):
     Attributes:
         text: its text, without tool calls.
         calls: complete tool calls.
-        tokens: the tokens behind it, and those whose text is held back.
+        tokens: the new tokens, also those whose text is held back.
         logprobs: those of the tokens, or None.
         finish: OpenAI's reason for the end, or None before it.
     """
