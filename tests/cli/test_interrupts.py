@@ -17,7 +17,7 @@ START = "import sys; from jaxgen.__main__ import main; sys.stderr.write('!'); sy
 
 def interrupted(checkpoint, programs, after: float) -> tuple[int, str, str]:
     """Start the command and interrupt it some seconds after its first line; it would take longer."""
-    words = ["--model", str(checkpoint), "--input", "-", "--max-new-tokens", "200", "--batch-size", "1"]
+    words = ["--model", str(checkpoint), "--input", "-", "--max-new-tokens", "200", "--slots", "1"]
     pipe = subprocess.PIPE
     environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", START, *words]

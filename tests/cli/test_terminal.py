@@ -1,5 +1,6 @@
 """Sessions in a terminal."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -93,11 +94,11 @@ def test_interrupts(start, talking, moment):
 @pytest.mark.slow
 def test_progress_of_a_file(start, checkpoint, tmp_path):
     (tmp_path / "prompts").write_text("A\nB\nC\n")
-    options = ("--model", checkpoint, "--input", "prompts", "-n", 3, "--batch-size", 1)
+    options = ("--model", checkpoint, "--input", "prompts", "-n", 3, "--slots", 1)
     with start(*options, "--output", "answers") as terminal:
         assert terminal.end() == 0
         assert "1 of 3 prompts, " in terminal.output
-        assert " per second, 0:00:00 left" in terminal.output
+        assert re.search(r" tokens/s, \d+% of 1 slots in use, 0:00:00 left", terminal.output)
         assert terminal.screen.strip() == ""
     assert len((tmp_path / "answers").read_text().splitlines()) == 3
     with start(*options) as terminal:  # the answers themselves show the progress
