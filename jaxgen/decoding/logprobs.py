@@ -1,8 +1,8 @@
-"""The compiled part of `score`: one forward pass, then logits and log-probabilities a few positions at a time."""
+"""The compiled parts of scoring: forward passes, then logits and log-probabilities a few positions at a time."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 import flax.struct
 import jax
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.decoding.replay import Replay
+from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import head, hidden
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import Context
 from jaxgen.programs import program
-from jaxgen.shapes import short_repr
+from jaxgen.shapes import repeat_rows, short_repr
 
 
 @flax.struct.dataclass
@@ -27,11 +28,14 @@ class LogProbs:
         top_logprobs: float32[B, L, n], the log-probabilities of the n most likely tokens at that position, in
             descending order; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], the ids of these tokens.
+        is_greedy: bool[B, L], whether the token is the most likely one, as greedy search would choose it: of equal
+            scores the first. False where `logprobs` is 0 by definition. None in the output of `generate`.
     """
 
     logprobs: jax.Array | None
     top_logprobs: jax.Array | None = None
     top_tokens: jax.Array | None = None
+    is_greedy: jax.Array | None = None
 
     __repr__ = short_repr
 
@@ -67,7 +71,56 @@ def logprobs(
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
     states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)
-    reduce_column = functools.partial(logprobs_of, top=top)
+    history = None if replay is None else replay.begin(ids, mask, start)
+    scores = _of_states(params, states, ids[:, start:], predicted, history, replay, context, model, top, chunk)
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)]), scores)
+
+
+@program(static_argnames=["model", "chunk"])
+def continuation_logprobs(
+    params,
+    contexts: jax.Array,
+    context_mask: jax.Array,
+    ids: jax.Array,
+    mask: jax.Array,
+    *,
+    context: Context,
+    model: ModelConfig,
+    chunk: int,
+) -> LogProbs:
+    """Return the log-probabilities of several continuations of each context, which is read once.
+
+    Args:
+        params: the parameters.
+        contexts: int32[B, P].
+        context_mask: bool[B, P], False for padding, on the left; no context is empty.
+        ids: int32[B*R, C], the R continuations of context 0, then those of context 1.
+        mask: bool[B*R, C], False for padding, on the right.
+        context: what is known about the weights.
+        model: the model's config.
+        chunk: the number of columns whose logits, for all rows, are in memory at once.
+    """
+    (rows, width), (owners, columns) = ids.shape, contexts.shape
+    contexts, ids = jnp.where(context_mask, contexts, 0), jnp.where(mask, ids, 0)
+    cache = KVCache.create(model, owners, columns)
+    read = hidden(model, params, contexts, attention_mask=context_mask, cache=cache, context=context)
+    states = repeat_rows(read.last[:, -1:], rows)
+    if width > 1:  # nothing follows the last token
+        assert read.cache is not None
+        own = read.cache.fork(rows // owners, width - 1)
+        rest = hidden(model, params, ids[:, :-1], attention_mask=mask[:, :-1], cache=own, context=context)
+        states = jnp.concatenate([states, rest.last], axis=1)
+    return _of_states(params, states, ids, mask, None, None, context, model, 0, chunk)
+
+
+def _of_states(
+    params, states: jax.Array, ids: jax.Array, predicted: jax.Array, history, replay, context, model, top, chunk
+) -> LogProbs:
+    """Return the log-probabilities of `ids int32[B, C]` from the states `[B, C, D]` before them."""
+
+    def reduce_column(logits: jax.Array, tokens: jax.Array, predicted: jax.Array) -> LogProbs:
+        is_greedy = predicted & (_first_largest(logits) == tokens)
+        return dataclasses.replace(logprobs_of(logits, tokens, predicted, top), is_greedy=is_greedy)
 
     def score_chunk(history, part):
         states, tokens, predicted = part
@@ -76,11 +129,18 @@ def logprobs(
             return None, reduce_column(logits, tokens, predicted)
         return replay.run(history, logits, tokens, predicted, reduce_column)
 
-    parts = jax.tree.map(lambda x: _split(x, chunk), (states, ids[:, start:], predicted))
+    parts = jax.tree.map(lambda x: _split(x, chunk), (states, ids, predicted))
     with jax.named_scope("score"):
-        history = None if replay is None else replay.begin(ids, mask, start)
         _, scores = lax.scan(jax.checkpoint(score_chunk, prevent_cse=False), history, parts)
-    return jax.tree.map(lambda x: _joined(x, start, ids.shape[1]), scores)
+    return jax.tree.map(lambda x: _joined(x, ids.shape[1]), scores)
+
+
+def _first_largest(logits: jax.Array) -> jax.Array:
+    """Return `argmax(logits, axis=-1)` by reductions that XLA vectorizes on a CPU; V if one is NaN."""
+    size = logits.shape[-1]
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    places = jnp.where(logits == best, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), size)
+    return jnp.min(places, axis=-1)
 
 
 def _column_before(mask: jax.Array) -> jax.Array:
@@ -111,8 +171,7 @@ def _split(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, padding).reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
 
-def _joined(x: jax.Array, start: int, width: int) -> jax.Array:
-    """Undo `_split`, and put the result into the last columns, from `start` on, of `[B, width, ...]`."""
+def _joined(x: jax.Array, width: int) -> jax.Array:
+    """Undo `_split` of `[B, width, ...]`."""
     x = x.swapaxes(0, 1)
-    x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : width - start]
-    return jnp.pad(x, [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)])
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :width]

@@ -14,9 +14,9 @@ from jaxgen.errors import JaxgenWarning
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import option_values
+from tests.scoring.test_text import close, sizes_with
 from tests.support.compilations import compilations
 from tests.support.models import generated, left_pad, model_config, random_params
-from tests.test_scoring import close, sizes_with
 
 MODEL = model_config(num_hidden_layers=1)
 PARAMS = random_params(MODEL)

@@ -1,10 +1,7 @@
-"""Log-probabilities of given tokens: of any text in one forward pass, and of generate's choices from its scores."""
+"""Log-probabilities of the tokens of any text, in one forward pass."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,15 +19,15 @@ from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.replay import Replay
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
+from jaxgen.logits.row_options import repeat_values
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import REPLICATED, mesh_of, place_rows
-from jaxgen.programs import program, under_jit
+from jaxgen.programs import under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
-from jaxgen.text.tokenizer import Tokenizer
 
 # Logits in memory at a time unless `chunk` says otherwise: 128 MiB of float32.
-_LOGITS_AT_ONCE = 2**25
+LOGITS_AT_ONCE = 2**25
 
 
 @with_hints
@@ -62,7 +59,8 @@ def score(
     Args:
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], text padded to one width.
-        cfg: with `of="logits"` only `cfg.model` and the pad and eos ids, from which the mask is inferred, are read.
+        cfg: with `of="logits"` only `cfg.model`, `cfg.adapter` and the pad and eos ids, from which the mask is
+            inferred, are read.
             With `of="scores"` it is the config passed to `generate`; a value given per prompt then applies to R rows,
             R = `num_return_sequences`. To score rows that `generate` did not return, set that to 1 and pass one value
             per row.
@@ -88,16 +86,16 @@ def score(
     check_call(params, cfg)
     model = cfg.model
     vocab = model.vocab_size
-    _check_size("top_logprobs", top_logprobs, 0, vocab)
+    check_size("top_logprobs", top_logprobs, 0, vocab)
     if chunk is not None:
-        _check_size("chunk", chunk, 1)
+        check_size("chunk", chunk, 1)
     extensions = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
     traced = is_traced(params, ids, cfg, attention_mask, extensions) or under_jit()
     ids = token_ids(ids, model)
     mask = mask_of(attention_mask, ids, cfg)
     rows, width = ids.shape
     if prompt_width is not None:
-        _check_size("prompt_width", prompt_width, 1, width - 1)
+        check_size("prompt_width", prompt_width, 1, width - 1)
     start = int(prompt_width or 0)
     replay = None if extensions is None else _replay(cfg, extensions, ids, mask, start, traced)
 
@@ -105,11 +103,11 @@ def score(
     if not traced:
         left, right = (prompt_bucket(part) - part if part else 0 for part in (start, width - start))
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
-    size = _chunk_size(chunk, width - start + right, rows * vocab)
+    size = chunk_size(chunk, width - start + right, rows * vocab)
     sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
     mesh = None if traced else mesh_of(params)
     ids, mask = place_rows((ids, mask), mesh)
-    context = Context(None if traced else mesh is not None)
+    context = Context(None if traced else mesh is not None, _adapter_of_rows(cfg, rows))
     scores = logprobs(params, ids, mask, replay, context=context, model=model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
@@ -119,67 +117,16 @@ def score(
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
 
 
-@dataclasses.dataclass(frozen=True)
-class ChoiceScores:
-    """Scores of several answers to one question.
-
-    Attributes:
-        logprobs: float32[n], the log-probability of each answer.
-        per_token: float32[n], divided by the number of its tokens.
-        per_byte: float32[n], divided by the number of its bytes in UTF-8; it can be compared between tokenizers.
-    """
-
-    logprobs: np.ndarray
-    per_token: np.ndarray
-    per_byte: np.ndarray
+def _adapter_of_rows(cfg: GenerationConfig, rows: int) -> jax.Array | None:
+    """int32[rows]: the adapter of each row; None if there are none."""
+    return repeat_values({"adapter": cfg.adapter}, rows)["adapter"].astype(jnp.int32) if cfg.on("adapter") else None
 
 
-def score_choices(
-    params, question: str, choices: Sequence[str], cfg: GenerationConfig, tokenizer: Tokenizer
-) -> ChoiceScores:
-    """Score the answers of a multiple-choice question, as evaluation suites do.
-
-    >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
-    >>> scores.per_token.argmax()                                                                # doctest: +SKIP
-
-    Each answer is scored as it follows the question, without a space or a chat template in between. Its tokens are
-    those after the ones that the question alone would have, so a token that spans both counts as the answer's.
-
-    Args:
-        params: the parameters.
-        question: the text before every answer, rendered by `tokenizer.render_chat` for a chat model.
-        choices: the answers, none of them empty.
-        cfg: as in `score`.
-        tokenizer: the model's.
-
-    Raises:
-        InputError: there are no answers, an empty one, or one that adds no token.
-        TypeError: `choices` is not a list of texts.
-    """
-    if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
-        raise TypeError("choices must be a list of texts")
-    if not choices or not all(choices):
-        raise InputError("choices must have at least one text, and none of them may be empty")
-    alone = tokenizer.encode(question) if question else []
-    rows = [tokenizer.encode(question + choice) for choice in choices]
-    shared = [sum(1 for _ in itertools.takewhile(bool, map(operator.eq, alone, row))) for row in rows]
-    counts = np.array([len(row) - max(start, 1) for row, start in zip(rows, shared, strict=True)])
-    if counts.min() < 1:
-        raise InputError(f"{choices[int(counts.argmin())]!r} adds no token to the question that could be scored")
-    batch = tokenizer.pad(rows)
-    scores = score(params, batch.ids, cfg, attention_mask=batch.attention_mask)
-    width = batch.ids.shape[1]
-    answers = np.arange(width)[None, :] >= width - counts[:, None]
-    logprobs = np.where(answers, np.asarray(scores.logprobs), 0).sum(axis=1)
-    sizes = np.array([len(choice.encode()) for choice in choices])
-    return ChoiceScores(logprobs, (logprobs / counts).astype(np.float32), (logprobs / sizes).astype(np.float32))
-
-
-def _chunk_size(given: int | None, columns: int, logits: int) -> int:
+def chunk_size(given: int | None, columns: int, logits: int) -> int:
     """Return the number of columns in a chunk; one column has `logits` logits."""
     if given is not None:
         return min(int(given), columns)
-    chunks = -(-columns // max(1, _LOGITS_AT_ONCE // logits))
+    chunks = -(-columns // max(1, LOGITS_AT_ONCE // logits))
     return -(-columns // chunks)
 
 
@@ -250,72 +197,10 @@ def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start:
             raise InputError(f"row {np.argmax(found)} {text}")
 
 
-def _check_size(name: str, value: int, least: int, most: int | None = None) -> None:
+def check_size(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise an error unless a size is a whole number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
     if value < least or (most is not None and value > most):
         limits = f">= {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(f"{name} must be {limits}, got {value}")
-
-
-def compute_transition_scores(
-    sequences, scores: jax.Array | Sequence, beam_indices=None, normalize_logits: bool = False
-) -> jax.Array:
-    """Return the score with which each generated token was chosen: `compute_transition_scores` of transformers.
-
-    >>> out = generate(params, ids, None, cfg.replace(output_scores=True))                       # doctest: +SKIP
-    >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
-
-    With beams, the sum of a row over its tokens, divided by their number to the power of `length_penalty`, is its
-    `sequences_scores`. Unlike in transformers, the result has as many steps as the scores. Without `beam_indices`,
-    entries after a row's end are the scores of the pad id: see `lengths` of the output.
-
-    Args:
-        sequences: int32[rows, P + N].
-        scores: float32[N, R, V], or N of float32[R, V]; R is the number of rows, or of beams of all prompts.
-        beam_indices: int32[rows, N], which of the R each token was chosen from, negative after a row's end.
-        normalize_logits: make the scores log-probabilities first.
-
-    Returns:
-        float32[rows, N], 0 where the beam index is negative.
-
-    Raises:
-        InputError: shapes that do not fit each other.
-    """
-    if isinstance(scores, tuple | list):
-        if len({np.shape(step) for step in scores}) != 1:
-            raise InputError("scores must be a non-empty sequence of arrays of one shape, [rows, V]")
-        shape = (len(scores), *np.shape(scores[0]))
-        scores = tuple(scores)
-    else:
-        shape = np.shape(scores)
-    if len(shape) != 3 or 0 in shape:
-        raise InputError(f"scores must have shape [N, rows, V], or be N of [rows, V], got {list(shape)}")
-    steps, sources, _ = shape
-    if np.ndim(sequences) != 2 or np.shape(sequences)[1] < steps:
-        raise InputError(
-            f"sequences must have shape [rows, P + N] with N = {steps}, the steps of scores, got "
-            f"{list(np.shape(sequences))}"
-        )
-    rows = np.shape(sequences)[0]
-    if beam_indices is None and rows != sources:
-        raise InputError(f"sequences has {rows} rows and scores {sources}: pass the beam_indices of the same output")
-    if beam_indices is not None and np.shape(beam_indices) != (rows, steps):
-        raise InputError(
-            f"beam_indices must have shape [rows, N] = {[rows, steps]}, got {list(np.shape(beam_indices))}"
-        )
-    beam_indices = None if beam_indices is None else jnp.asarray(beam_indices)
-    return _transition_scores(jnp.asarray(sequences), scores, beam_indices, normalize_logits=bool(normalize_logits))
-
-
-@program(static_argnames=["normalize_logits"])
-def _transition_scores(sequences, scores, beam_indices, *, normalize_logits: bool) -> jax.Array:
-    scores = (jnp.stack(scores) if isinstance(scores, tuple) else scores).astype(jnp.float32)
-    steps = scores.shape[0]
-    tokens = sequences[:, sequences.shape[1] - steps :]
-    step = jnp.arange(steps)[None, :]
-    source = jnp.arange(tokens.shape[0])[:, None] if beam_indices is None else jnp.maximum(beam_indices, 0)
-    chosen = scores[step, source, tokens]
-    if normalize_logits:
-        chosen = chosen - jax.nn.logsumexp(scores, axis=-1)[step, source]
-    return chosen if beam_indices is None else jnp.where(beam_indices < 0, 0.0, chosen)

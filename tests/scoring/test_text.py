@@ -58,8 +58,13 @@ def test_rows_of_different_lengths(tied, side):
 
 def test_a_score_is_printed_with_its_shapes():
     out = score(PARAMS, [[5, 3, 8]], CFG, top_logprobs=2)
-    assert repr(out) == "LogProbs(logprobs=float32[1, 3], top_logprobs=float32[1, 3, 2], top_tokens=int32[1, 3, 2])"
-    assert repr(jax.eval_shape(lambda: score(PARAMS, [[5, 3, 8]], CFG))) == "LogProbs(logprobs=float32[1, 3])"
+    assert repr(out) == (
+        "LogProbs(logprobs=float32[1, 3], top_logprobs=float32[1, 3, 2], top_tokens=int32[1, 3, 2], "
+        "is_greedy=bool[1, 3])"
+    )
+    assert repr(jax.eval_shape(lambda: score(PARAMS, [[5, 3, 8]], CFG))) == (
+        "LogProbs(logprobs=float32[1, 3], is_greedy=bool[1, 3])"
+    )
 
 
 def test_padding_within_a_row():

@@ -1,0 +1,68 @@
+"""The answers of multiple-choice questions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.errors import InputError
+from jaxgen.scoring.many import score_many
+from jaxgen.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceScores:
+    """Scores of several answers to one question.
+
+    Attributes:
+        logprobs: float32[n], the log-probability of each answer.
+        per_token: float32[n], divided by the number of its tokens.
+        per_byte: float32[n], divided by the number of its bytes in UTF-8; it can be compared between tokenizers.
+    """
+
+    logprobs: np.ndarray
+    per_token: np.ndarray
+    per_byte: np.ndarray
+
+
+def score_choices(
+    params, question: str, choices: Sequence[str], cfg: GenerationConfig, tokenizer: Tokenizer
+) -> ChoiceScores:
+    """Score the answers of a multiple-choice question, as evaluation suites do.
+
+    >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
+    >>> scores.per_token.argmax()                                                                # doctest: +SKIP
+
+    Each answer is scored as it follows the question, without a space or a chat template in between. Its tokens are
+    those after the ones that the question alone would have, so a token that spans both counts as the answer's.
+
+    Args:
+        params: the parameters.
+        question: the text before every answer, rendered by `tokenizer.render_chat` for a chat model.
+        choices: the answers, none of them empty.
+        cfg: as in `score`.
+        tokenizer: the model's.
+
+    Raises:
+        InputError: there are no answers, an empty one, or one that adds no token.
+        TypeError: `choices` is not a list of texts.
+    """
+    if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
+        raise TypeError("choices must be a list of texts")
+    if not choices or not all(choices):
+        raise InputError("choices must have at least one text, and none of them may be empty")
+    alone = tokenizer.encode(question) if question else []
+    rows = [tokenizer.encode(question + choice) for choice in choices]
+    shared = [sum(1 for _ in itertools.takewhile(bool, map(operator.eq, alone, row))) for row in rows]
+    counts = np.array([len(row) - max(start, 1) for row, start in zip(rows, shared, strict=True)])
+    if counts.min() < 1:
+        raise InputError(f"{choices[int(counts.argmin())]!r} adds no token to the question that could be scored")
+    requests = [(row[: len(row) - count], row[len(row) - count :]) for row, count in zip(rows, counts, strict=True)]
+    logprobs = np.array([answer.total for answer in score_many(params, requests, cfg)], np.float32)
+    sizes = np.array([len(choice.encode()) for choice in choices])
+    return ChoiceScores(logprobs, (logprobs / counts).astype(np.float32), (logprobs / sizes).astype(np.float32))

@@ -1,0 +1,179 @@
+"""Log-probabilities of many texts of any lengths, and of several continuations of one context."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxgen.buckets import power_of_two, prompt_bucket
+from jaxgen.config.availability import with_hints
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.logprobs import continuation_logprobs
+from jaxgen.errors import ConfigError, InputError
+from jaxgen.model.config import ModelConfig
+from jaxgen.model.context import Context
+from jaxgen.model.sharding import mesh_of, place_rows
+from jaxgen.request.checks import check_call
+from jaxgen.request.inputs import token_ids
+from jaxgen.scoring.text import LOGITS_AT_ONCE, check_size, chunk_size
+
+_BATCH_TOKENS = 8192  # 7B weights in bfloat16 take 0.5 GB of keys and values for them
+_MOST_CONTINUATIONS = 32  # of one context in a batch; more are further groups
+_LEAST_WIDTH = 16  # of continuations with more than one token
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """Scores of the tokens of one continuation.
+
+    Attributes:
+        logprobs: float32[n], the log-probability of each token given all tokens before it.
+        is_greedy: bool[n], whether it is the most likely token there, as greedy search would choose it.
+    """
+
+    logprobs: np.ndarray
+    is_greedy: np.ndarray
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the continuation."""
+        return float(np.sum(self.logprobs, dtype=np.float64))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Continuations of one context, by the number of their request.
+
+    Attributes:
+        copies: the rows that they take.
+        widths: the columns of the context and of the longest continuation.
+    """
+
+    context: tuple[int, ...]
+    continuations: dict[int, tuple[int, ...]]
+    copies: int
+    widths: tuple[int, int]
+
+    @classmethod
+    def of(cls, context: tuple[int, ...], continuations: dict[int, tuple[int, ...]]) -> _Group:
+        longest = max(map(len, continuations.values()))
+        # The last token is not read, so that one token needs no second pass.
+        width = 1 if longest == 1 else 1 + power_of_two(longest - 1, _LEAST_WIDTH)
+        return cls(context, continuations, power_of_two(len(continuations), 1), (prompt_bucket(len(context)), width))
+
+
+@with_hints
+def score_many(
+    params,
+    requests: Iterable[tuple[Sequence[int], Sequence[int]]],
+    cfg: GenerationConfig,
+    *,
+    batch_tokens: int = _BATCH_TOKENS,
+) -> list[TokenScores]:
+    """Score continuations of contexts: thousands, of any lengths, in batches of like length.
+
+    >>> scores = score_many(params, [(question, yes), (question, no)], cfg)                      # doctest: +SKIP
+    >>> scores[0].total > scores[1].total                                                        # doctest: +SKIP
+    >>> texts = score_many(params, [(ids[:1], ids[1:]) for ids in corpus], cfg)                  # doctest: +SKIP
+
+    A context that several requests have is read once. Sizes are rounded up to buckets, so that few programs are
+    compiled. In float32 the results equal those of `score` up to about 1e-5.
+
+    Args:
+        params: the parameters, a tree with Hugging Face's names.
+        requests: pairs of ids: a context of at least one token, and its continuation of at least one, which is scored.
+        cfg: as in `score`; only `cfg.model` and `cfg.adapter` are read, one adapter for all requests.
+        batch_tokens: about how many tokens, padding counted, are in memory at a time. A longer request is a batch of
+            its own.
+
+    Returns:
+        The scores, in the order of the requests.
+
+    Raises:
+        InputError: an empty context or continuation, or ids that are not in the vocabulary.
+        ConfigError: `cfg` without a model, or with dynamic RoPE, which depends on a row's whole length.
+        TypeError: a request that is not a pair of lists of ids.
+    """
+    check_call(params, cfg)
+    check_size("batch_tokens", batch_tokens, 1)
+    model = cfg.model
+    if model.rope.type == "dynamic":
+        raise ConfigError("score_many reads contexts once, which dynamic RoPE does not allow: use score")
+    if np.ndim(cfg.adapter):
+        raise ConfigError("adapter has one value per prompt, and score_many has no fixed prompts: set one value")
+    mesh = mesh_of(params)
+    found: dict[int, TokenScores] = {}
+    for batch in _batches(_groups(requests, model), batch_tokens, max(1, LOGITS_AT_ONCE // model.vocab_size)):
+        found |= _score(params, batch, cfg, mesh)
+    return [found[number] for number in range(len(found))]
+
+
+def _groups(requests: Iterable[tuple[Sequence[int], Sequence[int]]], model: ModelConfig) -> list[_Group]:
+    """Return the requests by their context."""
+    of_context: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
+    for number, request in enumerate(requests):
+        if not isinstance(request, tuple | list) or len(request) != 2:
+            raise TypeError(f"request {number} must be a pair of lists of ids: (context, continuation)")
+        context, continuation = (_ids(part, model, number) for part in request)
+        of_context.setdefault(context, {})[number] = continuation
+    return [
+        _Group.of(context, dict(items[start : start + _MOST_CONTINUATIONS]))
+        for context, own in of_context.items()
+        for items in [sorted(own.items(), key=lambda item: len(item[1]))]
+        for start in range(0, len(items), _MOST_CONTINUATIONS)
+    ]
+
+
+def _ids(part: Sequence[int], model: ModelConfig, number: int) -> tuple[int, ...]:
+    if not np.size(part):
+        raise InputError(f"request {number} has no context or no continuation: each needs at least one id")
+    try:
+        return tuple(np.asarray(token_ids([part], model))[0].tolist())
+    except InputError as error:
+        raise InputError(f"request {number}: {error}") from error
+
+
+def _batches(groups: list[_Group], batch_tokens: int, most_rows: int) -> Iterator[list[_Group]]:
+    """Yield groups that are scored together, the largest first; `most_rows` continuations, or those of one context."""
+    batch, width = [], 0
+    for group in sorted(groups, key=lambda group: (group.copies, group.widths), reverse=True):
+        width = max(width, group.widths[1])
+        if batch:
+            first = batch[0]
+            rows = power_of_two(len(batch) + 1, 1)
+            size = rows * (first.widths[0] + first.copies * width)
+            if group.copies != first.copies or size > batch_tokens or rows * first.copies > most_rows:
+                yield batch
+                batch, width = [], group.widths[1]
+        batch.append(group)
+    if batch:
+        yield batch
+
+
+def _score(params, batch: list[_Group], cfg: GenerationConfig, mesh: Mesh | None) -> dict[int, TokenScores]:
+    """Score the continuations of a batch: by the number of their request."""
+    copies, rows = batch[0].copies, power_of_two(len(batch), 1)
+    columns, width = (max(sizes) for sizes in zip(*(group.widths for group in batch), strict=True))
+    contexts, ids = np.zeros((rows, columns), np.int32), np.zeros((rows * copies, width), np.int32)
+    context_mask, mask = np.zeros(contexts.shape, bool), np.zeros(ids.shape, bool)
+    context_mask[:, -1] = True  # of rows that are there to fill the batch
+    places = {}
+    for row, group in enumerate(batch):
+        contexts[row, columns - len(group.context) :] = group.context
+        context_mask[row, columns - len(group.context) :] = True
+        for place, (number, continuation) in enumerate(group.continuations.items(), row * copies):
+            ids[place, : len(continuation)] = continuation
+            mask[place, : len(continuation)] = True
+            places[number] = place, len(continuation)
+    chunk = chunk_size(None, width, len(ids) * cfg.model.vocab_size)
+    inputs = place_rows((contexts, context_mask, ids, mask), mesh)
+    adapter: Any = np.full(1, cfg.adapter, np.int32) if cfg.on("adapter") else None
+    context = Context(mesh is not None, adapter)
+    scores = continuation_logprobs(params, *inputs, context=context, model=cfg.model, chunk=chunk)
+    logprobs, is_greedy = (np.asarray(x) for x in jax.device_get((scores.logprobs, scores.is_greedy)))
+    return {number: TokenScores(logprobs[row, :n], is_greedy[row, :n]) for number, (row, n) in places.items()}

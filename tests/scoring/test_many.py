@@ -1,0 +1,148 @@
+"""`score_many`: many continuations of many contexts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxgen import ConfigError, GenerationConfig, InputError, score, score_many
+from jaxgen.scoring import many
+from tests.support.compilations import compilations
+from tests.support.models import model_config, random_params
+
+MODEL = model_config(vocab_size=61)
+CFG = GenerationConfig(model=MODEL)
+PARAMS = random_params(MODEL, scale=0.3)
+
+
+def requests(seed: int, contexts: int, longest: int = 40):
+    rng = np.random.default_rng(seed)
+    for _ in range(contexts):
+        context = rng.integers(0, 61, rng.integers(1, longest)).tolist()
+        for _ in range(rng.integers(1, 6)):
+            yield context, rng.integers(0, 61, rng.integers(1, 14)).tolist()
+
+
+def alone(params, context, continuation, cfg=CFG):
+    """Each row in one forward pass."""
+    ids = np.array([[*context, *continuation]])
+    scores = score(params, ids, cfg, attention_mask=np.ones_like(ids), top_logprobs=1)
+    start = len(context)
+    likeliest = np.asarray(scores.top_tokens)[0, start:, 0]
+    return np.asarray(scores.logprobs)[0, start:], likeliest == continuation
+
+
+def check(params, asked, found, cfg=CFG):
+    assert len(found) == len(asked)
+    for request, scores in zip(asked, found, strict=True):
+        logprobs, is_greedy = alone(params, *request, cfg)
+        np.testing.assert_allclose(scores.logprobs, logprobs, atol=2e-5)
+        np.testing.assert_array_equal(scores.is_greedy, is_greedy)
+        assert scores.total == pytest.approx(float(logprobs.sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 100, 8192])
+def test_each_continuation_as_if_scored_alone(batch_tokens):
+    asked = list(requests(0, 12))
+    check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=batch_tokens))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 8), st.sampled_from([30, 300]))
+def test_any_requests(seed, contexts, batch_tokens):
+    asked = list(requests(seed, contexts))
+    asked += asked[:2]  # the same again
+    check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=batch_tokens))
+
+
+def test_greedy_continuations_are_found():
+    ids = [3]
+    for _ in range(6):
+        ids.append(int(jnp.argmax(score_all(ids))))
+    (found, other) = score_many(PARAMS, [(ids[:1], ids[1:]), (ids[:1], [(ids[1] + 1) % 61, *ids[2:]])], CFG)
+    assert found.is_greedy.all()
+    assert not other.is_greedy[0]
+
+
+def score_all(ids):
+    from jaxgen.model.causal_lm import forward
+
+    return forward(MODEL, PARAMS, jnp.asarray([ids])).logits[0, -1]
+
+
+def test_of_equal_scores_the_first_is_greedy():
+    params = jax.tree.map(jnp.zeros_like, PARAMS)
+    found = score_many(params, [([1], [0]), ([1], [1])], CFG)
+    assert [scores.is_greedy.tolist() for scores in found] == [[True], [False]]
+
+
+def test_a_sliding_window():
+    model = model_config(vocab_size=61, sliding_window=9, use_sliding_window=True, max_window_layers=0)
+    assert set(model.windows) == {9}
+    asked = list(requests(1, 6))
+    cfg = CFG.replace(model=model)
+    check(PARAMS, asked, score_many(PARAMS, asked, cfg), cfg)
+
+
+def test_a_context_is_read_once(monkeypatch):
+    read = []
+    original = many.continuation_logprobs
+
+    def spy(params, contexts, mask, *rest, **sizes):
+        read.append(int(np.sum(np.asarray(mask)[:, -2])))  # contexts of more than one token
+        return original(params, contexts, mask, *rest, **sizes)
+
+    monkeypatch.setattr(many, "continuation_logprobs", spy)
+    context = list(range(20))
+    asked = [(context, [i, i + 1]) for i in range(30)] + [([5, *context], [1]), (context, [7])]
+    check(PARAMS, asked, score_many(PARAMS, asked, CFG))
+    assert sum(read) == 2
+
+
+def test_logits_of_many_short_continuations_are_bounded(monkeypatch):
+    rows = []
+    original = many.continuation_logprobs
+
+    def spy(params, contexts, context_mask, ids, *rest, **sizes):
+        rows.append(len(ids))
+        return original(params, contexts, context_mask, ids, *rest, **sizes)
+
+    monkeypatch.setattr(many, "continuation_logprobs", spy)
+    monkeypatch.setattr(many, "LOGITS_AT_ONCE", 16 * 61)
+    asked = [([i], [j]) for i in range(20) for j in range(4)]
+    check(PARAMS, asked, score_many(PARAMS, asked, CFG))
+    assert max(rows) == 16
+
+
+def test_few_programs():
+    with compilations() as first:
+        score_many(PARAMS, list(requests(3, 200)), CFG, batch_tokens=512)
+    with compilations() as again:
+        score_many(PARAMS, list(requests(3, 200)), CFG, batch_tokens=512)
+    assert first[0] <= 16
+    assert again[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ([([1], [2]), ([], [1])], InputError, "request 1 has no context or no continuation"),
+        ([([1], [])], InputError, "request 0 has no context or no continuation"),
+        ([([1], [61])], InputError, "request 0: "),
+        ([[1, 2, 3]], TypeError, "request 0 must be a pair"),
+    ],
+)
+def test_bad_requests(asked, error, message):
+    with pytest.raises(error, match=message):
+        score_many(PARAMS, asked, CFG)
+
+
+def test_no_requests():
+    assert score_many(PARAMS, [], CFG) == []
+
+
+def test_dynamic_rope_is_refused():
+    model = model_config(vocab_size=61, rope_scaling={"type": "dynamic", "factor": 2.0})
+    with pytest.raises(ConfigError, match="dynamic RoPE"):
+        score_many(PARAMS, [([1], [2])], CFG.replace(model=model))
