@@ -24,7 +24,7 @@ from convert import load_hf, save_hf
 from demo import corpus
 from jaxgen import CausalLM, GenerationConfig, ModelConfig, Tokenizer, generate
 from jaxgen.training.dataset import chat_example, pack, shuffled
-from jaxgen.training.train import TrainConfig, batch_loss, train
+from jaxgen.training.loop import TrainConfig, batch_loss, train
 
 VOCABULARY = 1024
 WIDTH = 640  # tokens per row, and the longest conversation

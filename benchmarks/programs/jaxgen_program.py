@@ -18,7 +18,7 @@ from benchmarks.probe import probe
 from convert import load_hf
 from jaxgen import GenerationConfig, JaxgenError, fuse_projections, generate
 from jaxgen.training import lora
-from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train_step
+from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, train_step
 
 
 class Jaxgen(JaxProgram):

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxgen import InputError, Tokenizer
 from jaxgen.training.dataset import IGNORED, Example, chat_example, pack, read_examples, shuffled, text_example
-from jaxgen.training.train import TrainBatch
+from jaxgen.training.loop import TrainBatch
 from tests.support.tokenizers import byte_level, llama
 
 INST = (

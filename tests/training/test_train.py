@@ -15,7 +15,7 @@ from jaxgen import CausalLM, ConfigError, InputError
 from jaxgen.model.int8 import Int8
 from jaxgen.training import lora
 from jaxgen.training.dataset import Example, pack, shuffled
-from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, batch_loss, train, train_step
+from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, batch_loss, train, train_step
 from tests.support.models import model_config, random_params
 
 MODEL = model_config(tie_word_embeddings=True)

@@ -1,0 +1,126 @@
+"""Objectives of policy-gradient training, as pure functions of log-probabilities: GRPO, PPO, DAPO.
+
+Dimensions: B answers, of G to each prompt, in columns of N tokens. A mask is True for the tokens that were generated.
+Log-probabilities are those under the distribution that tokens were drawn from: `output_logprobs="scores"` of
+`generate`, and `score(..., of="scores")` under the parameters that are trained.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxgen.errors import ConfigError, InputError
+
+_MOST_LOG_RATIO = 20.0  # exp of it is finite in float32, as in verl
+
+
+def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps: float = 1e-4) -> jax.Array:
+    """Return how much better each answer is than the others to its prompt: GRPO's advantage.
+
+    (r - mean) / (std + eps), with the sample standard deviation of the group (arXiv 2402.03300; eps as in TRL).
+
+    Args:
+        rewards: float32[B], the G answers of prompt 0, then those of prompt 1, as `generate` returns them.
+        group: G, at least 2.
+        divide: by the standard deviation; without it, the advantage is that of Dr. GRPO (arXiv 2503.20783).
+        eps: added to the standard deviation.
+
+    Returns:
+        float32[B]; 0 for all answers of a group with equal rewards.
+    """
+    if group < 2:
+        raise ConfigError(f"group must be at least 2, got {group}: a single answer has none to be compared with")
+    if rewards.ndim != 1 or rewards.shape[0] % group:
+        raise InputError(f"rewards must be [B], B a multiple of group={group}, got {list(rewards.shape)}")
+    groups = rewards.astype(jnp.float32).reshape(-1, group)
+    centred = groups - jnp.mean(groups, axis=1, keepdims=True)
+    if divide:
+        centred = centred / (jnp.std(groups, axis=1, ddof=1, keepdims=True) + eps)
+    return centred.reshape(-1)
+
+
+def answer_mask(lengths: jax.Array, width: int) -> jax.Array:
+    """Return the mask of answers of `lengths int32[B]` tokens, eos included: bool[B, width]."""
+    return jnp.arange(width)[None, :] < lengths[:, None]
+
+
+def exclude_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return the mask without some rows, bool[B]: for DAPO, those of answers that were cut off (arXiv 2503.14476)."""
+    return mask & ~rows[:, None]
+
+
+def clipped_objective(
+    logprobs: jax.Array, old: jax.Array, advantage: jax.Array, *, low: float = 0.2, high: float | None = None
+) -> jax.Array:
+    """Return PPO's clipped objective of each token, to be maximised (arXiv 1707.06347).
+
+    min(ratio A, clip(ratio, 1 - low, 1 + high) A) with the ratio exp(logprobs - old).
+
+    Args:
+        logprobs: float32[B, N], under the parameters that are trained.
+        old: float32[B, N], under those that the step started from; without gradients.
+        advantage: float32[B], or float32[B, N].
+        low: how far the ratio may fall below 1.
+        high: how far it may rise above 1, `low` by default; DAPO uses 0.28 (arXiv 2503.14476).
+    """
+    advantage = advantage[:, None] if advantage.ndim == 1 else advantage
+    ratio = jnp.exp(_bounded(logprobs - jax.lax.stop_gradient(old)))
+    clipped = jnp.clip(ratio, 1 - low, 1 + (low if high is None else high))
+    return jnp.minimum(ratio * advantage, clipped * advantage)
+
+
+def importance_weight(trainer: jax.Array, sampler: jax.Array, *, most: float = 2.0) -> jax.Array:
+    """Return the truncated importance weight of each token: min(exp(trainer - sampler), most), without gradients.
+
+    It corrects for a sampler whose log-probabilities differ from the trainer's, for example because it rounds
+    otherwise, or has earlier weights (Ionides 2008, Truncated Importance Sampling; verl's `rollout_is="token"`).
+
+    Args:
+        trainer: float32[B, N], under the parameters that the tokens were drawn with, as the trainer computes them.
+        sampler: float32[B, N], as the sampler did.
+        most: the largest weight.
+    """
+    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(_bounded(trainer - sampler)), most))
+
+
+def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Array:
+    """Estimate KL(policy || other) at each token that the policy drew (http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        logprobs: float32[B, N], of the policy.
+        other: float32[B, N], of the other distribution, such as a reference model.
+        estimator: with d = other - logprobs, "k1" is -d, unbiased; "k2" d^2 / 2, never negative; "k3" exp(d) - 1 - d,
+            which is both. GRPO uses k3.
+    """
+    difference = other - logprobs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference**2 / 2
+    if estimator == "k3":
+        return jnp.expm1(_bounded(difference)) - difference
+    raise ConfigError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+
+
+def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the mean over all tokens of all answers, float32[]: DAPO's loss, in which long answers count more.
+
+    0 if there are no tokens.
+    """
+    total = jnp.sum(mask, dtype=jnp.float32)
+    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(total, 1.0)
+
+
+def sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the mean over answers of the mean over their tokens, float32[]: GRPO's loss (arXiv 2402.03300).
+
+    Answers without tokens are left out; 0 if there are none.
+    """
+    counts = jnp.sum(mask, axis=1, dtype=jnp.float32)
+    means = jnp.sum(jnp.where(mask, values, 0.0), axis=1) / jnp.maximum(counts, 1.0)
+    return jnp.sum(means) / jnp.maximum(jnp.sum(counts > 0, dtype=jnp.float32), 1.0)
+
+
+def _bounded(log_ratio: jax.Array) -> jax.Array:
+    return jnp.clip(log_ratio, -_MOST_LOG_RATIO, _MOST_LOG_RATIO)
