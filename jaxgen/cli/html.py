@@ -1,0 +1,53 @@
+"""`--html`: the answers to a prompt as a page with the log-probability of each token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxgen.cli.session import Session
+from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.errors import InputError
+from jaxgen.output import GenerateOutput
+from jaxgen.serving.page import MARK, recorded_page
+from jaxgen.serving.scored import Scored, TokenTexts, entries
+
+ALTERNATIVES = 5  # the most likely tokens that are shown for each
+
+
+def check_target(path: Path) -> None:
+    """Raise an error if a page cannot be written there; only an earlier page is replaced."""
+    if not path.parent.is_dir():
+        raise InputError(f"--html {path}: the directory {path.parent} does not exist")
+    if path.is_dir():
+        raise InputError(f"--html {path} is a directory: add the name of a file")
+    if path.exists() and not path.is_file():
+        raise InputError(f"--html {path} is not a regular file: choose another name")
+    if path.exists() and MARK.encode() not in path.read_bytes()[:1000]:
+        raise InputError(f"--html {path}: the file is not a page of this command: choose another name")
+
+
+def write_page(path: Path, session: Session, model: str, prompt: str, out: GenerateOutput) -> None:
+    """Write a page.
+
+    Args:
+        path: the file.
+        session: of the answers, with `output_logprobs` and `top_logprobs`.
+        model: its name.
+        prompt: its text.
+        out: the answers to this one prompt.
+    """
+    all_logged = [np.asarray(values) for values in (out.logprobs, out.top_logprobs, out.top_tokens)]
+    texts, answers = TokenTexts(session.tokenizer), []
+    for row, text in enumerate(session.tokenizer.decode_batch(out)):
+        count, reason = int(np.asarray(out.lengths)[row]), StopReason(int(np.asarray(out.stop_reasons)[row]))
+        ids = np.asarray(out.sequences)[row, out.prompt_width :][:count].tolist()
+        logged: list[Any] = [values[row, :count] for values in all_logged]
+        note = f"{count} tokens · {reason.name.lower()}"
+        answers.append(
+            {"text": text, "tokens": entries(Scored(ids, LogProbs(*logged), ALTERNATIVES), texts), "note": note}
+        )
+    path.write_text(recorded_page(model, prompt, answers), "utf-8")

@@ -1,0 +1,78 @@
+"""Tokens with their texts and log-probabilities, as OpenAI's chats write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxgen.decoding.logprobs import LogProbs
+from jaxgen.errors import ConfigError
+from jaxgen.text.tokenizer import Tokenizer
+
+_LEAST = -9999.0  # for a log-probability of -inf, which JSON lacks; vLLM's number
+
+
+class TokenTexts:
+    """The text and the bytes of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        try:
+            self._bytes = tokenizer.token_bytes()
+        except ConfigError:  # its text is not the concatenation of its tokens'
+            self._bytes = []
+
+    def bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text; for a special token, its name."""
+        own = self._bytes[token] if token < len(self._bytes) else None
+        return (self._tokenizer.backend.id_to_token(token) or "").encode() if own is None else own
+
+    def text(self, token: int, as_id: bool = False) -> str:
+        """Return the text of a token, with U+FFFD for a part of a character; or with `as_id`, its number."""
+        return f"token_id:{token}" if as_id else self.bytes(token).decode("utf-8", "replace")
+
+
+class Scored:
+    """Tokens with log-probabilities, and the most likely ones at each place.
+
+    Attributes:
+        tokens: the ids.
+        logprobs: float of each; None for the first token of a text, which nothing predicts.
+        most_likely: for each token, ids and log-probabilities in descending order.
+    """
+
+    def __init__(self, tokens: Sequence[int], logprobs: LogProbs, top: int, is_beginning: bool = False):
+        self.tokens = list(tokens)
+        numbers = [_finite(value) for value in np.asarray(logprobs.logprobs).tolist()]
+        self.logprobs: list[float | None] = [None, *numbers[1:]] if is_beginning else list(numbers)
+        self.most_likely: list[list[tuple[int, float]]] = [[] for _ in self.tokens]
+        if top and logprobs.top_tokens is not None and logprobs.top_logprobs is not None:
+            ids, values = np.asarray(logprobs.top_tokens)[:, :top], np.asarray(logprobs.top_logprobs)[:, :top]
+            rows = zip(ids.tolist(), values.tolist(), strict=True)
+            self.most_likely = [[(i, _finite(x)) for i, x in zip(*row, strict=True)] for row in rows]
+
+    def __add__(self, other: Scored) -> Scored:
+        joined = object.__new__(Scored)
+        joined.tokens, joined.logprobs = self.tokens + other.tokens, self.logprobs + other.logprobs
+        joined.most_likely = self.most_likely + other.most_likely
+        return joined
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else _LEAST
+
+
+def entries(scored: Scored, texts: TokenTexts, as_id: bool = False) -> list[dict[str, Any]]:
+    """Return what `logprobs.content` of a chat has for each token; with `as_id`, tokens are named by number."""
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": texts.text(token, as_id), "logprob": logprob, "bytes": list(texts.bytes(token))}
+
+    rows = zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True)
+    return [
+        entry(token, logprob) | {"top_logprobs": [entry(*likely) for likely in most_likely]}
+        for token, logprob, most_likely in rows
+    ]
