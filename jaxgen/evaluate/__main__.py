@@ -1,0 +1,100 @@
+"""`python -m jaxgen.evaluate`: run the tasks of lm-evaluation-harness with a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxgen.cli import arguments
+from jaxgen.cli.arguments import BAD_INPUT
+from jaxgen.errors import InputError, JaxgenError
+from jaxgen.model.config import DTYPES
+from jaxgen.model.quantization import CHOICES
+
+PROGRAM = "python -m jaxgen.evaluate"
+_MODEL = "jaxgen"  # its name in the harness
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 2 for bad input."""
+    try:
+        options, rest = _parse(sys.argv[1:] if words is None else words)
+        try:
+            import lm_eval.models  # registers the harness's own models first
+            from lm_eval.__main__ import cli_evaluate
+            from lm_eval.api.registry import model_registry
+        except ModuleNotFoundError as error:
+            raise InputError(f'{error.name} is missing: pip install "jaxgen[eval]"') from error
+        assert lm_eval.models
+        model_registry.register(_MODEL)(_model(options))
+        sys.argv = [PROGRAM, "run", "--model", _MODEL, *rest]
+        cli_evaluate()
+        return 0
+    except (JaxgenError, OSError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return our options, and the rest, which are the harness's."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage="%(prog)s --model DIR --tasks NAME ... [options]",
+        description="Evaluate a checkpoint with the tasks of lm-evaluation-harness.",
+        epilog="All other options are the harness's: --tasks, --num_fewshot, --limit, --include_path, --output_path, "
+        "--log_samples, --apply_chat_template, --gen_kwargs, --use_cache, ...: see python -m lm_eval run --help.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="a checkpoint's directory, or the id of one on the hub")
+    add("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
+    add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
+    add("--quantize", choices=CHOICES, help="round the weights to 8 bits")
+    add("--slots", type=arguments.count, default=32, metavar="N", help="answers generated at a time (default: 32)")
+    tokens = "tokens scored at a time (default: 8192)"
+    add("--batch-tokens", type=arguments.count, default=8192, metavar="N", help=tokens)
+    add("--max-length", type=arguments.count, metavar="N", help="of a request (default: the model's context)")
+    most = "of an answer whose task sets no limit (default: 256)"
+    add("--max-gen-toks", type=arguments.count, default=256, metavar="N", help=most)
+    add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help="keep compiled programs")
+    return parser.parse_known_args(list(words))
+
+
+def _model(options: argparse.Namespace) -> type:
+    """Return the class that the harness makes the model of."""
+    from convert import load_adapter, load_hf
+    from convert.hub import local_directory
+    from jaxgen.cli.compile_cache import keep_programs
+    from jaxgen.evaluate.lm import JaxgenLM
+    from jaxgen.model.fused import fuse_projections
+    from jaxgen.programs import default_device
+    from jaxgen.text.tokenizer import Tokenizer
+
+    if options.compile_cache:
+        keep_programs()
+    path = local_directory(options.model)
+
+    class Loaded(JaxgenLM):
+        def __init__(self, **given: Any):
+            params, cfg = load_hf(path, dtype=options.dtype, quantize=options.quantize)
+            if options.adapter is not None:
+                params = load_adapter(options.adapter, params, cfg)
+            if default_device().platform == "gpu":
+                params = fuse_projections(params, donate=True)
+            sizes = {"slots": options.slots, "batch_tokens": options.batch_tokens}
+            sizes |= {"max_length": options.max_length, "max_gen_toks": options.max_gen_toks}
+            harness = {name: given.pop(name) for name in ("batch_size", "max_batch_size", "device") if name in given}
+            if given:
+                raise InputError(
+                    f"--model_args has {min(given)}, which is not an option here: see --help for those of the model"
+                )
+            super().__init__(params, cfg, Tokenizer.from_pretrained(path), name=options.model, **sizes, **harness)
+
+    return Loaded
+
+
+if __name__ == "__main__":
+    sys.exit(main())

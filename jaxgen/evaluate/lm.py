@@ -1,0 +1,199 @@
+"""lm-evaluation-harness's interface to a model that runs here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.config.options import OPTIONS
+from jaxgen.config.tables import eos_list
+from jaxgen.engine.many import generate_many
+from jaxgen.errors import ConfigError, GenerationError, InputError
+from jaxgen.scoring.many import score_many
+from jaxgen.text.tokenizer import Tokenizer
+
+_SLOTS, _BATCH_TOKENS, _ANSWER = 32, 8192, 256
+
+
+class JaxgenLM(TemplateLM):
+    """A model for `lm_eval.simple_evaluate`, or for `lm_eval.evaluate`.
+
+    >>> lm = JaxgenLM(params, cfg, tok, name="Qwen2.5-0.5B")                                     # doctest: +SKIP
+    >>> results = lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])                         # doctest: +SKIP
+
+    Log-likelihoods come from `score_many`, which reads the context of several choices once; answers from
+    `generate_many`, with the options and stop strings of each request. Texts are tokenized and cut as by the harness's
+    own `hf` model.
+
+    Args:
+        params: the parameters.
+        cfg: the model's config. `cfg.adapter` is read; other options of generation are those of each request.
+        tokenizer: the model's.
+        name: identifies the model in reports and in the cache of requests.
+        max_length: the most tokens of a request, by default the model's context.
+        max_gen_toks: the most tokens of an answer whose task sets no limit.
+        slots: the answers that are generated at a time.
+        batch_tokens: the tokens that are scored at a time, as in `score_many`.
+        seed: of the random key of requests that draw tokens.
+        batch_size, max_batch_size, device: accepted from the harness, without effect.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        cfg: GenerationConfig,
+        tokenizer: Tokenizer,
+        *,
+        name: str = "jaxgen",
+        max_length: int | None = None,
+        max_gen_toks: int = _ANSWER,
+        slots: int = _SLOTS,
+        batch_tokens: int = _BATCH_TOKENS,
+        seed: int = 0,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+    ):
+        super().__init__()
+        del batch_size, max_batch_size, device
+        context = cfg.model.context_length
+        if max_length is None and context is None:
+            raise InputError("the model's config has no context length: set max_length")
+        self.max_length: int = max_length or context  # pyright: ignore[reportAttributeAccessIssue]
+        self.max_gen_toks, self.slots, self.batch_tokens = max_gen_toks, slots, batch_tokens
+        self._params, self._cfg, self._tokenizer, self._name = params, cfg, tokenizer, name
+        self._key = jax.random.key(seed)
+        ends = eos_list(cfg.eos_token_id)
+        self._eot = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)
+        if self._eot is None:
+            raise InputError("neither the tokenizer nor the config has an eos token, which an empty context needs")
+        bos = tokenizer.bos_token_id
+        self._prefix = self._eot if bos is None else bos
+        self._eos_text = tokenizer.decode([self._eot], skip_special_tokens=False)
+        self._prefix_text = tokenizer.decode([self._prefix], skip_special_tokens=False)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self._eot  # pyright: ignore[reportReturnType]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that an empty context consists of: the bos token, or if there is none the eos token."""
+        return self._prefix  # pyright: ignore[reportReturnType]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name of the model in the cache of requests."""
+        return self._name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        """Return the ids of a text; a bos token that it begins with is not added again."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._prefix_text)
+        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens) if string else []
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the chat template, which the harness reports."""
+        return self._tokenizer.chat_template if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text; without a generation prompt, the last message is to be continued."""
+        text = self._tokenizer.render_chat(chat_history, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the harness adds to its report."""
+        return {"model": self._name, "model_dtype": self._cfg.model.dtype, "model_num_parameters": self._count()}
+
+    def _count(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self._params))
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        """Score continuations of contexts; these are cut on the left to the model's context."""
+        pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+        found = score_many(self._params, pairs, self._cfg, batch_tokens=self.batch_tokens)
+        results = [(scores.total, bool(scores.is_greedy.all())) for scores in found]
+        for (texts, _, _), result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, result)
+        return results
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        if not continuation or len(continuation) > self.max_length:
+            raise InputError(f"a continuation has {len(continuation)} tokens, and 1 to {self.max_length} are possible")
+        room = self.max_length + 1 - len(continuation)  # the last token is not read
+        return context[-room:], continuation
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of whole texts, in windows of the model's context that do not overlap."""
+        windows: list[tuple[list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            ids = self.tok_encode(text)
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                before, rest = make_disjoint_window(window)
+                windows.append((list(before), list(rest)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        found = score_many(self._params, windows, self._cfg, batch_tokens=self.batch_tokens)
+        for owner, scores in zip(owners, found, strict=True):
+            totals[owner] += scores.total
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return an answer to each context, cut at the first of the request's stop strings."""
+        if not requests:
+            return []
+        read = [self._read(*request.args) for request in requests]
+        prompts = [prompt for prompt, _ in read]
+        width = max(len(prompt["ids"]) for prompt in prompts)
+        draws = any(prompt["do_sample"] for prompt in prompts)
+        cfg = GenerationConfig(
+            model=self._cfg.model,
+            max_new_tokens=max(prompt["max_new_tokens"] for prompt in prompts),
+            eos_token_id=sorted({*eos_list(self._cfg.eos_token_id), self.eot_token_id}),
+            pad_token_id=self._cfg.pad_token_id,
+            do_sample=draws,
+            top_k=0,
+            adapter=self._cfg.adapter,
+        )
+        answers = [""] * len(requests)
+        more = {"tokenizer": self._tokenizer, "slots": min(self.slots, len(prompts)), "prompt_width": width}
+        for done in generate_many(self._params, prompts, self._key if draws else None, cfg, **more):
+            if done.error is not None:
+                raise GenerationError(f"request {done.index}: {done.error}")
+            text = postprocess_generated_text(done.text or "", read[done.index][1], None)
+            answers[done.index] = text
+            self.cache_hook.add_partial("generate_until", requests[done.index].args, text)
+        return answers
+
+    def _read(self, context: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return a prompt for `generate_many`, and the strings at which its answer is cut."""
+        given: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
+        stops = [text for text in handle_stop_sequences(given.pop("until", None), self._eos_text) if text]
+        most = given.pop("max_gen_toks")
+        if most >= self.max_length:
+            raise InputError(f"an answer of {most} tokens leaves no room for its context in {self.max_length}")
+        if not given.get("do_sample"):
+            given = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "top_k")}
+        for name in given:
+            if name not in OPTIONS or name == "max_length":
+                remedy = "use max_gen_toks" if name == "max_length" else "leave it out"
+                raise ConfigError(f"the task's generation_kwargs have {name}, which is not an option here: {remedy}")
+        ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
+        # The eos token ends an answer by its id; its text is not among the tokens of others.
+        texts = [text for text in stops if text != self._eos_text]
+        return {"ids": ids, "max_new_tokens": most, "stop_strings": texts or None, **given}, stops
