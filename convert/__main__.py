@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from convert.adapter import merge_adapter
 from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
 from convert.hf import Checkpoint, copy_tokenizer, float_dtype, open_checkpoint
@@ -59,6 +60,8 @@ def convert(options: argparse.Namespace) -> int:
             f"{source} has {kind.title} matrices, whose numbers --dtype does not change: add --quantize none to write "
             f"them in {options.dtype}, or --quantize {kind.name} to write only the rest in it"
         )
+    if options.merge_adapter is not None:
+        checkpoint = merge_adapter(checkpoint, options.merge_adapter)
     if options.kv_heads is not None:
         checkpoint = pool_checkpoint(checkpoint, options.kv_heads)
     config = _config(checkpoint, wanted)
@@ -127,15 +130,20 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
     bits = "write matrices as 8-bit numbers, for jaxgen alone; none: convert such matrices back; default: as in SRC"
     add("--quantize", choices=CHOICES, help=bits)
+    add("--merge-adapter", metavar="DIR", help="first add a LoRA adapter, as PEFT writes it, to the matrices")
     add("--overwrite", action="store_true", help="replace the checkpoint DST")
     add("--check", action="store_true", help="then read DST again and compare every tensor")
     add("--list", action="store_true", help="print the tensors of SRC: name, dtype, shape, bytes")
     options, rest = parser.read(words)
     if rest:
         parser.error(f"{rest[0]!r} comes after SRC and DST: leave it out")
-    given = (options.destination, options.dtype, options.kv_heads, options.quantize)
+    given = (options.destination, options.dtype, options.kv_heads, options.quantize, options.merge_adapter)
     if options.list and (any(value is not None for value in given) or options.overwrite or options.check):
         parser.error("--list needs a source and nothing else")
+    if options.merge_adapter is not None and options.kv_heads is not None:
+        parser.error(
+            "--merge-adapter and --kv-heads change the same matrices: write two checkpoints, one after the other"
+        )
     if not options.list and options.destination is None:
         parser.error("the destination is missing")
     return options

@@ -34,7 +34,7 @@ from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.fused import separate
-from jaxgen.model.lowrank import LowRank
+from jaxgen.model.lowrank import Adapters, LowRank
 from jaxgen.model.quantization import all_built_in, kind_of
 from jaxgen.model.sharding import shardings
 from jaxgen.model.weights import Quantized
@@ -442,7 +442,7 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in walk(params):
         if isinstance(value, np.ndarray | jax.Array | Quantized):
             weights[name] = value
-        elif isinstance(value, LowRank):
+        elif isinstance(value, LowRank | Adapters):
             attached.append(name)
         else:
             problems.append(f"params: {name} must be an array, got {type(value).__name__}")

@@ -30,18 +30,27 @@ _NAMES = {
     "model.fused": "fuse_projections",
     "model.sharding": "shard_params",
     "output": "GenerateOutput",
-    "scoring": "ChoiceScores LogProbs compute_transition_scores score score_choices",
+    "decoding.logprobs": "LogProbs",
+    "scoring.choices": "ChoiceScores score_choices",
+    "scoring.many": "TokenScores score_many",
+    "scoring.text": "score",
+    "scoring.transitions": "compute_transition_scores",
     "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
     "text.tokenizer": "Batch Tokenizer",
     "warming": "warmup",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
-_HOMES |= {"load_hf": "convert", "save_hf": "convert"}
+_HOMES |= dict.fromkeys(("load_adapter", "load_hf", "save_adapter", "save_hf"), "convert")
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from convert import load_hf as load_hf, save_hf as save_hf
+    from convert import (
+        load_adapter as load_adapter,
+        load_hf as load_hf,
+        save_adapter as save_adapter,
+        save_hf as save_hf,
+    )
     from jaxgen.config.constraints import (
         DisjunctiveConstraint as DisjunctiveConstraint,
         PhrasalConstraint as PhrasalConstraint,
@@ -53,6 +62,7 @@ if TYPE_CHECKING:
         StepInputs as StepInputs,
         StepOutput as StepOutput,
     )
+    from jaxgen.decoding.logprobs import LogProbs as LogProbs
     from jaxgen.decoding.stopping import StopReason as StopReason
     from jaxgen.engine.engine import Engine as Engine, QueueFull as QueueFull
     from jaxgen.engine.many import generate_many as generate_many
@@ -82,13 +92,10 @@ if TYPE_CHECKING:
     from jaxgen.model.fused import fuse_projections as fuse_projections
     from jaxgen.model.sharding import shard_params as shard_params
     from jaxgen.output import GenerateOutput as GenerateOutput
-    from jaxgen.scoring import (
-        ChoiceScores as ChoiceScores,
-        LogProbs as LogProbs,
-        compute_transition_scores as compute_transition_scores,
-        score as score,
-        score_choices as score_choices,
-    )
+    from jaxgen.scoring.choices import ChoiceScores as ChoiceScores, score_choices as score_choices
+    from jaxgen.scoring.many import TokenScores as TokenScores, score_many as score_many
+    from jaxgen.scoring.text import score as score
+    from jaxgen.scoring.transitions import compute_transition_scores as compute_transition_scores
     from jaxgen.text.streaming import (
         AsyncTextIteratorStreamer as AsyncTextIteratorStreamer,
         TextIteratorStreamer as TextIteratorStreamer,

@@ -159,7 +159,8 @@ def prefill(
     Args:
         params: the parameters.
         ids: int32[B, P], the prompts.
-        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size` and `cache_dtype` are read.
+        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size`, `cache_dtype` and `adapter` are read. What is
+            read with one adapter is to be continued with it.
         attention_mask: `[B, P]`, as in `generate`.
         cache: the tokens before the prompts, as in `generate`.
 
@@ -167,7 +168,7 @@ def prefill(
         InputError, ConfigError, TypeError: as `generate`.
     """
     check_call(params, cfg)
-    read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype")
+    read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype", "adapter")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
     if not is_traced(cfg):  # eos ids given per prompt belong to the prompts of another call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)

@@ -17,7 +17,7 @@ FLOORS = (
     {"generation", "scoring", "warming"},
     {"engine"},
     {"serving"},
-    {"demo", "cli"},
+    {"demo", "cli", "evaluate"},
     {"export"},
     {"__init__", "__main__"},
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from convert import CheckpointError, load_hf, save_hf
+from convert import CheckpointError, load_adapter, load_hf, save_hf
 from convert.hf import open_checkpoint
 from convert.tensors import Tensor
 from jaxgen import GenerationConfig, InputError, StepHook, generate, generate_many, prefill, score, shard_params
@@ -17,7 +17,8 @@ from jaxgen.decoding.extensions import Extensions
 from jaxgen.model.sharding import mesh_of
 from jaxgen.request.prepare import CallInputs, prepare
 from jaxgen.training import lora
-from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, train, train_step
+from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, train, train_step
+from tests.support.adapters import factors, write
 from tests.support.communication import STEPS, check_communication
 from tests.support.models import model_config, random_params, slow
 from tests.support.streamers import Collector, RowCollector
@@ -184,6 +185,23 @@ def test_training_on_the_mesh(low_rank):
     np.testing.assert_allclose(divided_loss.loss, loss.loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), expected, found)
     assert mesh_of(found) is not None
+
+
+@pytest.mark.parametrize("quantize", [None, *slow("int8")])
+def test_adapters(tmp_path, quantize):
+    save_hf(PARAMS, CFG, tmp_path / "model")
+    adapters = [write(tmp_path / str(i), factors(MODEL, rank, i)) for i, rank in enumerate((3, 2))]
+    params, cfg = load_hf(tmp_path / "model", quantize=quantize)
+    divided, _ = load_hf(tmp_path / "model", quantize=quantize, mesh=mesh_of_shape((2, 4)))
+    for given, options in ((adapters, {"adapter": [0, 1, -1, 0, 1, -1]}), (adapters[0], {})):
+        own = cfg.replace(**options)
+        attached = load_adapter(given, divided, cfg)
+        assert mesh_of(attached) is not None
+        found = score(attached, IDS, own, attention_mask=MASK).logprobs
+        expected = score(load_adapter(given, params, cfg), IDS, own, attention_mask=MASK).logprobs
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+        plain = score(params, IDS, cfg, attention_mask=MASK).logprobs
+        assert np.abs(found - plain).max() > 0.1
 
 
 class Killed(Exception):

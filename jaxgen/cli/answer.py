@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert import load_hf
+from convert import load_adapter, load_hf
+from convert.adapter import read_updates
 from convert.hf import Checkpoint, float_dtype, open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
@@ -25,6 +26,7 @@ from jaxgen.cli import terminal
 from jaxgen.cli.answer_file import WHOLE, AnswerFile, Shard, answer_file, recorded
 from jaxgen.cli.chat import Chat, converse
 from jaxgen.cli.fingerprint import fingerprint
+from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
 from jaxgen.cli.input_file import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes
 from jaxgen.cli.many import slots_for, width_for, write_answers
 from jaxgen.cli.options import generation_fields, in_flags
@@ -52,8 +54,8 @@ DEFAULT_SLOTS = 32
 DEFAULT_BATCH_SIZE = 8
 # Options that answers to --input do not depend on, or that `_run` has in another form.
 _FREE = set(
-    "prompt prompt_file chat model input output shard dtype slots batch_size stats device mesh distributed coordinator "
-    "processes process compile_cache debug".split()
+    "prompt prompt_file chat model input output html shard dtype slots batch_size stats device mesh distributed "
+    "coordinator processes process compile_cache debug".split()
 )
 
 
@@ -117,15 +119,23 @@ def answer(options: argparse.Namespace) -> Stats:
             write_answers(job.lines, job.indices, done, session, file, **sizes)
         else:
             ids, mask = job.tokenizer.pad([job.lines[0].ids])
-            generate_and_print(session, ids, Printer(session), attention_mask=mask)
+            out = generate_and_print(session, ids, Printer(session), attention_mask=mask)
+            if options.html is not None and jax.process_index() == 0:
+                write_page(
+                    options.html, session, options.model or "the bundled model", job.lines[0].asked["prompt"], out
+                )
     return stats
 
 
 def _prepare(options: argparse.Namespace) -> _Job:
     """Read and check all input except the weights."""
     text = prompt_text(options)
+    if options.html is not None:
+        check_target(options.html)
     source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
     source = source.quantize(options.quantize)
+    if options.adapter is not None:
+        read_updates([options.adapter], source.cfg.model)  # raises for one that does not fit
     cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(source.path)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
@@ -193,6 +203,8 @@ def _answer_file(
 def _load(job: _Job, options: argparse.Namespace, stats: Stats) -> Session:
     mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
     params, loaded = load_hf(job.source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
+    if options.adapter is not None:
+        params = load_adapter(options.adapter, params, loaded)
     if mesh is None and default_device().platform == "gpu":
         params = fuse_projections(params, donate=True)
     more = dict(job.more)
@@ -226,8 +238,10 @@ def prompt_text(options: argparse.Namespace) -> str | None:
 def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationConfig:
     """Return the checkpoint's config with the options of the command line."""
     given = generation_fields(options)
+    logged = "logits" if options.logprobs or options.html is not None else None
+    alternatives = 0 if options.html is None else ALTERNATIVES
     try:
-        cfg = source.cfg.replace(**given, output_logprobs="logits" if options.logprobs else None, top_logprobs=0)
+        cfg = source.cfg.replace(**given, output_logprobs=logged, top_logprobs=alternatives)
     except TypeError as error:  # a value in JSON that is of the wrong type
         raise InputError(str(error)) from error
     if options.chat and cfg.num_return_sequences > 1:
@@ -252,7 +266,8 @@ def _run(options: argparse.Namespace, job: _Job) -> dict[str, Any]:
     values = {name: value for name, value in vars(options).items() if name not in _FREE and value is not None}
     if options.json_schema is not None:
         values["json_schema"] = options.json_schema.read_text("utf-8")
-    model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source)}".encode())
+    adapters = [] if options.adapter is None else [options.adapter]
+    model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source, adapters)}".encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     rows = {"--slots": job.slots}
     if job.slots is None:  # a batch has lines of one shard

@@ -103,6 +103,14 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def named_path(text: str) -> tuple[str, Path]:
+    """Read a name and a path, NAME=DIR."""
+    name, _, rest = text.partition("=")
+    if not name or not rest:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=DIR")
+    return name, path(rest)
+
+
 def source(text: str) -> str:
     """Read the name of a file, or "-" for stdin."""
     return str(path(text))

@@ -78,6 +78,8 @@ def _add_sources(command: arguments.Parser) -> None:
     size = "prompts of --input at once, with beams and others that cannot be in slots (default: 8)"
     add("-b", "--batch-size", type=arguments.count, metavar="N", help=size)
     add("--logprobs", action="store_true", help="add the tokens and their log-probabilities to the answers to --input")
+    shown = "also write the answers to PROMPT as a page that shows how likely each token was"
+    add("--html", type=arguments.path, metavar="FILE", help=shown)
     add("-s", "--system", type=text, metavar="TEXT", help="a system message before each conversation")
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
@@ -91,6 +93,7 @@ def _add_sources(command: arguments.Parser) -> None:
 
 def _add_machine(add: Callable[..., Any]) -> None:
     add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("--adapter", type=arguments.path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     bits = "round the weights to 8 bits: half the memory, and faster for a few rows; none: convert 8-bit weights back"
@@ -194,6 +197,8 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
         command.error("--seed random draws another seed in each shard: choose one")
     if options.logprobs and options.input is None:
         command.error("--logprobs adds to the JSON lines of --input: use that too")
+    if options.html is not None and (options.chat or options.input is not None):
+        command.error("--html shows the answers to one prompt: leave out --chat or --input")
     if options.device is not None and options.device[1] is not None and options.mesh is not None:
         command.error("--mesh takes all devices of a platform: leave out the number of --device")
     if options.chat and (options.num_return_sequences or 1) > 1:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 import jaxgen
-from convert import load_hf
+from convert import load_adapter, load_hf
+from convert.adapter import read_updates
 from convert.hf import open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
@@ -52,9 +53,13 @@ def serve(options: argparse.Namespace) -> None:
         source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
         source = source.quantize(options.quantize)
         tokenizer = Tokenizer.from_pretrained(source.path)
+        adapters = dict(options.adapter or [])
+        read_updates(list(adapters.values()), source.cfg.model)  # raises for one that does not fit
         terminal.show(f"loading {options.model or 'the bundled model'}")
         mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
         params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
+        if adapters:
+            params = load_adapter(list(adapters.values()), params, loaded)
         if mesh is None and default_device().platform == "gpu":
             params = fuse_projections(params, donate=True)
         context = loaded.model.context_length or _MOST_PROMPT + _MOST_ANSWER
@@ -77,16 +82,20 @@ def serve(options: argparse.Namespace) -> None:
         with engine:
             engine.warmup()
             name = options.name or (_BUNDLED if options.model is None else Path(options.model).name or options.model)
-            weights = f"{fingerprint(source)} {options.dtype} {options.quantize} {jaxgen.__version__}"
+            weights = (
+                f"{fingerprint(source, adapters.values())} {options.dtype} {options.quantize} {jaxgen.__version__}"
+            )
             service = Service(
                 engine,
                 params,
                 name,
+                adapters=list(adapters),
                 fingerprint=f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}",
                 keys=options.api_key or [key for key in [os.environ.get("JAXGEN_API_KEY")] if key],
                 limits=Limits(body=options.max_body, seconds=options.timeout),
             )
             host, port = listener.getsockname()[:2]
+            listener.listen()  # a client that comes before uvicorn takes over waits
             terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             # uvicorn ends the service when SIGTERM comes, and then raises it again: that would be a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -23,6 +23,8 @@ def parser() -> arguments.Parser:
     add("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=arguments.natural, default=8000, metavar="N", help="(default: 8000; 0 chooses a free one)")
     add("--name", metavar="NAME", help="what requests call the model (default: the name of its directory)")
+    tuned = "also serve the model with this LoRA adapter, by this name; can be repeated"
+    add("--adapter", type=arguments.named_path, action="append", metavar="NAME=DIR", help=tuned)
     key = "answer only clients with this key; can be repeated (default: JAXGEN_API_KEY in the environment, or none)"
     add("--api-key", action="append", metavar="KEY", help=key)
     add("--slots", type=arguments.count, default=16, metavar="N", help="answers generated at a time (default: 16)")
@@ -68,6 +70,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options, rest = command.read(words)
     if rest:
         command.error(f"{rest[0]!r} does not belong to an option")
+    names = [name for name, _ in options.adapter or []]
+    if len(set(names)) < len(names):
+        command.error("--adapter has the same name twice: choose another NAME")
     if options.port > 65535:
         command.error(f"--port {options.port} must be at most 65535")
     return options

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from convert import load_hf
+from convert import load_hf, save_adapter
 from convert.atomic_directory import new_directory
 from convert.hf import Checkpoint, check_params, copy_tokenizer, open_checkpoint, write_arrays
 from convert.hub import local_directory
@@ -32,8 +32,8 @@ from jaxgen.request.memory import free_bytes
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
+from jaxgen.training.loop import TrainBatch, TrainConfig, can_resume, evaluate, train
 from jaxgen.training.state import alone_in, remove_state
-from jaxgen.training.train import TrainBatch, TrainConfig, can_resume, evaluate, train
 
 
 def train_and_save(options: argparse.Namespace) -> None:
@@ -55,11 +55,14 @@ def train_and_save(options: argparse.Namespace) -> None:
             terminal.write(f"the state is saved in {work} every {options.save_every} steps")
         _say_held_out(job, "before")
         params = _trained(job, work, options)
-        with new_directory(out, overwrite=options.overwrite) as directory:
-            _write(params, job, directory)
+        if options.save_adapter:
+            save_adapter(params, job.source.cfg, out, base=options.model, overwrite=options.overwrite)
+        else:
+            with new_directory(out, overwrite=options.overwrite) as directory:
+                _write(params, job, directory)
         remove_state(work)
     terminal.write(f"{options.out} written")
-    _say_held_out(job, "after", out)
+    _say_held_out(job, "after", params if options.save_adapter else load_hf(out)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +211,7 @@ def _check_memory(job: _Job) -> None:
 
 
 def _trained(job: _Job, work: Path, options: argparse.Namespace):
-    """Return the trained parameters, in the dtypes of the source."""
+    """Return the trained parameters, in the dtypes of the source; with --save-adapter, updates are attached to them."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
         _begin(job, frozen),
@@ -223,7 +226,8 @@ def _trained(job: _Job, work: Path, options: argparse.Namespace):
         report=terminal.write,
     )
     if frozen is not None:
-        return lora.merge(frozen, trained, job.cfg.lora_scale)
+        combine = lora.attach if options.save_adapter else lora.merge
+        return combine(frozen, trained, job.cfg.lora_scale)
     names = {name: job.source.dtype_of(name, None) for name in job.source.tensors}
     dtypes = flax.traverse_util.unflatten_dict(names, sep=".")
     return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
@@ -243,10 +247,10 @@ def _write(params, job: _Job, directory: Path) -> None:
     write_arrays(directory, job.config, job.generation, arrays)
 
 
-def _say_held_out(job: _Job, when: str, path: Path | None = None) -> None:
+def _say_held_out(job: _Job, when: str, params: Any = None) -> None:
     if job.held_out is None:
         return
-    params = load_hf(path or job.source.path)[0]
+    params = load_hf(job.source.path)[0] if params is None else params
     rows = job.batch // job.cfg.accumulate
     loss = evaluate(params, job.held_out, model=job.model, dtype=job.cfg.dtype, rows=rows)
     terminal.write(f"held-out loss {when}: {loss:.4f}")

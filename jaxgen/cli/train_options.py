@@ -42,6 +42,8 @@ def parser() -> arguments.Parser:
     add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
     add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
+    kept = "write the updates to --out as an adapter in PEFT's format, in place of a checkpoint that has them"
+    add("--save-adapter", action="store_true", help=kept)
     add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
     add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
@@ -67,4 +69,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         command.error(f"--batch {options.batch} cannot be divided into --accumulate {options.accumulate} parts")
     if options.lora_alpha is not None and not options.lora:
         command.error("--lora-alpha scales low-rank updates: set --lora RANK too")
+    if options.save_adapter and not options.lora:
+        command.error("--save-adapter writes low-rank updates: set --lora RANK too")
     return options

@@ -436,6 +436,12 @@ class GenerationOptions:
         TokenId(per_prompt=False), "the id that follows a row's end; by default the first eos id", examples=(0, 1)
     )
     bos_token_id: int | None = _output(StaticInteger(None), "the token to start from if no prompt is given", host=True)
+    adapter: Any = _output(
+        Integer(-1, least=-1),
+        "which of the adapters of load_adapter each prompt has; -1 for none",
+        since="jaxgen",
+        examples=(0, 1),
+    )
     slots: int | None = _output(
         StaticInteger(None, least=1),
         "decode at most this many sequences at a time; when one ends, the next one takes its place",

@@ -6,6 +6,7 @@ of an earlier layer go through the head without the final norm.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -41,7 +42,9 @@ class Dola(Sample):
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
         """Choose each row's token by its contrasted scores, and append it to the live rows."""
-        logits, scores, rows = observe(run, rows, read, column, live, functools.partial(contrast, run))
+        logits, scores, rows = observe(
+            run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
+        )
         processed = unless_banned(process(run, rows, scores), lambda: process(run, rows, logits))
         return append(run, rows, live, logits, processed)
 
@@ -75,18 +78,21 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     return chosen
 
 
-def contrast(run: Run, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
+def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
     """Return the contrasted scores of the rows with the prompt, and the logits of the other streams.
 
     Args:
         run: the constants.
+        adapter: int32[rows], the adapter of each row; None for none.
         logits: float32[streams * rows, V].
         states: L + 1 arrays `[streams * rows, D]`.
     """
     mature, *others = guidance.split(run.cfg, logits)
     candidates = [guidance.conditional_part(run.cfg, states[layer]) for layer in candidate_layers(run.cfg)]
     with jax.named_scope("dola"):
-        premature = head(run.model, run.params, jnp.stack(candidates), run.context)
+        of_all = None if adapter is None else jnp.tile(adapter, len(candidates))
+        context = dataclasses.replace(run.context, adapter=of_all)
+        premature = head(run.model, run.params, jnp.stack(candidates), context)
         return guidance.join((contrasted(mature, premature), *others))
 
 

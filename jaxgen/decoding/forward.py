@@ -36,6 +36,7 @@ class ModelInputs:
         inputs_embeds: `[streams * rows, T, D]` in place of ids, or None.
         position_ids: int32[streams * rows, T], or None for each token's index in its row.
         key_mask: bool[streams * rows, W], which tokens of the row may be attended to, or None for all.
+        adapter: int32[streams * rows], the adapter of each row, or None for none.
     """
 
     mask: jax.Array
@@ -43,6 +44,7 @@ class ModelInputs:
     inputs_embeds: jax.Array | None = None
     position_ids: jax.Array | None = None
     key_mask: jax.Array | None = None
+    adapter: jax.Array | None = None
 
     @property
     def length(self) -> jax.Array:
@@ -64,8 +66,9 @@ class ModelInputs:
         return self._map_columns(lambda x: pad_axis(x, 1, width))
 
     def _map_columns(self, change: Callable[..., jax.Array], *arguments: jax.Array) -> ModelInputs:
-        changed = jax.tree.map(lambda x: change(x, *arguments), dataclasses.replace(self, key_mask=None))
-        return dataclasses.replace(changed, key_mask=self.key_mask)
+        columns = dataclasses.replace(self, key_mask=None, adapter=None)
+        changed = jax.tree.map(lambda x: change(x, *arguments), columns)
+        return dataclasses.replace(changed, key_mask=self.key_mask, adapter=self.adapter)
 
 
 @flax.struct.dataclass
@@ -134,8 +137,11 @@ def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: i
     Arguments are those of `run_prompts`.
     """
     if run.extensions.hook is not None:
-        return _before(run, rows, tokens, cache, following)
-    return ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds), rows
+        inputs, rows = _before(run, rows, tokens, cache, following)
+    else:
+        inputs = ModelInputs(tokens.mask, None if tokens.embeds is not None else tokens.ids, tokens.embeds)
+    adapter = guidance.stack(run.cfg, rows.options.get("adapter"))
+    return dataclasses.replace(inputs, adapter=adapter), rows
 
 
 def observe(
@@ -223,7 +229,7 @@ def in_one_pass(
         logits_to_keep=0 if column is None else column[:, None],
         output_hidden_states=run.cfg.output_hidden_states or run.reads_states or run.needs.final_states,
         output_attentions=run.cfg.output_attentions,
-        context=run.context,
+        context=dataclasses.replace(run.context, adapter=inputs.adapter),
     )
     assert out.cache is not None
     hidden = out.hidden_states[-1] if run.needs.final_states and out.hidden_states is not None else None

@@ -24,6 +24,7 @@ from jaxgen.engine.tables import Grammars, Stops, Table
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
+from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.sharding import mesh_of
 from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
@@ -111,7 +112,7 @@ class Engine:
         self._has_key = key is not None
         key = jax.random.key(0) if key is None else key
         key_impl = str(jax.random.key_impl(key))
-        self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries, key_impl)
+        self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries, key_impl, adapter_count(params))
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
         if hook is not None:
             prefix_cache_bytes = _without_store(prefix_cache_bytes)

@@ -17,7 +17,7 @@ from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Request
 from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
-from jaxgen.request.checks import check_grammar, check_key, check_room
+from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
 from jaxgen.text.tokenizer import Tokenizer
 
 ENTRIES, WIDTH = 32, 8  # of the tables of ids, by default: entries, and ids of a sequence
@@ -65,6 +65,7 @@ class Form:
 
     `options` names what prompts may set of the options that may have one value per prompt, None for all. Their tables
     of ids have `entries` entries. `key_impl` is the implementation of random keys; None if prompts have none.
+    `adapters` is their number in the parameters.
 
     Attributes:
         cfg: the engine's config.
@@ -84,13 +85,15 @@ class Form:
         options: Collection[str] | None = None,
         entries: int = ENTRIES,
         key_impl: str | None = None,
+        adapters: int = 0,
     ):
         refuse_unavailable(cfg)
         _check(cfg)
-        self.cfg, self.tokenizer, self.width, self._key_impl = cfg, tokenizer, width, key_impl
+        self.cfg, self.tokenizer, self.width = cfg, tokenizer, width
+        self._key_impl, self._adapters = key_impl, adapters
         self.capacity = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
         names = _per_prompt() if options is None else _needed(cfg, options)
-        self.off = {name: _off_leaf(cfg, name, entries) for name in names}
+        self.off = {name: _off_leaf(cfg, name, entries) for name in names if adapters or name != "adapter"}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
         # One value of do_sample for all prompts would be part of the program.
@@ -153,7 +156,9 @@ class Form:
         if cfg.on("min_length") and not cfg.on("min_new_tokens"):
             options["min_new_tokens"] = np.int32(max(0, int(cfg.min_length) - len(ids)))  # pyright: ignore
         stop_strings = self._stop_strings(cfg)
-        asked = cfg.enabled.intersection(self.off) | ({"min_new_tokens"} if cfg.on("min_length") else set())
+        asked = cfg.enabled.intersection(self.off) - {"adapter"} | (
+            {"min_new_tokens"} if cfg.on("min_length") else set()
+        )
         return Prompt(
             index=_index(named.get("index", index)),
             ids=ids,
@@ -177,6 +182,8 @@ class Form:
         if fields.get("output_logprobs", self) is None:
             fields.setdefault("top_logprobs", 0)
         cfg = self.cfg.replace(**fields) if fields else self.cfg
+        if "adapter" in fields:
+            check_adapter(cfg.adapter, self._adapters)
         for name in fields:
             if name not in self.off and name not in _OF_HOST:
                 left_out = "; or name it in prompt_options" if name in _per_prompt() else ""

@@ -72,12 +72,13 @@ class Prefixes:
         """Return the size of the store."""
         return cache_bytes(cfg.model, self.places, self.chunk, cfg.cache_dtype) if self.places else 0
 
-    def names(self, ids: np.ndarray) -> list[bytes]:
+    def names(self, ids: np.ndarray, adapter: int = -1) -> list[bytes]:
         """Return a name for each whole chunk of a prompt that can be stored: equal ones follow equal tokens.
 
-        The chunk of the last token cannot, because the model must read that token to continue it.
+        The chunk of the last token cannot, because the model must read that token to continue it. Each adapter has
+        chunks of its own.
         """
-        names, name = [], b""
+        names, name = [], adapter.to_bytes(4, "little", signed=True)
         for number in range(min(self.most, (len(ids) - 1) // self.chunk)):
             tokens = np.ascontiguousarray(ids[number * self.chunk : (number + 1) * self.chunk], np.int32)
             name = hashlib.sha256(name + tokens.tobytes()).digest()

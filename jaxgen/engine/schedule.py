@@ -170,7 +170,7 @@ class Schedule:
     def _enter(self, flight: Flight, blocked: set[str]) -> dict[str, int] | None:
         """Add a prompt to the tables and the store; return its first states, or None if it must wait."""
         if flight.chunks is None:
-            flight.chunks = self.prefixes.names(flight.prompt.ids)
+            flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
         if self.prefixes.must_wait(flight.chunks):
             return None
         states: dict[str, int] = {}

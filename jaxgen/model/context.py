@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flax.struct
+import jax
 
 
 @flax.struct.dataclass
@@ -12,9 +13,11 @@ class Context:
     Attributes:
         divided: whether the weights are divided over a mesh, which not all forms of a product allow; None if that is
             not known, static.
+        adapter: int32[B], the adapter of each row, -1 for none; None if no row has one.
     """
 
     divided: bool | None = flax.struct.field(pytree_node=False, default=None)
+    adapter: jax.Array | None = None
 
 
 NO_CONTEXT = Context()

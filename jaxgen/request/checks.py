@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn
+from jaxgen.config.kinds import is_tracer
 from jaxgen.config.options import GREEDY, OPTIONS, SAMPLE
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
@@ -19,6 +20,7 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.fused import expected_shapes
+from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.weights import mismatch
 
 # Options that depend on the tokens of the prompt.
@@ -54,6 +56,15 @@ def check_call(params, cfg: GenerationConfig) -> None:
     if problems:
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise InputError(f"params do not fit cfg.model: {'; '.join(problems[:4])}{more}")
+    if cfg.on("adapter"):
+        check_adapter(cfg.adapter, adapter_count(params))
+
+
+def check_adapter(adapter: Any, count: int) -> None:
+    """Raise an error if a value of the option `adapter` is not below the number of adapters."""
+    if not is_tracer(adapter) and (largest := int(np.max(adapter))) >= count:
+        has = f"params have {count} adapters" if count else "params have no adapters to choose from"
+        raise InputError(f"adapter={largest}, and {has}: load_adapter attaches a list of them, the first of which is 0")
 
 
 def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions, mode: Mode) -> None:

@@ -26,11 +26,13 @@ from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import News
 from jaxgen.errors import InputError, shown
-from jaxgen.scoring import score
+from jaxgen.model.lowrank import adapter_count
+from jaxgen.scoring.text import score
 from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
+from jaxgen.serving.page import chat_page
 from jaxgen.serving.protocol import (
     ChatRequest,
     Common,
@@ -40,12 +42,14 @@ from jaxgen.serving.protocol import (
     decode,
 )
 from jaxgen.serving.reading import Asked, Reader, compiles
-from jaxgen.serving.replies import Replies, Scored, TokenTexts
+from jaxgen.serving.replies import Replies
+from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.stream import EventStream, leaves
 from jaxgen.serving.text import Answer, Delta
 from jaxgen.serving.tools import Tools
 
 _PREPARING = 2  # threads that read requests
+_ALTERNATIVES = 5  # the most likely tokens that the page shows
 
 
 class ClientLeft(Exception):
@@ -61,6 +65,7 @@ class Service:
         name: by which requests name the model.
         context: the most tokens of a prompt and its answer together; by default the model's context.
         fingerprint: identifies the weights and their form.
+        adapters: the names of the adapters in `params`, in their order: requests name one as their model.
         keys: of clients; without any, no key is asked for.
         limits: what it takes.
     """
@@ -73,6 +78,7 @@ class Service:
         *,
         context: int | None = None,
         fingerprint: str = "",
+        adapters: Sequence[str] = (),
         keys: Sequence[str] = (),
         limits: Limits | None = None,
     ):
@@ -82,9 +88,22 @@ class Service:
         context = context or cfg.model.context_length or engine.prompt_width + int(cfg.max_new_tokens)  # pyright: ignore
         self._reader = Reader(cfg, tokenizer, engine.prompt_width, context, engine.id_entries)
         self._engine, self._params, self._name = engine, params, name
+        self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
+        if len(adapters) != adapter_count(params):
+            raise InputError(
+                f"params have {adapter_count(params)} adapters, and there are {len(adapters)} names for them"
+            )
+        if len(self._adapters) <= len(adapters):
+            raise InputError(f"the model and its adapters must have different names, got {[name, *adapters]}")
         self._fingerprint, self._limits = fingerprint, limits or Limits()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
+        self._html = chat_page(
+            name,
+            is_chat=tokenizer.chat_template is not None,
+            alternatives=min(_ALTERNATIVES, cfg.top_logprobs),
+            needs_key=bool(keys),
+        )
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
         # A grammar may take seconds, and others must not wait for it.
         self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
@@ -104,6 +123,7 @@ class Service:
             *(Route(path, self._health, methods=["GET"]) for path in ("/health", "/v1/health", "/ping")),
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/", self._page, methods=["GET"]),
         ]
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: self._not_found})
 
@@ -176,9 +196,12 @@ class Service:
             raise ApiError(408, f"the body did not come in {seconds:g} seconds", headers=NO_RETRY) from error
         return b"".join(parts)
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, "", self._name):
-            raise ApiError(404, f"the model {shown(name)} is not here: use {self._name}", "model")
+    def _named(self, name: str | None) -> str:
+        """Return the name of the model or adapter that a request is for."""
+        name = name or self._name
+        if name not in self._adapters:
+            raise ApiError(404, f"the model {shown(name)} is not here: use {' or '.join(self._adapters)}", "model")
+        return name
 
     async def _completions(self, request: Request) -> Any:
         asked = decode(await self._body(request), CompletionRequest)
@@ -191,11 +214,14 @@ class Service:
     async def _answer(self, http: Request, request: Common, read: Callable[[Any], Asked]) -> Any:
         """Answer a request, or return the stream that answers it."""
         started = time.monotonic()
-        self._check_model(request.model)
+        model = self._named(request.model)
         asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
         if len(asked.prompts) > (most := self._engine.most_waiting):
             raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, and at most {most} are accepted", "prompt")
-        replies = Replies(request, asked, self._name, self._fingerprint, self._texts)
+        if (adapter := self._adapters[model]) >= 0:
+            for prompt in asked.prompts:
+                prompt["adapter"] = adapter
+        replies = Replies(request, asked, model, self._fingerprint, self._texts)
         self.metrics.observe("request_params_n", asked.sequences)
         self.metrics.observe("request_params_max_tokens", asked.budget)
         live = Live(asked, self._engine, self.metrics, started, streams=bool(request.stream))
@@ -268,11 +294,11 @@ class Service:
         """Return the log-probabilities of the prompts' tokens if they are asked for."""
         if asked.prompt_logprobs is None:
             return None
-        return [await in_thread(self._scoring, self._score, prompt["ids"], asked) for prompt in asked.prompts]
+        return [await in_thread(self._scoring, self._score, prompt, asked) for prompt in asked.prompts]
 
-    def _score(self, ids: list[int], asked: Asked) -> Scored:
+    def _score(self, prompt: dict[str, Any], asked: Asked) -> Scored:
         # Always as many of the most likely tokens, so that there is one program for each width.
-        cfg = self._reader.cfg
+        ids, cfg = prompt["ids"], self._reader.cfg.replace(adapter=prompt.get("adapter", -1))
         scores = score(
             self._params, [ids], cfg, attention_mask=np.ones((1, len(ids)), bool), top_logprobs=cfg.top_logprobs
         )
@@ -328,19 +354,19 @@ class Service:
             yield [replies.last(usage())]
 
     async def _models(self, _: Request) -> Any:
-        return {"object": "list", "data": [self._card()]}
+        return {"object": "list", "data": [self._card(name) for name in self._adapters]}
 
     async def _model(self, request: Request) -> Any:
-        self._check_model(request.path_params["name"])
-        return self._card()
+        return self._card(self._named(request.path_params["name"]))
 
-    def _card(self) -> dict[str, Any]:
-        card = {"id": self._name, "object": "model", "created": self._created, "owned_by": "jaxgen"}
-        return card | {"max_model_len": self._reader.context}
+    def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "jaxgen"}
+        card |= {"max_model_len": self._reader.context}
+        return card if name == self._name else card | {"parent": self._name}
 
     async def _tokenize(self, request: Request) -> Any:
         asked = decode(await self._body(request), TokenizeRequest)
-        self._check_model(asked.model)
+        self._named(asked.model)
         return await in_thread(self._pool, self._tokens, asked)
 
     def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
@@ -356,7 +382,7 @@ class Service:
 
     async def _detokenize(self, request: Request) -> Any:
         asked = decode(await self._body(request), DetokenizeRequest)
-        self._check_model(asked.model)
+        self._named(asked.model)
         text = await in_thread(self._pool, functools.partial(self._reader.tokenizer.decode, asked.tokens, False))
         return {"prompt": text}
 
@@ -372,6 +398,10 @@ class Service:
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _page(self, _: Request) -> Response:
+        headers = {"content-security-policy": "frame-ancestors 'none'"}  # no other site may show it in its own
+        return Response(self._html, headers=headers, media_type="text/html")
 
 
 def _says_something(delta: Delta, is_first: bool) -> bool:

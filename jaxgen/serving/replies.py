@@ -3,73 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.errors import ConfigError
 from jaxgen.serving.protocol import ChatRequest, Common
 from jaxgen.serving.reading import Asked
+from jaxgen.serving.scored import Scored, TokenTexts, entries
 from jaxgen.serving.text import Answer, Delta
 from jaxgen.serving.tools import Call
-from jaxgen.text.tokenizer import Tokenizer
-
-_LEAST = -9999.0  # for a log-probability of -inf, which JSON lacks; vLLM's number
-
-
-class TokenTexts:
-    """The text and the bytes of single tokens."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        try:
-            self._bytes = tokenizer.token_bytes()
-        except ConfigError:  # its text is not the concatenation of its tokens'
-            self._bytes = []
-
-    def bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; for a special token, its name."""
-        own = self._bytes[token] if token < len(self._bytes) else None
-        return (self._tokenizer.backend.id_to_token(token) or "").encode() if own is None else own
-
-    def text(self, token: int, as_id: bool = False) -> str:
-        """Return the text of a token, with U+FFFD for a part of a character; or with `as_id`, its number."""
-        return f"token_id:{token}" if as_id else self.bytes(token).decode("utf-8", "replace")
-
-
-class Scored:
-    """Tokens with log-probabilities, and the most likely ones at each place.
-
-    Attributes:
-        tokens: the ids.
-        logprobs: float of each; None for the first token of a text, which nothing predicts.
-        most_likely: for each token, ids and log-probabilities in descending order.
-    """
-
-    def __init__(self, tokens: Sequence[int], logprobs: LogProbs, top: int, is_beginning: bool = False):
-        self.tokens = list(tokens)
-        numbers = [_finite(value) for value in np.asarray(logprobs.logprobs).tolist()]
-        self.logprobs: list[float | None] = [None, *numbers[1:]] if is_beginning else list(numbers)
-        self.most_likely: list[list[tuple[int, float]]] = [[] for _ in self.tokens]
-        if top and logprobs.top_tokens is not None and logprobs.top_logprobs is not None:
-            ids, values = np.asarray(logprobs.top_tokens)[:, :top], np.asarray(logprobs.top_logprobs)[:, :top]
-            rows = zip(ids.tolist(), values.tolist(), strict=True)
-            self.most_likely = [[(i, _finite(x)) for i, x in zip(*row, strict=True)] for row in rows]
-
-    def __add__(self, other: Scored) -> Scored:
-        joined = object.__new__(Scored)
-        joined.tokens, joined.logprobs = self.tokens + other.tokens, self.logprobs + other.logprobs
-        joined.most_likely = self.most_likely + other.most_likely
-        return joined
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else _LEAST
 
 
 @dataclasses.dataclass
@@ -201,16 +144,8 @@ class Replies:
         scored = self._scored(delta, None)
         if scored is None:
             return None
-        rows = zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True)
-        content = [
-            self._entry(token, logprob) | {"top_logprobs": [self._entry(*likely) for likely in most_likely]}
-            for token, logprob, most_likely in rows
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.texts.text(token, bool(self.request.return_tokens_as_token_ids))
-        return {"token": text, "logprob": logprob, "bytes": list(self.texts.bytes(token))}
+        as_id = bool(self.request.return_tokens_as_token_ids)
+        return {"content": entries(scored, self.texts, as_id), "refusal": None}
 
     def _completion_logprobs(self, index: int, scored: Scored | None) -> dict[str, Any] | None:
         if scored is None:

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from convert import load_hf, save_hf
+from convert import load_adapter, load_hf, save_hf
 from jaxgen import demo, generate
 from jaxgen.cli import answer as cli, options, printing
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
+from tests.support.adapters import factors, write
 from tests.support.tokenizers import CHATML, byte_level_backend, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,18 @@ def process(*arguments, **options) -> subprocess.Popen:
 
 
 class TestText:
+    def test_an_adapter(self, run, checkpoint, tmp_path):
+        params, cfg = load_hf(checkpoint)
+        adapter = write(tmp_path / "adapter", factors(cfg.model, 2, 0, ("lm_head",), scale=9.0))
+        plain = run("--model", checkpoint, "A", "-n", 4)
+        status, out, err = run("--model", checkpoint, "--adapter", adapter, "A", "-n", 4)
+        assert (status, err) == (0, "")
+        assert out != plain[1]
+        tok = Tokenizer.from_pretrained(checkpoint)
+        cfg = cfg.replace(max_new_tokens=4)
+        wanted = generate(load_adapter(adapter, params, cfg), [tok.encode("A")], None, cfg)
+        assert out == tok.decode_batch(wanted)[0] + "\n"
+
     def test_greedy(self, run, checkpoint):
         assert run("--model", checkpoint, "A", "--max-new-tokens", 5) == (0, "BCDEF\n", "")
 

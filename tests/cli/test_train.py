@@ -21,13 +21,13 @@ import pytest
 
 from convert import load_hf, save_hf
 from convert.hf import TOKENIZER_FILES
-from jaxgen import GenerationConfig, InputError, Tokenizer, generate
+from jaxgen import GenerationConfig, InputError, Tokenizer, generate, load_adapter, score
 from jaxgen.cli import main as cli, train as finetune, train_options
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.training import lora
 from jaxgen.training.dataset import pack, read_examples, shuffled, text_example
+from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
 from jaxgen.training.state import alone_in, write_state
-from jaxgen.training.train import TrainBatch, TrainConfig, TrainState, can_resume, evaluate, train, train_step
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import CHATML, byte_level, byte_level_backend, save
 
@@ -133,6 +133,17 @@ class TestResult:
         assert "in bfloat16" in err
         assert held_out(err)[1] < held_out(err)[0]
         assert {leaf.dtype for leaf in weights(tmp_path / "out").values()} == {jnp.dtype(jnp.bfloat16)}
+
+    def test_updates_can_be_kept_as_an_adapter(self, run, checkpoint, data, tmp_path):
+        assert run(**LOW_RANK, eval_data=data)[0] == 0
+        status, err = run("--save-adapter", **LOW_RANK, out=tmp_path / "adapter", eval_data=data)
+        assert status == 0, err
+        assert held_out(err)[1] < held_out(err)[0]
+        params, cfg = load_hf(checkpoint)
+        attached = load_adapter(tmp_path / "adapter", params, cfg)
+        ids = np.arange(12)[None] % 60
+        expected = score(load_hf(tmp_path / "out")[0], ids, cfg).logprobs
+        np.testing.assert_allclose(score(attached, ids, cfg).logprobs, expected, atol=1e-4)
 
     @pytest.mark.slow
     def test_the_epochs_decide_the_steps(self, run, tmp_path):

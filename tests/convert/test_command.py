@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from convert.__main__ import compare
 from convert.hf import TOKENIZER_FILES, load_hf, open_checkpoint
+from tests.support.adapters import factors, merged, write
 from tests.support.checkpoints import QWEN2, weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,27 @@ def start(*arguments, program=("-m", "convert"), **options) -> subprocess.Popen:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         **options,
     )
+
+
+def test_an_adapter_is_merged(qwen2, tmp_path):
+    params, cfg = load_hf(qwen2, dtype="float32")
+    updates = factors(cfg.model, 2, 0)
+    adapter = write(tmp_path / "adapter", updates, lora_alpha=6)
+    with start(qwen2, tmp_path / "out", "--dtype", "float32", "--merge-adapter", adapter, "--check") as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    found, wanted = load_hf(tmp_path / "out")[0], merged(params, updates, scale=3.0)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, wanted)
+    with start(qwen2, tmp_path / "8", "--quantize", "int8", "--merge-adapter", adapter) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    name = "model.layers.0.mlp.up_proj.weight"
+    rounded = open_checkpoint(tmp_path / "8").quantize("none").read(name, np.dtype(np.float32))
+    whole = np.asarray(wanted["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"])
+    np.testing.assert_allclose(rounded, whole, atol=np.abs(whole).max() / 100)
+    with start(tmp_path / "8", tmp_path / "no", "--merge-adapter", adapter) as process:
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, "is quantised" in err) == (2, True)
 
 
 def test_as_a_process(qwen2, tmp_path):

@@ -19,7 +19,7 @@ from jaxgen.errors import ConfigError
 from jaxgen.model.int8 import Int8
 from jaxgen.model.linear import product
 from jaxgen.model.weights import Quantized
-from jaxgen.training.train import TrainConfig, TrainState
+from jaxgen.training.loop import TrainConfig, TrainState
 from tests.support.checkpoints import QWEN2, weights, write
 
 FILE, QUERY = "model.nibbles.safetensors", "model.layers.0.self_attn.q_proj.weight"

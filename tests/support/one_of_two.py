@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from convert import load_hf, save_hf
 from convert.tensors import Tensor
 from jaxgen import Engine, JaxgenError, TokenAutomaton, generate, generate_many, score
-from jaxgen.training.train import TrainBatch, TrainConfig, train
+from jaxgen.training.loop import TrainBatch, TrainConfig, train
 from tests.support.tokenizers import byte_level
 
 

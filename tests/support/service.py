@@ -8,6 +8,7 @@ import threading
 import jax
 import uvicorn
 
+from convert import load_adapter
 from jaxgen import GenerationConfig
 from jaxgen.engine.engine import Engine
 from jaxgen.serving.app import Service
@@ -45,10 +46,22 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(dtype: str = "float32", *, slots: int = 4, keys=(), limits: Limits | None = None, **engine):
-    tokenizer = byte_level(chat_template=TEMPLATE)
+def running(
+    dtype: str = "float32",
+    *,
+    slots: int = 4,
+    keys=(),
+    limits: Limits | None = None,
+    template=TEMPLATE,
+    adapters=(),
+    **engine,
+):
+    """Yield a service; `adapters`: names with folders of adapters."""
+    tokenizer = byte_level(chat_template=template)
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
     params = random_params(model, scale=0.3)
+    if adapters:
+        params = load_adapter([folder for _, folder in adapters], params, GenerationConfig(model=model))
     cfg = GenerationConfig(
         model=model,
         max_new_tokens=NEW,
@@ -62,7 +75,9 @@ def running(dtype: str = "float32", *, slots: int = 4, keys=(), limits: Limits |
     sizes = {"slots": slots, "prompt_width": WIDTH, "stop_in_prompt": False, "id_entries": 320, "grammar_states": 4096}
     with Engine(params, cfg, jax.random.key(0), tokenizer=tokenizer, **sizes | engine) as made:
         made.warmup()
-        service = Service(made, params, "tiny", context=WIDTH, fingerprint="fp_1", keys=keys, limits=limits)
+        names = [name for name, _ in adapters]
+        more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits}
+        service = Service(made, params, "tiny", context=WIDTH, **more)
         with answering(service) as url:
             yield Running(url, made, service, tokenizer, cfg, params)
 
@@ -72,6 +87,7 @@ def answering(service: Service):
     """Serve in a thread; yields the address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -1,0 +1,305 @@
+"""Low-rank adapters in the format of the PEFT library: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax.numpy as jnp
+import numpy as np
+
+from convert.atomic_directory import new_directory
+from convert.errors import CheckpointError
+from convert.hf import Checkpoint
+from convert.shards import find_tensors, read_json, write_json
+from convert.tensors import DTYPES, Tensor, write_file
+from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.errors import ConfigError, InputError, shown
+from jaxgen.model.causal_lm import FUSED, param_shapes
+from jaxgen.model.config import ModelConfig
+from jaxgen.model.lowrank import Adapters, LowRank
+from jaxgen.model.sharding import mesh_of, shard_params
+
+_CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
+# Fields of adapter_config.json that do not change what a trained adapter computes.
+_WITHOUT_EFFECT = set(
+    "peft_type r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules layers_to_transform "
+    "layers_pattern base_model_name_or_path revision task_type inference_mode auto_mapping peft_version lora_dropout "
+    "loftq_config eva_config corda_config megatron_core megatron_config runtime_config qalora_group_size "
+    "ensure_weight_tying".split()
+)
+# Values of init_lora_weights that only choose where training starts: others change the model's own weights too.
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict[str, Any]:
+    """Return parameters with one LoRA adapter, or several, attached as PEFT stores them (arXiv 2106.09685).
+
+    >>> params, cfg = load_hf("Qwen2.5-0.5B-Instruct")                                           # doctest: +SKIP
+    >>> tuned = load_adapter("my-adapter", params, cfg)                                          # doctest: +SKIP
+    >>> several = load_adapter(["adapter-0", "adapter-1"], params, cfg)                          # doctest: +SKIP
+    >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))                             # doctest: +SKIP
+
+    The update of a matrix is scale * B A, with the scale alpha / rank of its module, or alpha / sqrt(rank) with
+    `use_rslora`. It is applied in the dtype of the weights, and not added to them: `python -m convert --merge-adapter`
+    does that.
+
+    One adapter is always applied. Of several, each prompt has its own: `cfg.adapter` is its place in the list, for each
+    prompt or for all, and -1, the default, is the model without one. Ranks are padded to the largest of them. Adapters
+    of the same number, rank and modules as others need no other program.
+
+    Args:
+        path: the directory of an adapter, or a list of several.
+        params: the model's parameters, quantised or not, on one device or divided over a mesh.
+        cfg: the model's config.
+
+    Raises:
+        CheckpointError: all problems: files that cannot be read, tensors that do not fit the model, and whatever a
+            LoRA adapter may have that is not offered, by name (DoRA, trained biases, other saved modules, ...).
+        InputError: an empty list, or parameters with fused projections or an adapter.
+    """
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    if not paths:
+        raise InputError("path must be the directory of an adapter, or a list of at least one")
+    model = model_of(cfg)
+    weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
+    _check_params(weights)
+    updates = read_updates(paths, model)
+    is_stack = not isinstance(path, str | Path)
+    for name in sorted({name for update in updates for name in update}):
+        key = f"{name}.weight"
+        weights[key] = _attached(weights[key], [update.get(name) for update in updates], is_stack)
+    attached = flax.traverse_util.unflatten_dict(weights, sep=".")
+    mesh = mesh_of(params)
+    return attached if mesh is None else shard_params(attached, model, mesh)
+
+
+def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Return the updates of each adapter: A float32[r, in] and B float32[out, r], times the scale, by module.
+
+    Raises:
+        CheckpointError: as `load_adapter`.
+    """
+    shapes = {name.removesuffix(".weight"): shape for name, shape in param_shapes(model).items() if len(shape) == 2}
+    problems: list[str] = []
+    updates = [_read(Path(path), shapes, model.tie_word_embeddings, problems) for path in paths]
+    if problems:
+        raise CheckpointError(problems)
+    return updates
+
+
+def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
+    """Return a checkpoint whose matrices have an adapter added to them, in float32, when they are read.
+
+    Raises:
+        CheckpointError: as `load_adapter`.
+        ConfigError: a quantised checkpoint.
+    """
+    if checkpoint.kind:
+        raise ConfigError(
+            f"{checkpoint.path} is quantised, and an adapter is added to the original matrices: convert it back with "
+            "--quantize none first"
+        )
+    (updates,) = read_updates([path], checkpoint.cfg.model)
+
+    def merged(name: str, tensor: Tensor) -> Tensor:
+        update = updates.get(name.removesuffix(".weight"))
+        return tensor if update is None else _MergedTensor(**vars(tensor), update=update)
+
+    weights = {name: merged(name, tensor) for name, tensor in checkpoint.weights.items()}
+    return dataclasses.replace(checkpoint, weights=weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MergedTensor(Tensor):
+    """A matrix to which an update, A and B, is added when it is read."""
+
+    update: tuple[np.ndarray, np.ndarray]
+
+    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return the sum, computed in float32 and rounded once."""
+        a, b = self.update
+        rows, columns = (slice(None), slice(None)) if part is None else part
+        total = super().read(np.dtype(np.float32), part) + b[rows] @ a[:, columns]
+        return self.cast(total, DTYPES[self.dtype] if dtype is None else dtype)
+
+
+def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base: str = "", overwrite=False) -> None:
+    """Write the adapter that is attached to parameters to a directory that PEFT loads.
+
+    The scale is part of B, so `lora_alpha` is the rank. `params` have one adapter: each updated matrix is a `LowRank`,
+    as `load_adapter` and `jaxgen.training.lora.attach` make them.
+
+    Args:
+        params: the parameters.
+        cfg: the model's config.
+        path: the directory; it appears complete or not at all.
+        base: the model that the adapter is for, for `base_model_name_or_path`: a directory or an id on the hub.
+        overwrite: replace an existing directory.
+
+    Raises:
+        InputError: no adapter is attached, or several are.
+        CheckpointError: `path` exists and may not be replaced.
+    """
+    model_of(cfg)
+    weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
+    if any(isinstance(weight, Adapters) for weight in weights.values()):
+        raise InputError("params have several adapters, and a directory has one: attach the one to save")
+    updates = {name.removesuffix(".weight"): x for name, x in weights.items() if isinstance(x, LowRank)}
+    if not updates:
+        raise InputError("params have no adapter: attach one with load_adapter or jaxgen.training.lora.attach")
+    if "model.embed_tokens" in updates:
+        raise InputError("the embedding has an update, which is not written: leave it out")
+    arrays = {}
+    for name, update in updates.items():
+        arrays[f"{_PREFIX}{name}.lora_A.weight"] = np.asarray(update.a)
+        arrays[f"{_PREFIX}{name}.lora_B.weight"] = np.asarray(update.b)
+    with new_directory(Path(path), overwrite=overwrite) as directory:
+        write_json(directory / _CONFIG, _config({name: x.a.shape[0] for name, x in updates.items()}, base))
+        write_file(directory / f"{_STEM}.safetensors", arrays)
+
+
+def _config(ranks: Mapping[str, int], base: str) -> dict[str, Any]:
+    rank = collections.Counter(ranks.values()).most_common(1)[0][0]
+    others = {name: own for name, own in ranks.items() if own != rank}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    config |= {"r": rank, "lora_alpha": rank, "rank_pattern": others, "alpha_pattern": others, "lora_dropout": 0.0}
+    return config | {"target_modules": sorted(ranks), "bias": "none", "fan_in_fan_out": False}
+
+
+def _check_params(weights: Mapping[str, Any]) -> None:
+    for name, weight in weights.items():
+        if any(part in FUSED for part in name.split(".")):
+            raise InputError("params have fused projections: attach the adapter first, then call fuse_projections")
+        if isinstance(weight, LowRank | Adapters):
+            raise InputError(f"params have an adapter already ({name}): attach all of them at once, as a list")
+
+
+def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | None], is_stack: bool) -> Any:
+    """Return a weight with its updates, those of adapters without one being zero."""
+    found = [update for update in updates if update is not None]
+    dtype = weight.dtype
+    if not is_stack:
+        ((a, b),) = found
+        return LowRank(weight, jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+    rank = max(a.shape[0] for a, _ in found)
+    features, columns = weight.shape
+    a, b = np.zeros((len(updates), rank, columns), np.float32), np.zeros((features, len(updates), rank), np.float32)
+    for number, update in enumerate(updates):
+        if update is not None:
+            own = update[0].shape[0]
+            a[number, :own], b[:, number, :own] = update
+    return Adapters(weight, jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+
+
+def _read(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, problems: list[str]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the updates of an adapter; add what is wrong with it to `problems`."""
+    file = path / _CONFIG
+    config, faults = read_json(file)
+    if config is None:
+        problems += faults or [f"{file} is missing: this is not the directory of an adapter"]
+        return {}
+    if faults := [f"{file}: {fault}" for fault in _refused(config)]:
+        problems += faults
+        return {}
+    tensors, _, faults = find_tensors(path, _STEM)
+    modules: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
+    for name, tensor in tensors.items():
+        match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+        if match is None or not name.startswith(_PREFIX):
+            faults.append(f"{tensor.file}: {name} is not a matrix of a low-rank update of a projection or the head")
+        elif tensor.dtype not in DTYPES:
+            faults.append(f"{tensor.file}: {name} has dtype {tensor.dtype}, wanted {', '.join(DTYPES)}")
+        else:
+            modules[match[1]][match[2]] = tensor
+    for name, factors in modules.items():
+        faults += [f"{path}: {fault}" for fault in _mismatch(name, factors, shapes, is_tied)]
+    if not modules and not faults:
+        faults.append(f"{path}: the files have no low-rank updates")
+    if faults:
+        problems += faults
+        return {}
+    updates = {}
+    for name, factors in modules.items():
+        a, b = (factors[letter].read(np.dtype(np.float32)) for letter in "AB")
+        updates[name] = a, b * np.float32(_scale(config, name, a.shape[0]))
+    return updates
+
+
+def _mismatch(name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_tied: bool):
+    """Yield why the update of a module does not fit the model."""
+    if name == "lm_head" and is_tied:
+        yield "lm_head has an update, and this model's head is its embedding: merge it in PEFT"
+        return
+    if name == "model.embed_tokens":
+        yield f"{name} has an update, which is not offered for embeddings: merge it in PEFT"
+        return
+    if name not in shapes:
+        yield f"{name} has an update, and the model has no such matrix: is the adapter for another model?"
+        return
+    if missing := {"A", "B"} - set(factors):
+        yield f"{name}.lora_{missing.pop()}.weight is missing"
+        return
+    features, columns = shapes[name]
+    a, b = factors["A"].shape, factors["B"].shape
+    if len(a) != 2 or a[1] != columns or b != (features, a[0]):
+        yield (
+            f"{name} has A {list(a)} and B {list(b)}, and the model's matrix is {[features, columns]}: is the adapter "
+            "for another model?"
+        )
+
+
+def _refused(config: Mapping[str, Any]) -> list[str]:
+    """Return what a config has that is not offered."""
+    if config.get("peft_type") != "LORA":
+        return [f"peft_type is {shown(config.get('peft_type'))}, and only LORA is offered"]
+    faults = []
+    init = config.get("init_lora_weights", True)
+    if (init.lower() if isinstance(init, str) else init) not in _INITS:
+        faults.append(
+            f"init_lora_weights={shown(init)} changes the model's own weights: convert the adapter in PEFT first"
+        )
+    for name in ("r", "lora_alpha"):
+        if not _is_positive(value := config.get(name, 8)):
+            faults.append(f"{name} must be a number above 0, got {shown(value)}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, Mapping) or not all(map(_is_positive, pattern.values())):
+            faults.append(f"{name} must be an object whose values are numbers above 0, got {shown(pattern)}")
+        elif wrong := [key for key in pattern if not _is_pattern(key)]:
+            faults.append(f"{name} has {shown(wrong[0])}, which is not a regular expression")
+    for name, value in config.items():
+        if name not in _WITHOUT_EFFECT | {"init_lora_weights", "bias"} and value:
+            faults.append(f"{name}={shown(value)} is not offered: merge the adapter in PEFT, or train it without")
+    if config.get("bias", "none") != "none":
+        faults.append(f"bias={shown(config['bias'])} trains biases, which is not offered: merge the adapter in PEFT")
+    return faults
+
+
+def _is_positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _is_pattern(key: str) -> bool:
+    try:
+        re.compile(key)
+    except re.error:
+        return False
+    return True
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the factor of an update; patterns name the ends of modules' names, as regular expressions."""
+    patterns = config.get("alpha_pattern") or {}
+    matching = (own for key, own in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
+    alpha = next(matching, config.get("lora_alpha", 8))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,151 @@
+"""Adapters in PEFT's format: read and written, beside what the real peft computes, and what is refused."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from convert import CheckpointError, load_adapter, load_hf, save_adapter, save_hf
+from jaxgen import GenerationConfig, InputError, fuse_projections
+from jaxgen.model.causal_lm import forward
+from jaxgen.model.lowrank import LowRank
+from tests.support.adapters import factors, merged, write
+from tests.support.goldens import GOLDENS
+from tests.support.models import model_config, random_params
+
+PEFT = GOLDENS / "peft"
+MODEL = model_config(vocab_size=61)
+CFG = GenerationConfig(model=MODEL)
+PARAMS = random_params(MODEL, scale=0.3)
+IDS = jnp.asarray([[5, 3, 8, 13]])
+
+
+ADAPTERS = sorted((path.parent.name, path.name) for path in (PEFT / "adapters").glob("*/*"))
+
+
+def logits(params, model=MODEL, ids=IDS):
+    return np.asarray(forward(model, params, ids).logits)
+
+
+def test_there_are_goldens():
+    assert len(ADAPTERS) == 7
+
+
+@pytest.mark.parametrize(("checkpoint", "adapter"), ADAPTERS)
+def test_logits_are_those_of_peft(checkpoint, adapter, tmp_path):
+    params, cfg = load_hf(PEFT / "checkpoints" / checkpoint)
+    attached = load_adapter(PEFT / "adapters" / checkpoint / adapter, params, cfg)
+    with np.load(PEFT / "logits" / f"{checkpoint}.{adapter}.npz") as arrays:
+        cases = [(arrays[f"ids_{i}"][None], arrays[f"logits_{i}"]) for i in range(3)]
+    for ids, expected in cases:
+        np.testing.assert_allclose(logits(attached, cfg.model, ids)[0], expected, atol=1e-4)
+    save_adapter(attached, cfg, tmp_path / "saved", base="base")
+    again = load_adapter(tmp_path / "saved", params, cfg)
+    for ids, expected in cases:
+        np.testing.assert_allclose(logits(again, cfg.model, ids)[0], expected, atol=1e-4)
+
+
+def test_bfloat16_keeps_its_dtype(tmp_path):
+    model = model_config(vocab_size=61, torch_dtype="bfloat16")
+    attached = load_adapter(write(tmp_path / "a", factors(MODEL, 2, 0)), random_params(model), CFG.replace(model=model))
+    weight = attached["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]
+    assert isinstance(weight, LowRank)
+    assert {weight.a.dtype, weight.b.dtype} == {jnp.dtype("bfloat16")}
+
+
+def test_what_is_written(tmp_path):
+    updates = factors(MODEL, 3, 0, ("q_proj", "down_proj"))
+    attached = load_adapter(write(tmp_path / "given", updates, lora_alpha=6), PARAMS, CFG)
+    save_adapter(attached, CFG, tmp_path / "out", base="some/model")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 3, "some/model")
+    assert config["target_modules"] == sorted(updates)
+    arrays = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    name = "model.layers.1.self_attn.q_proj"
+    np.testing.assert_array_equal(arrays[f"base_model.model.{name}.lora_A.weight"], updates[name][0])
+    np.testing.assert_array_equal(arrays[f"base_model.model.{name}.lora_B.weight"], 2 * updates[name][1])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', and only LORA"),
+        ({"use_dora": True}, "use_dora=True is not offered"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"bias": "all"}, "bias='all' trains biases"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out=True is not offered"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the model's own weights"),
+        ({"init_lora_weights": "OLoRA"}, "changes the model's own weights"),
+        ({"alpha_pattern": {"q_proj": "16"}}, "alpha_pattern must be an object whose values"),
+        ({"alpha_pattern": {"(": 4}}, "which is not a regular expression"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a number above 0"),
+        ({"r": 0}, "r must be a number above 0"),
+        ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
+        ({"a_new_field_of_peft": 3}, "a_new_field_of_peft=3 is not offered"),
+    ],
+)
+def test_configs_that_are_refused(config, message, tmp_path):
+    folder = write(tmp_path / "a", factors(MODEL, 2, 0), **config)
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(folder, PARAMS, CFG)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x | {"model.layers.7.mlp.up_proj": x["model.layers.0.mlp.up_proj"]}, "has no such matrix"),
+        (lambda x: x | {"model.layers.0.mlp.up_proj": x["model.layers.0.mlp.down_proj"]}, "is the adapter for another"),
+        (lambda x: x | {"model.embed_tokens": x["model.layers.0.mlp.up_proj"]}, "not offered for embeddings"),
+        (lambda x: x | {"model.embed_tokens_extra": x["model.layers.0.mlp.up_proj"]}, "has no such matrix"),
+    ],
+)
+def test_tensors_that_do_not_fit(change, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(write(tmp_path / "a", change(factors(MODEL, 2, 0))), PARAMS, CFG)
+
+
+def test_all_problems_of_all_adapters_are_reported(tmp_path):
+    folders = [write(tmp_path / "0", factors(MODEL, 2, 0), use_dora=True), tmp_path / "missing"]
+    (tmp_path / "missing").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        load_adapter(folders, PARAMS, CFG)
+    first, second = caught.value.problems
+    assert "use_dora=True is not offered" in first
+    assert "adapter_config.json is missing" in second
+
+
+def test_a_tied_head_is_refused(tmp_path):
+    model = model_config(vocab_size=61, tie_word_embeddings=True)
+    updates = factors(MODEL, 2, 0, ("lm_head",))
+    with pytest.raises(CheckpointError, match="this model's head is its embedding"):
+        load_adapter(write(tmp_path / "a", updates), random_params(model), CFG.replace(model=model))
+
+
+def test_parameters_that_cannot_have_one(tmp_path):
+    folder = write(tmp_path / "a", factors(MODEL, 2, 0))
+    with pytest.raises(InputError, match="fused projections"):
+        load_adapter(folder, fuse_projections(PARAMS), CFG)
+    attached = load_adapter(folder, PARAMS, CFG)
+    with pytest.raises(InputError, match="have an adapter already"):
+        load_adapter(folder, attached, CFG)
+    with pytest.raises(InputError, match="at least one"):
+        load_adapter([], PARAMS, CFG)
+    with pytest.raises(InputError, match="have no adapter"):
+        save_adapter(PARAMS, CFG, tmp_path / "out")
+    with pytest.raises(InputError, match="have several adapters"):
+        save_adapter(load_adapter([folder], PARAMS, CFG), CFG, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="low-rank updates are attached"):
+        save_hf(attached, CFG, tmp_path / "out")
+
+
+def test_8_bit_weights_can_have_one(tmp_path):
+    save_hf(PARAMS, CFG, tmp_path / "model")
+    updates = factors(MODEL, 2, 0)
+    params, cfg = load_hf(tmp_path / "model", quantize="int8")
+    attached = load_adapter(write(tmp_path / "a", updates), params, cfg)
+    rounded, _ = load_hf(tmp_path / "model", quantize="int8")
+    save_hf(rounded, cfg, tmp_path / "int8")
+    plain, _ = load_hf(tmp_path / "int8", quantize="none", dtype="float32")
+    np.testing.assert_allclose(logits(attached), logits(merged(plain, updates)), atol=2e-3)

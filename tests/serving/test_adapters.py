@@ -1,0 +1,49 @@
+"""Adapters that requests name as their model."""
+
+import httpx
+import numpy as np
+import pytest
+
+from jaxgen import InputError, generate, score
+from jaxgen.serving.app import Service
+from tests.support.adapters import factors, write
+from tests.support.service import MODEL, running
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    adapters = [(name, write(folder / name, factors(MODEL, 2, i))) for i, name in enumerate(("owl", "fox"))]
+    with running(adapters=adapters) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("name", "adapter"), [("tiny", -1), ("owl", 0), ("fox", 1)])
+def test_a_model_answers_with_its_adapter(service, name, adapter):
+    ids = [5, 9, 200, 31]
+    body = {"model": name, "prompt": ids, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    body |= {"return_token_ids": True, "echo": True, "logprobs": 0}
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).json()
+    assert answer["model"] == name
+    cfg = service.cfg.replace(do_sample=False, max_new_tokens=8, adapter=adapter, eos_token_id=None)
+    out = generate(service.params, [ids], None, cfg)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == np.asarray(out.sequences)[0, 4:].tolist()
+    scores = score(service.params, out.sequences, cfg).logprobs[0]
+    np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], scores[1:], atol=1e-4)
+
+
+def test_models_are_listed_with_their_base(service):
+    cards = httpx.get(f"{service.url}/v1/models").json()["data"]
+    assert [(card["id"], card.get("parent")) for card in cards] == [("tiny", None), ("owl", "tiny"), ("fox", "tiny")]
+    assert httpx.get(f"{service.url}/v1/models/fox").json()["id"] == "fox"
+    response = httpx.post(f"{service.url}/v1/completions", json={"model": "hen", "prompt": "A"})
+    assert response.status_code == 404
+    assert "use tiny or owl or fox" in response.json()["error"]["message"]
+
+
+def test_names_must_differ(service):
+    with pytest.raises(InputError, match="params have 2 adapters, and there are 1 names"):
+        Service(service.engine, service.params, "tiny", adapters=["owl"])
+    with pytest.raises(InputError, match="different names"):
+        Service(service.engine, service.params, "tiny", adapters=["owl", "tiny"])
