@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -43,10 +43,13 @@ class Programs:
 
     Attributes:
         most: the maximum number of programs.
+        directory: where programs for the default device are also stored, for other processes; None for nowhere. It is
+            for processes that do not change jax's settings, as the command.
     """
 
     def __init__(self, most: int):
         self.most = most
+        self.directory: Path | None = None
         self._programs: OrderedDict[Hashable, Callable] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -99,22 +102,38 @@ class Program:
         on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit takes no options
         # An array of jax has its form as an attribute; isinstance would take longer.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
-        key = (self, structure, static, on_cpu, tuple(forms))
-        return PROGRAMS.get(key, lambda: self.jit(on_cpu))(*args, **kwargs)
+        stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
+        key = (self, structure, static, on_cpu, stored, tuple(forms))
+        return PROGRAMS.get(key, lambda: self._make(*key[1:]))(*args, **traced)
+
+    def _make(self, structure, static: tuple, on_cpu: bool, stored: bool, forms: tuple) -> Callable:
+        """Return the program of arguments of this form, which is compiled, or read from a file, at its first call."""
+        function = self.jit(on_cpu, **dict(static))
+        if not stored:
+            return function
+        from jaxgen.program_files import StoredProgram  # most processes need not import what it imports
+
+        forms = tuple([f"{form} {getattr(form, 'weak_type', False)}" for form in forms])
+        made_from = structure, static, self._donated, forms, cpu_compiler_options() if on_cpu else None
+        return StoredProgram(cast(Path, PROGRAMS.directory), default_device(), function, made_from)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
         """Return what `jax.jit(...).trace` does: the program, not compiled yet, for shapes placed on any device."""
-        return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs)))).trace(*args, **kwargs)
+        static = {name: kwargs.pop(name) for name in self._static if name in kwargs}
+        return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs))), **static).trace(*args, **kwargs)
 
-    def jit(self, on_cpu: bool):
-        """Return `jax.jit` of a function object of its own, with compiler options only if it is for a CPU."""
+    def jit(self, on_cpu: bool, **static: Any):
+        """Return `jax.jit` of a function object of its own, with compiler options only if it is for a CPU.
+
+        Static arguments are bound to it.
+        """
 
         @functools.wraps(self._function)
         def own(*args, **kwargs):
-            return self._function(*args, **kwargs)
+            return self._function(*args, **kwargs, **static)
 
         options = cpu_compiler_options() if on_cpu else None
-        return jax.jit(own, static_argnames=self._static, donate_argnames=self._donated, compiler_options=options)
+        return jax.jit(own, donate_argnames=self._donated, compiler_options=options)
 
 
 def program(**names: Iterable[str]) -> Callable[[Callable], Program]:
@@ -131,6 +150,12 @@ def cpu_compiler_options() -> dict[str, Any]:
 def _form(leaf: Any) -> Hashable:
     """Return what a program depends on of an argument that is not an array of jax."""
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
+
+
+def _is_elsewhere(leaves: list[Any]) -> bool:
+    """Return True if an array is not on the default device alone."""
+    here = {default_device()}
+    return any(sharding.device_set != here for leaf in leaves if (sharding := getattr(leaf, "sharding", None)))
 
 
 def _only_cpus() -> bool:

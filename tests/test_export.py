@@ -191,12 +191,14 @@ def test_a_grammar_and_processors_are_part_of_the_program():
 @pytest.mark.parametrize("mode", slow(*OTHER_MODES))
 @pytest.mark.parametrize("batch", [2, None])
 def test_modes(mode, batch):
-    cfg = GREEDY.replace(**OTHER_MODES[mode])
-    programs = export_generate(SHAPES, cfg, batch=batch, prompt_width=6)
+    model = model_config(num_hidden_layers=2)  # drafts and DoLa read an earlier layer
+    params = random_params(model)
+    cfg = GREEDY.replace(model=model, **OTHER_MODES[mode])
+    programs = export_generate(params, cfg, batch=batch, prompt_width=6)
     for program in programs.programs.values():
         assert program.serialize()
     given = {"key": SEED} if cfg.on("do_sample") else {}
-    np.testing.assert_array_equal(call(programs, **given)["sequences"], tokens(cfg))
+    np.testing.assert_array_equal(call(programs, params, **given)["sequences"], tokens(cfg, params))
 
 
 @pytest.mark.slow

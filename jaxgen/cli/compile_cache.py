@@ -1,4 +1,7 @@
-"""The compiled programs that the command keeps on disk, so that the next process need not compile them."""
+"""The compiled programs that the command keeps on disk, so that the next process need not compile them.
+
+Those of jaxgen for one device are files of `jaxgen.program_files`, all others are in jax's compilation cache.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from pathlib import Path
 
 import jax
 
+from jaxgen.programs import PROGRAMS
+
 _LIMIT = 1 << 30  # bytes of programs that are kept
+_LAYOUT = "2"  # of the directory; of an earlier one, jax's cache may have programs that are now in files
 
 
 def keep_programs() -> None:
@@ -25,6 +31,7 @@ def keep_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    PROGRAMS.directory = directory
 
 
 def _directory() -> Path:
@@ -33,7 +40,7 @@ def _directory() -> Path:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    kind = " ".join([platform.machine(), jax.__version__, *sorted(flags)])
+    kind = " ".join([_LAYOUT, platform.machine(), jax.__version__, *sorted(flags)])
     return Path(home) / "jaxgen" / "programs" / hashlib.sha256(kind.encode()).hexdigest()[:16]
 
 

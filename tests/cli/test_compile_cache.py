@@ -26,7 +26,7 @@ def test_the_next_process_finds_them(tmp_path, checkpoint):
         command = [sys.executable, "-m", "jaxgen", "--model", str(checkpoint), "--max-new-tokens", "3", *options, "A"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout == "BCD\n"
-        return {path: path.stat().st_mtime_ns for path in home.rglob("*-cache")} if home.is_dir() else {}
+        return {path: path.stat().st_mtime_ns for path in home.rglob("*.program")}
 
     kept = run(tmp_path / "home")
     assert kept
