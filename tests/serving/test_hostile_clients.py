@@ -135,8 +135,9 @@ def head(length: int, path: str = "/v1/completions", more: str = "") -> bytes:
 def test_damaged_http(service):
     body = json.dumps(GOOD).encode()
     assert raw(service, b"GARBAGE\r\n\r\n").startswith(b"HTTP/1.1 400")
-    assert raw(service, b"GET / HTTP/9.9\r\n\r\n").startswith(b"HTTP/1.1 4")
-    assert raw(service, head(len(body), more="X: " + "a" * 10**6 + "\r\n")).startswith((b"HTTP/1.1 4", b""))
+    assert raw(service, b"GET /nowhere HTTP/9.9\r\n\r\n").startswith(b"HTTP/1.1 4")
+    answer = raw(service, head(len(body), more="X: " + "a" * 10**6 + "\r\n"))
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")  # nothing if the connection was closed before it was read
     assert b" 413 " in raw(service, head(10**12))
     assert raw(service, head(0, more="Content-Length: x\r\n")).startswith(b"HTTP/1.1 400")
     assert b" 408 " in raw(service, head(1000) + b'{"prompt": ')  # the rest never comes
