@@ -312,7 +312,7 @@ def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: 
     return total / count
 
 
-@program(static_argnames=["model", "dtype"])
+@program("evaluate", static_argnames=["model", "dtype"])
 def _sums(params, batch: TrainBatch, *, model: ModelConfig, dtype: str):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return batch_loss(params, batch, dataclasses.replace(model, dtype=dtype))
