@@ -1,6 +1,7 @@
 """Log lines that say how a program about to be compiled differs from those that are there.
 
-    logging.basicConfig(level=logging.INFO)
+    logging.basicConfig()
+    logging.getLogger("jaxgen").setLevel(logging.INFO)
 
 then prints, for a call of `generate` with another number of prompts and `top_p`:
 
