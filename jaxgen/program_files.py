@@ -33,6 +33,7 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import serialize_executable
 
 from jaxgen.errors import JaxgenWarning
+from jaxgen.recompilation import LOG
 
 _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
@@ -135,6 +136,7 @@ def _read(file: Path, arguments: Any, device: Any) -> Callable | None:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))
     except (OSError, zlib.error):  # no such file, or a part of one; `zlib` has a checksum
         return None
+    LOG.info("reading it from %s", file)
     results = jax.tree.structure(results)
     try:
         return serialize_executable.deserialize_and_load(serialized, arguments, results, device.client, [device])

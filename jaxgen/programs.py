@@ -8,6 +8,7 @@ for a function as long as the function exists, so here each program is traced fr
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -19,6 +20,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
+
+from jaxgen.recompilation import LOG, log_compilation
 
 _MOST = 64  # programs; each takes about 20 MB of a CPU's memory
 _FEW = 8  # are kept even if the caller's own programs take the memory maps
@@ -50,26 +53,29 @@ class Programs:
     def __init__(self, most: int):
         self.most = most
         self.directory: Path | None = None
-        self._programs: OrderedDict[Hashable, Callable] = OrderedDict()
+        self._programs: OrderedDict[tuple, Callable] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._programs)
 
-    def get(self, key: Hashable, make: Callable[[], Callable]) -> Callable:
+    def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
         """Return the program of a key, made by `make` if there is none; others may be dropped to make room for it.
 
-        A dropped program is freed once no thread runs it.
+        A dropped program is freed once no thread runs it. Keys are those of `Program`, which the log explains.
         """
         with self._lock:
             found = self._programs.get(key)
-            if found is None:
-                while len(self._programs) >= self.most or (len(self._programs) >= _FEW and _maps_are_scarce()):
-                    self._programs.popitem(last=False)
-                found = self._programs[key] = make()
-            else:
+            if found is not None:
                 self._programs.move_to_end(key)
-            return found
+                return found
+            others, freed = list(self._programs), []
+            while len(self._programs) >= self.most or (len(self._programs) >= _FEW and _maps_are_scarce()):
+                freed.append(self._programs.popitem(last=False)[0])
+            found = self._programs[key] = make()
+        if LOG.isEnabledFor(logging.INFO):
+            log_compilation(key, others, freed)
+        return found
 
 
 PROGRAMS = Programs(_MOST)
@@ -84,11 +90,20 @@ class Program:
 
     Args:
         function: a pure function; its static arguments are passed as keywords.
+        name: what the log calls it; the function's name by default.
         static_argnames, donate_argnames: as in `jax.jit`.
     """
 
-    def __init__(self, function: Callable, static_argnames: Iterable[str] = (), donate_argnames: Iterable[str] = ()):
+    def __init__(
+        self,
+        function: Callable,
+        name: str | None = None,
+        *,
+        static_argnames: Iterable[str] = (),
+        donate_argnames: Iterable[str] = (),
+    ):
         functools.update_wrapper(self, function)
+        self.name = name or function.__name__
         self._function = function
         self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
 
@@ -136,9 +151,9 @@ class Program:
         return jax.jit(own, donate_argnames=self._donated, compiler_options=options)
 
 
-def program(**names: Iterable[str]) -> Callable[[Callable], Program]:
-    """Return a decorator that makes a `Program`; the arguments are its `static_argnames` and `donate_argnames`."""
-    return functools.partial(Program, **names)
+def program(name: str | None = None, **argnames: Iterable[str]) -> Callable[[Callable], Program]:
+    """Return a decorator that makes a `Program`; the arguments are its own, but for the function."""
+    return functools.partial(Program, name=name, **argnames)
 
 
 @functools.cache

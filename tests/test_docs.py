@@ -1,5 +1,6 @@
 """README and docs: their code and commands run as they stand, their links lead somewhere, their names exist."""
 
+import ast
 import importlib.util
 import io
 import re
@@ -13,6 +14,7 @@ import pytest
 
 import convert.__main__
 import jaxgen.export.__main__
+import jaxgen.training
 from demo import terminal
 from jaxgen.cli import main as cli
 from jaxgen.cli.wrapping import Wrapper
@@ -97,6 +99,17 @@ def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, monkeypat
 def test_chapter_runs(page, clone, monkeypatch, capsys):
     printed = run_page(page, monkeypatch, capsys)
     assert all(out for command, out in printed.items() if not re.search(r"^jaxgen train|^echo| --output | > ", command))
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = [page.read_text("utf-8") for page in (ROOT / "docs" / "reference").glob("*.md")]
+    documented = re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE)
+    names = [f"convert.{name}" for name in convert.__all__]
+    names += [f"jaxgen.{name}" for name, home in jaxgen._HOMES.items() if home != "convert"]
+    training = ast.parse(Path(jaxgen.training.__file__).read_text("utf-8"))
+    imports = [node for node in training.body if isinstance(node, ast.ImportFrom)]
+    names += [f"jaxgen.training.{alias.asname}" for node in imports for alias in node.names]
+    assert sorted(documented) == sorted([*names, "jaxgen.evaluate.lm.JaxgenLM"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -44,7 +44,7 @@ def _run(argv: Sequence[str]) -> int:
         warnings.simplefilter("always", JaxgenWarning)
         warnings.showwarning = _show_warning_once()
         try:
-            with contextlib.suppress(SystemExit):  # of --help and --version
+            with contextlib.suppress(SystemExit), _log(argv):  # SystemExit of --help and --version
                 if argv[:1] == ["train"]:
                     _train(argv[1:])
                 elif argv[:1] == ["serve"]:
@@ -60,6 +60,14 @@ def _run(argv: Sequence[str]) -> int:
             return status
         finally:
             terminal.erase()
+
+
+def _log(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    if "--debug" not in argv:
+        return contextlib.nullcontext()
+    from jaxgen.cli import log  # as jax does; --help does not need it
+
+    return log.shown()
 
 
 def _explained(error: BaseException) -> int:

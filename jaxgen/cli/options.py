@@ -88,7 +88,7 @@ def _add_sources(command: arguments.Parser) -> None:
     add("--negative-prompt", type=text, metavar="TEXT", help=away)
     add("--seed", type=arguments.seed, default=0, metavar="N|random", help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
-    add("--debug", action="store_true", help="show the traceback of an error")
+    add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
 
 
 def _add_machine(add: Callable[..., Any]) -> None:

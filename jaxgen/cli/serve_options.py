@@ -56,7 +56,7 @@ def parser() -> arguments.Parser:
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide rows and weights over devices, such as 1x8")
     keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
-    add("--debug", action="store_true", help="show the traceback of an error")
+    add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
     return result
 
 

@@ -47,7 +47,7 @@ def parser() -> arguments.Parser:
     add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
     add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
-    add("--debug", action="store_true", help="show the traceback of an error")
+    add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")
     add("--seed", type=arguments.natural, default=0, help="seed of row order, updates and dropout (default: 0)")
     return result
 

@@ -98,6 +98,6 @@ class Continuation:
         return Continuation(kv, tokens, count)
 
 
-@program()
+@program("take")
 def _take(tree, rows: jax.Array):
     return jax.tree.map(lambda x: x[rows], tree)

@@ -40,7 +40,7 @@ class LogProbs:
     __repr__ = short_repr
 
 
-@program(static_argnames=["model", "start", "top", "chunk"])
+@program("score", static_argnames=["model", "start", "top", "chunk"])
 def logprobs(
     params,
     ids: jax.Array,
@@ -76,7 +76,7 @@ def logprobs(
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)]), scores)
 
 
-@program(static_argnames=["model", "chunk"])
+@program("score_many", static_argnames=["model", "chunk"])
 def continuation_logprobs(
     params,
     contexts: jax.Array,

@@ -23,8 +23,8 @@ from jaxgen.request.memory import check_call_memory
 from jaxgen.request.prepare import Prepared
 
 _STATIC = ("mode", "key_impl")
-_open = Program(open_queue, static_argnames=[*_STATIC, "places", "steps", "stored"])
-_chunk = Program(run_chunk, static_argnames=_STATIC, donate_argnames=["state"])
+_open = Program(open_queue, "Engine (state)", static_argnames=[*_STATIC, "places", "steps", "stored"])
+_chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_argnames=["state"])
 
 
 @dataclasses.dataclass(frozen=True)

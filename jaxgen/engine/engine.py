@@ -75,7 +75,7 @@ class Engine:
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
     Attributes:
-        cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments.
+        cfg: the argument, as are `tokenizer`, `slots`, `prompt_width`, `id_entries` and `most_waiting`.
 
     Raises:
         InputError, ConfigError, TypeError: as `generate`; an option that an engine cannot have.

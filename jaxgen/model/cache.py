@@ -303,14 +303,14 @@ def row_numbers(rows: jax.Array, count: int) -> jax.Array:
     return rows
 
 
-@program()
+@program("crop")
 def _crop(cache: KVCache, length: jax.Array) -> KVCache:
     flat = cache.flatten(cache.offset + cache.slots)
     length = jnp.clip(jnp.where(length < 0, flat.length + length, length), 0)
     return dataclasses.replace(flat, length=jnp.minimum(flat.length, length))
 
 
-@program()
+@program("reorder")
 def _reorder(cache: KVCache, rows: jax.Array) -> KVCache:
     merged = cache.flatten(cache.offset + cache.slots)
     return jax.tree.map(lambda x: x[rows], merged)

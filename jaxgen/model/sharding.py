@@ -80,7 +80,9 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
     >>> params = shard_params(params, cfg.model, mesh)              # doctest: +SKIP
 
     Raises:
-        InputError, TypeError: as `divide`.
+        InputError: axes other than `data` and `model`, an axis `model` that does not divide the model's sizes, or
+            parameters with fused projections.
+        TypeError: not a `jax.sharding.Mesh`.
     """
     mesh = divide(model, mesh)
 

@@ -43,23 +43,23 @@ def has_methods(streamer: Any, *names: str) -> bool:
     return all(callable(getattr(streamer, name, None)) for name in names)
 
 
-run_whole = Program(loop.decode, static_argnames=["mode"])
-prefill_only = Program(loop.continuation_of)
+run_whole = Program(loop.decode, "generate", static_argnames=["mode"])
+prefill_only = Program(loop.continuation_of, "prefill")
 
 
-@program(static_argnames=["mode"])
+@program("generate (prefill)", static_argnames=["mode"])
 def _start(run: Run, request: Request, *, mode: Mode):
     state = mode.start(run, request)
     return state, loop.progress(run, state, mode)
 
 
-@program(static_argnames=["mode"], donate_argnames=["state"])
+@program("generate (steps)", static_argnames=["mode"], donate_argnames=["state"])
 def _advance(run: Run, state, *, mode: Mode):
     state = loop.advance(run, state, mode, mode.watched)
     return state, loop.progress(run, state, mode)
 
 
-@program(static_argnames=["mode"])
+@program("generate (end)", static_argnames=["mode"])
 def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
     decoded = loop.finish(run, state, mode)
     late = out_of_time & (decoded.reasons == StopReason.NONE)

@@ -179,7 +179,7 @@ def _check(
         check_grammar(extensions.allowed, cfg, prompts)
 
 
-_wrapped = Program(Continuation.of)
+_wrapped = Program(Continuation.of, "generate (cache)")
 
 
 def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:

@@ -62,7 +62,7 @@ def compute_transition_scores(
     return _transition_scores(jnp.asarray(sequences), scores, beam_indices, normalize_logits=bool(normalize_logits))
 
 
-@program(static_argnames=["normalize_logits"])
+@program("compute_transition_scores", static_argnames=["normalize_logits"])
 def _transition_scores(sequences, scores, beam_indices, *, normalize_logits: bool) -> jax.Array:
     scores = (jnp.stack(scores) if isinstance(scores, tuple) else scores).astype(jnp.float32)
     steps = scores.shape[0]

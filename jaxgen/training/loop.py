@@ -41,7 +41,9 @@ class TrainConfig:
         learning_rate: the peak, reached after `warmup` steps.
         warmup: the number of steps in which the rate rises linearly from 0.
         final_rate: the rate at the end, as a fraction of the peak.
-        b1, b2, eps: AdamW's.
+        b1: AdamW's.
+        b2: AdamW's.
+        eps: AdamW's.
         weight_decay: AdamW's, for matrices only, not for biases and norms.
         clip: the maximum global norm of the gradient.
         accumulate: the number of equal micro-batches per step; the gradient is that of the whole batch.
@@ -312,7 +314,7 @@ def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: 
     return total / count
 
 
-@program(static_argnames=["model", "dtype"])
+@program("evaluate", static_argnames=["model", "dtype"])
 def _sums(params, batch: TrainBatch, *, model: ModelConfig, dtype: str):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     return batch_loss(params, batch, dataclasses.replace(model, dtype=dtype))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxgen import programs
 from jaxgen.cli import answer, options
 from tests.support.compilations import compilations
 
@@ -88,6 +89,14 @@ def test_debug_shows_tracebacks(run, checkpoint):
     assert status == 2
     assert err.startswith("jaxgen: error: --temperature must be > 0")
     assert "Traceback" in err
+
+
+def test_debug_shows_what_is_compiled(run, checkpoint, monkeypatch):
+    monkeypatch.setattr(programs, "PROGRAMS", programs.Programs(8))
+    status, _, err = run("--model", checkpoint, "A", "-n", 2, "--debug")
+    assert status == 0
+    assert [line for line in err.splitlines() if "(steps)" in line] == ["jaxgen: info: compiling generate (steps)"]
+    assert "compiling" not in run("--model", checkpoint, "A", "-n", 2)[2]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

@@ -1,0 +1,21 @@
+"""Griffe's extension of the site: doctests in docstrings become blocks of code, without their flags."""
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+# Python-Markdown would make quotations of them.
+_DOCTEST = re.compile(r"^( *)>>> .*\n(?:\1\S.*\n|\1 +\S.*\n)*", re.MULTILINE)
+_FLAG = re.compile(r" *# doctest: .*$", re.MULTILINE)
+
+
+class Doctests(Extension):
+    """Fences the doctests of every docstring."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Change the docstring of an object that has been read."""
+        if obj.docstring is not None:
+            text = obj.docstring.value + "\n"
+            fenced = _DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}{found[1]}```\n", text)
+            obj.docstring.value = _FLAG.sub("", fenced).rstrip()

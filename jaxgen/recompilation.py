@@ -1,0 +1,130 @@
+"""Log lines that say how a program about to be compiled differs from those that are there.
+
+    logging.basicConfig()
+    logging.getLogger("jaxgen").setLevel(logging.INFO)
+
+then prints, for a call of `generate` with another number of prompts and `top_p`:
+
+    INFO:jaxgen:compiling generate: ids int32[8,32], was int32[4,32]; option top_p is on, was off; and 2 more
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+LOG = logging.getLogger("jaxgen")
+_SHOWN = 4  # differences
+_WIDTH = 40  # of a value's text
+# Parts of a path that tell a reader nothing, and those whose differences follow from the others.
+_INNER = {"run", "request", "cfg", "enabled", "options", "extensions", "sizes"}
+_FOLLOWING = {"params", "state"}
+
+
+def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple]) -> None:
+    """Log that a program is compiled, and why none of the `others` serves; and which were freed to make room.
+
+    Args:
+        key: of the new program: the `Program`, the structure of its arguments, its static arguments, whether it is for
+            a CPU, whether it may be in a file, and the form of each leaf of its arguments.
+        others: keys of the programs that were there before.
+        freed: keys of those that are there no longer.
+    """
+    for program, *_ in freed:
+        LOG.info("freed a program of %s, the least recently used of %d", program.name, len(others))
+    new = _arguments(key)
+    # The last used comes first, so that it is the nearest of several with as many differences.
+    found = [_differences(new, _arguments(other)) for other in reversed(others) if other[0] is key[0]]
+    texts = min(found, key=len, default=[])
+    shown = "; ".join([*texts[:_SHOWN], *([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])])
+    if found and not texts:
+        shown = "arguments of another structure"
+    LOG.info("compiling %s%s", key[0].name, f": {shown}" if shown else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """The form of an argument's leaf: an abstract value of jax, or the shape and dtype (or type) of another value."""
+
+    form: Hashable
+
+    def __str__(self) -> str:
+        if not isinstance(self.form, tuple):
+            return str(self.form)
+        shape, kind = self.form
+        return f"{getattr(kind, '__name__', kind)}[{','.join(map(str, shape))}]"
+
+
+def _arguments(key: tuple) -> dict[str, Any]:
+    """Return the arguments of a program by name, each a tree with a `_Leaf` for each array."""
+    program, structure, static, on_cpu, is_stored, forms = key
+    args, traced = jax.tree.unflatten(structure, [_Leaf(form) for form in forms])
+    named = dict(zip(inspect.signature(program).parameters, args, strict=False))
+    return named | traced | dict(static) | {"on_cpu": on_cpu, "is_stored": is_stored}
+
+
+def _differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
+    """Return a text for each difference; an option has several places, and one text."""
+    found = sorted(_compare((), new, old), key=lambda difference: _rank(difference[0]))
+    texts: dict[str, str] = {}
+    for path, one, other in found:
+        name = ".".join(part for part in path if part not in _INNER)
+        texts.setdefault(name, _text(path, name, one, other))
+    return list(texts.values())
+
+
+def _compare(path: tuple[str, ...], new: Any, old: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield the path of each part that differs, with both values."""
+    if new is old or (type(new) is type(old) and new == old):
+        return
+    parts, others = _parts(new), _parts(old)
+    if type(new) is not type(old) or parts is None or others is None:
+        yield path, new, old
+        return
+    for name in {**parts, **others}:
+        yield from _compare((*path, str(name)), parts.get(name), others.get(name))
+
+
+def _parts(value: Any) -> dict | None:
+    """Return the parts of a tree by name; None for a value without parts, or with parts that must not be compared."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, frozenset):
+        return dict.fromkeys(sorted(value, key=str), True)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    compares = dataclasses.is_dataclass(value) and type(value).__eq__ is not object.__eq__
+    if not compares or isinstance(value, type | _Leaf):
+        return None
+    return {name: part for name, part in vars(value).items() if not name.startswith("_")}
+
+
+def _rank(path: tuple[str, ...]) -> int:
+    """Order: what belongs to the prompts, then settings, then what follows from them."""
+    return 2 if _FOLLOWING.intersection(path) else int(path[0] != "request")
+
+
+def _text(path: tuple[str, ...], name: str, new: Any, old: Any) -> str:
+    if {"enabled", "options"}.intersection(path) and (new is None or old is None):
+        return f"option {name} is {'off, was on' if new is None else 'on, was off'}"
+    one, other = _short(new), _short(old)
+    if one != other:
+        return f"{name} {one}, was {other}"
+    if isinstance(new, _Leaf) and isinstance(old, _Leaf) and type(new.form) is not type(old.form):
+        return f"{name} {one} of {'numpy, was of jax' if isinstance(new.form, tuple) else 'jax, was of numpy'}"
+    return f"{name} is another {one}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str | _Leaf):
+        text = str(value)
+    elif callable(value) or _parts(value) or type(value).__repr__ is object.__repr__:
+        text = getattr(value, "__qualname__", type(value).__name__)
+    else:
+        text = repr(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."

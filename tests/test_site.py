@@ -1,0 +1,62 @@
+"""The site of the documentation: it builds without a warning, and all that its pages refer to is in it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+pytest.importorskip("mkdocs")
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCES = re.compile(r"<(\w+)[^>]*?\s(?:href|src)=\"?([^\">\s]+)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", "--site-dir", str(target)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def references(page: Path) -> list[tuple[str, str]]:
+    """The tags of a page that refer to something, and to what."""
+    return REFERENCES.findall(page.read_text("utf-8"))
+
+
+def pages(site: Path) -> list[Path]:
+    return [page for page in site.rglob("*.html") if page.name != "404.html"]  # whose paths depend on a server
+
+
+def test_references_lead_to_files(site):
+    assert len(pages(site)) > 40
+    for page in pages(site):
+        for tag, target in references(page):
+            path = unquote(target.partition("#")[0])
+            if path and not re.match(r"\w+:", path):
+                file = page.parent / path
+                assert (file / "index.html" if file.is_dir() else file).is_file(), (page, tag, target)
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    for page in pages(site):
+        outside = {tag for tag, target in references(page) if re.match(r"\w+:|//", target)}
+        assert outside <= {"a"}, page
+
+
+def test_pages_have_their_style_and_search(site):
+    tags = {tag for tag, target in references(site / "index.html") if target.startswith("assets/")}
+    assert {"link", "script"} <= tags
+    assert (site / "search" / "search_index.json").is_file()
+
+
+def test_docstrings_are_rendered(site):
+    text = (site / "docs" / "reference" / "generation" / "index.html").read_text("utf-8")
+    assert 'id="jaxgen.generate"' in text
+    assert "doctest:" not in text
+    assert "&gt;&gt;&gt;" not in re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL)
+    assert "<blockquote>" not in text
