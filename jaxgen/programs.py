@@ -119,33 +119,36 @@ class Program:
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
         stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
         key = (self, structure, static, on_cpu, stored, tuple(forms))
-        return PROGRAMS.get(key, lambda: self._make(*key[1:]))(*args, **traced)
+        return PROGRAMS.get(
+            key, lambda: self._in_file(on_cpu, static, structure, forms) if stored else self.jit(on_cpu, static)
+        )(*args, **traced)
 
-    def _make(self, structure, static: tuple, on_cpu: bool, stored: bool, forms: tuple) -> Callable:
-        """Return the program of arguments of this form, which is compiled, or read from a file, at its first call."""
-        function = self.jit(on_cpu, **dict(static))
-        if not stored:
-            return function
+    def _in_file(self, on_cpu: bool, static: tuple, structure, forms: list) -> Callable:
+        """Return the program of arguments of this form, which is read from a file, or written to it, when called."""
         from jaxgen.program_files import StoredProgram  # most processes need not import what it imports
 
-        forms = tuple([f"{form} {getattr(form, 'weak_type', False)}" for form in forms])
+        forms = [f"{form} {getattr(form, 'weak_type', False)}" for form in forms]
         made_from = structure, static, self._donated, forms, cpu_compiler_options() if on_cpu else None
+        function = self.jit(on_cpu, static)
         return StoredProgram(cast(Path, PROGRAMS.directory), default_device(), function, made_from)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
         """Return what `jax.jit(...).trace` does: the program, not compiled yet, for shapes placed on any device."""
-        static = {name: kwargs.pop(name) for name in self._static if name in kwargs}
-        return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs))), **static).trace(*args, **kwargs)
+        static = [(name, kwargs.pop(name)) for name in self._static if name in kwargs]
+        return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs))), static).trace(*args, **kwargs)
 
-    def jit(self, on_cpu: bool, **static: Any):
-        """Return `jax.jit` of a function object of its own, with compiler options only if it is for a CPU.
+    def jit(self, on_cpu: bool, static: Iterable[tuple[str, Any]] = ()):
+        """Return `jax.jit` of a function object of its own, to which the static arguments are bound.
 
-        Static arguments are bound to it.
+        Args:
+            on_cpu: use the compiler's options for a CPU.
+            static: names and values.
         """
+        bound = dict(static)
 
         @functools.wraps(self._function)
         def own(*args, **kwargs):
-            return self._function(*args, **kwargs, **static)
+            return self._function(*args, **kwargs, **bound)
 
         options = cpu_compiler_options() if on_cpu else None
         return jax.jit(own, donate_argnames=self._donated, compiler_options=options)

@@ -135,7 +135,8 @@ def call_bytes(prepared: Prepared) -> int:
 
 def _device_of(prepared: Prepared):
     """Return a `jax.Device` of the parameters, one of this process."""
-    devices = jax.tree.leaves(prepared.run.params)[0].devices()
+    leaf = jax.tree.leaves(prepared.run.params)[0]
+    devices = leaf.devices() if isinstance(leaf, jax.Array) else {default_device()}
     return min(devices, key=lambda device: (device.process_index != jax.process_index(), device.id))
 
 

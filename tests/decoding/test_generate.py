@@ -61,6 +61,11 @@ def test_counts():
     assert out.sequences.dtype == jnp.int32
 
 
+def test_parameters_may_be_numpy_arrays():
+    out = generate(jax.tree.map(np.asarray, PARAMS), IDS, None, CFG)
+    assert out.sequences.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+
+
 def test_eos_is_kept_and_padding_follows():
     out = count([[3], [30]], CFG.replace(eos_token_id=[5, 33], pad_token_id=49))
     assert np.asarray(out.sequences).tolist() == [[3, 4, 5, 49, 49, 49, 49], [30, 31, 32, 33, 49, 49, 49]]
