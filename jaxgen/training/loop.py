@@ -274,9 +274,10 @@ def train(
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
         batch = batches(step)
+        tokens = int(np.sum(np.asarray(batch.segments) > 0))  # before other processes get their rows
         batch = jax.device_put(batch) if mesh is None else place_rows(batch, mesh)
         state, metrics = _step(state, batch, frozen, model=model, cfg=cfg)
-        meter.count(metrics, int(np.sum(np.asarray(batch.segments) > 0)))
+        meter.count(metrics, tokens)
         done = step + 1
         if done % report_every == 0 or done == cfg.steps:
             meter.report_step(done, metrics)
