@@ -11,6 +11,7 @@ PROGRAMS = (
     "checkpoint",
     "compile",
     "environments",
+    "evaluate",
     "plots",
     "processors",
     "profile",

@@ -95,7 +95,8 @@ class Adapters(_Updated):
     def fused(cls, weights: Sequence[Adapters]) -> Adapters:
         """Return one matrix of several, which have the same number of updates, rank and columns."""
         weight = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(one.weight for one in weights))
-        a, b = (jnp.concatenate([getattr(one, name) for one in weights], axis) for name, axis in (("a", 1), ("b", 2)))
+        a = jnp.concatenate([one.a for one in weights], axis=1)
+        b = jnp.concatenate([one.b for one in weights], axis=2)
         return cls(weight, a, b, tuple(np.cumsum([one.shape[0] for one in weights]).tolist()))
 
     def part(self, number: int) -> Adapters:
@@ -107,8 +108,9 @@ class Adapters(_Updated):
     def specs(self, spec: PartitionSpec) -> Adapters:
         """Return how each array is divided over a mesh if the matrix is divided by `spec`."""
         outputs, inputs = spec or (None, None)
-        factors: Any = PartitionSpec(None, None, None, inputs), PartitionSpec(None, None, outputs)
-        return Adapters(self._specs(spec), *factors, self.ends)
+        a: Any = PartitionSpec(None, None, None, inputs)
+        b: Any = PartitionSpec(None, None, outputs)
+        return Adapters(self._specs(spec), a, b, self.ends)
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix of each row: float32[n, F]."""
