@@ -129,7 +129,10 @@ def compared(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     def run(program: Program, task: str, size: str = "") -> Answer:
         time.sleep(measure.PAUSE)
+        busy, own, start = measure.busy_seconds(), program.cpu_seconds(), time.perf_counter()
         answer = program.ask("evaluate", tasks=folder, task=task, batch_size=size)
+        others = measure.busy_seconds() - busy - program.cpu_seconds() + own
+        answer["others"] = max(0.0, others / (time.perf_counter() - start))
         print(f"{program.name} {task} {size}: {answer['model_seconds']:.2f} of {answer['seconds']:.2f} s", flush=True)
         return answer
 
@@ -207,9 +210,10 @@ def table(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
         f"texts of {args.stories} stories. Seconds in the model, tokenizing included; medians (smallest to largest) of "
         f"{args.rounds} rounds, after everything is compiled. The last two columns are of the first run in a process.",
         "",
-        "| task | jaxgen, s | hf, s (its batch size) | jaxgen / hf | with the harness's own work | results "
+        "| task | jaxgen, s | hf, s (its batch size) | jaxgen / hf | with the harness's own work "
+        "| cores busy with anything else | results "
         "| compiling, s | from the compilation cache, s |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for task in args.tasks:
         turns, trials = found["turns"][task], found["trials"][task]
@@ -221,6 +225,7 @@ def table(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
             _spread(values["jaxgen"]),
             f"{_spread(values['hf'])} ({size})",
             *map(_spread, ratios),
+            _spread([turn[kind]["others"] for turn in turns for kind in KINDS]),
             found["differences"][task],
             f"{found['first'][task]['model_seconds']:.1f}",
             f"{found['again'][task]['model_seconds']:.1f}",

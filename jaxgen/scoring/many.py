@@ -63,8 +63,15 @@ class _Group:
     def of(cls, context: tuple[int, ...], continuations: dict[int, tuple[int, ...]]) -> _Group:
         longest = max(map(len, continuations.values()))
         # The last token is not read, so that one token needs no second pass.
-        width = 1 if longest == 1 else 1 + power_of_two(longest - 1, _LEAST_WIDTH)
-        return cls(context, continuations, power_of_two(len(continuations), 1), (prompt_bucket(len(context)), width))
+        width = 1 if longest == 1 else 1 + _columns(longest - 1)
+        columns = 1 if len(context) == 1 else prompt_bucket(len(context))  # the windows of a text have one token before
+        return cls(context, continuations, power_of_two(len(continuations), 1), (columns, width))
+
+
+def _columns(size: int) -> int:
+    """Round up to a power of two, from 256 upwards in four steps between two powers: whole texts are of one length."""
+    step = power_of_two(size, _LEAST_WIDTH) // 8
+    return -(-size // step) * step if size > 256 else 8 * step
 
 
 @with_hints
