@@ -7,6 +7,7 @@ from jaxgen.errors import JaxgenError
 
 PROGRAMS = (
     "accelerator",
+    "adapters",
     "calls",
     "checkpoint",
     "compile",
