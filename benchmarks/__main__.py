@@ -7,10 +7,12 @@ from jaxgen.errors import JaxgenError
 
 PROGRAMS = (
     "accelerator",
+    "adapters",
     "calls",
     "checkpoint",
     "compile",
     "environments",
+    "evaluate",
     "plots",
     "processors",
     "profile",

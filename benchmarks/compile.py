@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
-from benchmarks import hlo, measure
+from benchmarks import adapters, hlo, measure
 from benchmarks.modes import MODES
 from benchmarks.targets import CHIPS, FORMS, compile_generate, device_for
 from jaxgen import GenerationConfig, ModelConfig
@@ -44,11 +45,16 @@ def main() -> None:
         **{"model": model, "max_new_tokens": args.new_tokens, "eos_token_id": 1, "pad_token_id": 0},
         **{"cache_dtype": args.cache_dtype, **MODES[args.mode]},
     )
+    attach = None
+    if args.adapters:
+        cfg = cfg.replace(adapter=[row % args.adapters for row in range(args.rows)])
+        attach = functools.partial(adapters.attach, count=args.adapters, rank=args.rank)
     start = time.perf_counter()
-    compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt, args.form)
+    compiled = compile_generate(cfg, device_for(args.target), args.rows, args.prompt, args.form, attach)
     text = report(args, cfg, compiled, time.perf_counter() - start)
     print(text)
     parts = [args.config.resolve().name, args.mode, str(args.rows), args.form, *filter(None, [args.cache_dtype])]
+    parts += [f"{args.adapters}x{args.rank}"] * bool(args.adapters)
     file = f"compile-{'-'.join(parts)}.md"
     (measure.folder(args.results, args.target) / file).write_text(f"{text}\n", "utf-8")
     if args.hlo:
@@ -75,10 +81,13 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
     rows = args.rows * max(cfg.num_beams, cfg.num_return_sequences)
     nbytes = 1 if args.form == "int8" else np.dtype(model.dtype).itemsize
     read = weights * nbytes + cache_bytes(model, rows, args.prompt + args.new_tokens // 2, cfg.cache_dtype)
+    layers = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
+    read += args.adapters * args.rank * sum(map(sum, layers)) * np.dtype(model.dtype).itemsize
     moving, launching = (read + 2 * written) / chip.bandwidth, count * chip.launch
     lines = [
         f"## {args.config.resolve().name}, {args.mode}, {args.rows} rows, {args.prompt} + {args.new_tokens} tokens, "
-        f"{model.dtype}, {args.form} weights, {cfg.cache_dtype or model.dtype} cache, on {args.target}",
+        f"{model.dtype}, {args.form} weights, {f'{args.adapters} adapters of rank {args.rank}, ' * bool(args.adapters)}"
+        f"{cfg.cache_dtype or model.dtype} cache, on {args.target}",
         "",
         "| figure | value |",
         "|---|---|",
@@ -92,6 +101,7 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
         f"| kinds | {', '.join(f'{kind} {number}' for kind, number in kinds.most_common(8))} |",
         f"| collectives | {sum(o.times for o in step if o.is_collective)} |",
         f"| bytes written | {written / 1e6:.3f} MB |",
+        f"| bytes of weights, adapters and cache, and twice those written | {(read + 2 * written) / 1e6:.0f} MB |",
         f"| of these results of more than {_LARGE / 1e6:.0f} MB | {sum(o.nbytes for o in large) / 1e6:.1f} MB |",
         *(f"| large result | {o.nbytes / 1e6:.2f} MB x {o.times}: {o.kind} for {o.name[-60:]} |" for o in large[:4]),
         f"| modelled step | {1e6 * moving:.0f} us for bytes + {1e6 * launching:.0f} us for operations: "
@@ -118,6 +128,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--cache-dtype", choices=("int8",), help="by default that of the weights")
     parser.add_argument("--form", default="plain", choices=FORMS, help="of the weights")
+    parser.add_argument("--adapters", type=int, default=0, help="in the batch, for all linear layers")
+    parser.add_argument("--rank", type=arguments.count, default=16, help="of the adapters")
     parser.add_argument("--hlo", type=Path, help="write the optimised program to this file")
     parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
     args = parser.parse_args()

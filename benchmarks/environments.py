@@ -27,6 +27,7 @@ def main() -> None:
         "transformers": [[args.torch, *index], ["transformers"]],
         # Wheels for all machines use few instructions.
         "llama_cpp": [["llama-cpp-python", "--no-binary", "llama-cpp-python"], ["gguf"]],
+        "lm_eval": [[args.torch, *index], ["lm_eval[hf]"]],
         "keras_hub": [["keras-hub", "safetensors", "jax[cuda13]" if args.cuda else "jax"]],
     }
     for name in args.only or steps:
@@ -49,7 +50,9 @@ def _arguments() -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
     )
     parser.add_argument("directory", type=Path, help="where to make them")
-    parser.add_argument("--only", nargs="+", choices=("transformers", "llama_cpp", "keras_hub"), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", choices=("transformers", "llama_cpp", "lm_eval", "keras_hub"), metavar="NAME"
+    )
     parser.add_argument("--cuda", action="store_true", help="for an NVIDIA GPU; by default for the CPU alone")
     parser.add_argument("--torch", default="torch", help="the requirement for torch, such as torch==2.13.0")
     parser.add_argument(

@@ -137,10 +137,10 @@ class InTurn:
         for _ in range(TRIES):
             time.sleep(PAUSE)
             self._run(program, case, 1)  # its threads and caches come back from the other programs' turns
-            busy, own, start = _busy_seconds(), program.cpu_seconds(), time.perf_counter()
+            busy, own, start = busy_seconds(), program.cpu_seconds(), time.perf_counter()
             answers = {name: self._run(program, case, length) for name, length in case.lengths().items()}
             elapsed = time.perf_counter() - start
-            others = (_busy_seconds() - busy - program.cpu_seconds() + own) / elapsed
+            others = (busy_seconds() - busy - program.cpu_seconds() + own) / elapsed
             if compiled := sum(answer["compilations"] for answer in answers.values()):
                 raise Failed(f"{compiled} compilations while measuring")
             turn = {name: answer["seconds"] for name, answer in answers.items()}
@@ -280,7 +280,7 @@ def heading() -> Answer:
     return {"date": now.isoformat(timespec="seconds"), "machine": machine(), "load_average": os.getloadavg()}
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """Return the seconds that all cores were not idle, since the machine started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")

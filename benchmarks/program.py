@@ -78,10 +78,19 @@ class Failed(Exception):
 class Program:
     """A program under test. A context: its process ends with it."""
 
-    def __init__(self, spec: Spec, environments: Path | None, mesh: tuple[int, int] | None, device: str | None):
+    def __init__(
+        self,
+        spec: Spec,
+        environments: Path | None,
+        mesh: tuple[int, int] | None,
+        device: str | None,
+        kind: Kind | None = None,
+    ):
         self.spec, self.name = spec, spec.name
-        kind = KINDS[spec.kind]
+        own, kind = kind, kind or KINDS[spec.kind]
         self.command = [_interpreter(kind, environments), str(Path(__file__).parent / "programs" / kind.file)]
+        if own is not None:
+            self.command.append(spec.kind)
         self.mesh = mesh if spec.kind == "jaxgen" else None
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment = {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

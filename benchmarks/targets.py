@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 # All are read when jax and the compilers are loaded.
@@ -116,21 +117,28 @@ def _int8(weight: jax.Array) -> Any:
 
 
 def compile_generate(
-    cfg: GenerationConfig, where: Mesh | jax.Device, rows: int, width: int, form: str = "plain"
+    cfg: GenerationConfig,
+    where: Mesh | jax.Device,
+    rows: int,
+    width: int,
+    form: str = "plain",
+    attach: Callable[[Any], Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compile `generate()` for a mesh or a device, as for a call with `rows` prompts of `width` tokens.
 
-    `form` is one of `FORMS`, those of the parameters; all but the plain one are for one device.
+    `form` is one of `FORMS`, those of the parameters; all but the plain one are for one device. `attach` adds adapters
+    to the parameters before.
     """
     model = model_of(cfg)
     ids, key = np.zeros((rows, width), np.int32), jax.random.key(0) if cfg.do_sample else None
     inputs = CallInputs(ids, key, attention_mask=np.ones_like(ids))
     params = shapes(model, where)
-    if form != "plain":
+    if form != "plain" or attach is not None:
         assert not isinstance(where, Mesh)
         on_device = SingleDeviceSharding(where)
         params = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), jax.eval_shape(FORMS[form], params)
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device),
+            jax.eval_shape(lambda x: FORMS[form](attach(x) if attach else x), params),
         )
     prepared = prepare(params, cfg, inputs, Extensions(), eager=True)
     device = where.devices.flat[0] if isinstance(where, Mesh) else where

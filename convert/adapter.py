@@ -191,12 +191,12 @@ def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | Non
         return LowRank(weight, jnp.asarray(a, dtype), jnp.asarray(b, dtype))
     rank = max(a.shape[0] for a, _ in found)
     features, columns = weight.shape
-    a, b = np.zeros((len(updates), rank, columns), np.float32), np.zeros((features, len(updates), rank), np.float32)
+    a, b = np.zeros((len(updates), 1, rank, columns), np.float32), np.zeros((len(updates), rank, features), np.float32)
     for number, update in enumerate(updates):
         if update is not None:
             own = update[0].shape[0]
-            a[number, :own], b[:, number, :own] = update
-    return Adapters(weight, jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+            a[number, 0, :own], b[number, :own] = update[0], update[1].T
+    return Adapters(weight, jnp.asarray(a, dtype), jnp.asarray(b, dtype), (features,))
 
 
 def _read(

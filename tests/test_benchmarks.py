@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import accelerator, measure, plots, processors, program, serving, suites, workarounds
+from benchmarks import accelerator, evaluate, measure, plots, processors, program, serving, suites, workarounds
 from benchmarks.__main__ import main
 from convert import load_hf
 from jaxgen import Tokenizer
@@ -445,3 +445,50 @@ def test_a_server_that_ends_is_an_error_with_its_messages(monkeypatch):
     monkeypatch.setattr(serving, "_command", lambda *_: [sys.executable, "-c", "import sys; sys.exit('no model')"])
     with pytest.raises(program.Failed, match=r"(?s)no model.*ended with status 1"):
         serving.running(serving.server("jaxgen"), argparse.Namespace()).__enter__()
+
+
+def evaluated(responses: list, metrics: dict | None = None) -> dict:
+    """What a model returns for a task of two requests."""
+    return {"metrics": metrics or {}, "requests": [[["a", "b"]], [["c", "d"]]], "responses": responses}
+
+
+class Gap:
+    """A model whose different answers have this gap of log-probabilities."""
+
+    def __init__(self, gap: float):
+        self.gap = gap
+
+    def ask(self, do: str, **_) -> dict:
+        assert do == "gap"
+        return {"gap": self.gap}
+
+
+def test_evaluations_that_agree():
+    own, other = evaluated([[[-2.0, True]], [[-3.0, False]]]), evaluated([[[-2.001, True]], [[-3.0, False]]])
+    assert "log-likelihoods within 5e-04" in evaluate.differ({"jaxgen": own, "hf": other}, "choices", Gap(0))
+    own, other = evaluated([["x"], ["y"]]), evaluated([["x"], ["z"]])
+    assert evaluate.differ({"jaxgen": own, "hf": other}, "answers", Gap(1e-5)).startswith(
+        "1 of 2 answers equal, in the"
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "own", "other", "message"),
+    [
+        ("choices", evaluated([[[-2.0, True]]] * 2), evaluated([[[-2.01, True]]] * 2), "differ by up to 5.0e-03"),
+        ("choices", evaluated([[[-2.0, True]]] * 2, {"acc": 0.5}), evaluated([[[-2.0, True]]] * 2), "choices: "),
+        ("texts", evaluated([[-2.0], [-3.0]]), evaluated([[-2.0], [-3.1]]), "differ by up to 3.2e-02"),
+        ("answers", evaluated([["x"], ["y"]]), evaluated([["x"], ["z"]]), "1 of 2 answers differ"),
+        ("answers", evaluated([["x"], ["y"]]), evaluated([["x"], ["y"]]) | {"requests": []}, "got different requests"),
+    ],
+)
+def test_evaluations_that_differ_are_errors(task, own, other, message):
+    with pytest.raises(program.Failed, match=message):
+        evaluate.differ({"jaxgen": own, "hf": other}, task, Gap(0.5))
+
+
+def test_adapters_are_measured(model, tmp_path):
+    sizes = ["--adapters", "2", "--rank", "2", "--rows", "2", "--rounds", "1", "--prompt", "8", "--tokens", "8"]
+    main(["adapters", "--model", str(model), *sizes, "--results", str(tmp_path)])
+    (file,) = tmp_path.glob("*/adapters-tiny-2x2.md")
+    assert "2 adapters of rank 2 for all linear layers, 2 rows" in file.read_text("utf-8")

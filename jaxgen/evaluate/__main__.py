@@ -54,8 +54,8 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--quantize", choices=CHOICES, help="round the weights to 8 bits")
     add("--slots", type=arguments.count, default=32, metavar="N", help="answers generated at a time (default: 32)")
-    tokens = "tokens scored at a time (default: 8192)"
-    add("--batch-tokens", type=arguments.count, default=8192, metavar="N", help=tokens)
+    tokens = "tokens scored at a time (default: 8192, on a CPU 1024)"
+    add("--batch-tokens", type=arguments.count, metavar="N", help=tokens)
     add("--max-length", type=arguments.count, metavar="N", help="of a request (default: the model's context)")
     most = "of an answer whose task sets no limit (default: 256)"
     add("--max-gen-toks", type=arguments.count, default=256, metavar="N", help=most)

@@ -17,7 +17,7 @@ from jaxgen.errors import ConfigError, GenerationError, InputError
 from jaxgen.scoring.many import score_many
 from jaxgen.text.tokenizer import Tokenizer
 
-_SLOTS, _BATCH_TOKENS, _ANSWER = 32, 8192, 256
+_SLOTS, _ANSWER = 32, 256
 
 
 class JaxgenLM(TemplateLM):
@@ -53,7 +53,7 @@ class JaxgenLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = _ANSWER,
         slots: int = _SLOTS,
-        batch_tokens: int = _BATCH_TOKENS,
+        batch_tokens: int | None = None,
         seed: int = 0,
         batch_size: Any = None,
         max_batch_size: Any = None,

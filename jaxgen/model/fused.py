@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from jaxgen.errors import InputError
 from jaxgen.model.causal_lm import FUSED, param_shapes
 from jaxgen.model.config import ModelConfig
+from jaxgen.model.lowrank import Adapters
 from jaxgen.model.sharding import mesh_of
 from jaxgen.model.weights import Quantized
 
@@ -22,9 +24,10 @@ def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict
     >>> params = fuse_projections(params, donate=True)           # doctest: +SKIP
     >>> generate(params, ids, key, cfg)                 # doctest: +SKIP
 
-    `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`; weights with
-    low-rank updates are left as they are. On a GPU, where a step of few rows spends much of its time on starting
-    kernels, a layer then starts two fewer. `save_hf` writes the original matrices.
+    `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`. With several
+    adapters, that needs updates of the same rank in all parts; other weights with low-rank updates are left as they
+    are. On a GPU, where a step of few rows spends much of its time on starting kernels, a layer then starts two fewer.
+    `save_hf` writes the original matrices.
 
     Args:
         params: nested as `load_hf` returns them, quantised or not.
@@ -48,9 +51,9 @@ def _fused(node: Any, donate: bool) -> Any:
         if not all(part in node for part in parts):
             continue
         layers = [node[part] for part in parts]
-        if not all(isinstance(layer["weight"], np.ndarray | jax.Array | Quantized) for layer in layers):
+        if not _can_be_fused([layer["weight"] for layer in layers]):
             continue
-        result[name] = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *layers)
+        result[name] = jax.tree.map(_concatenated, *layers, is_leaf=_is_adapters)
         for part in parts:
             del result[part]
         if donate:
@@ -59,6 +62,20 @@ def _fused(node: Any, donate: bool) -> Any:
                 if isinstance(array, jax.Array):
                     array.delete()
     return {name: _fused(child, donate) for name, child in result.items()}
+
+
+def _can_be_fused(weights: list[Any]) -> bool:
+    if all(map(_is_adapters, weights)) and len({weight.a.shape for weight in weights}) == 1:
+        weights = [weight.weight for weight in weights]
+    return all(isinstance(weight, np.ndarray | jax.Array | Quantized) for weight in weights)
+
+
+def _concatenated(*parts: Any) -> Any:
+    return Adapters.fused(parts) if _is_adapters(parts[0]) else jnp.concatenate(parts)
+
+
+def _is_adapters(node: Any) -> bool:
+    return isinstance(node, Adapters)
 
 
 def separate(params: Any, model: ModelConfig) -> Any:
@@ -75,9 +92,14 @@ def separate(params: Any, model: ModelConfig) -> Any:
             next(shape[0] for name, shape in shapes.items() if name.endswith(f".{part}.weight")) for part in FUSED[key]
         ]
         ends = np.cumsum(widths)
-        for part, end, width in zip(FUSED[key], ends, widths, strict=True):
-            result[part] = jax.tree.map(lambda array, end=end, width=width: array[end - width : end], child)
+        for number, (part, end, width) in enumerate(zip(FUSED[key], ends, widths, strict=True)):
+            cut = functools.partial(_part, number=number, start=end - width, end=end)
+            result[part] = jax.tree.map(cut, child, is_leaf=_is_adapters)
     return result
+
+
+def _part(node: Any, number: int, start: int, end: int) -> Any:
+    return node.part(number) if _is_adapters(node) else node[start:end]
 
 
 def _has_fused(node: Any) -> bool:

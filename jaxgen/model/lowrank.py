@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxgen.model.context import Context
-from jaxgen.model.linear import look_up, product
+from jaxgen.model.linear import look_up, precision, product
 from jaxgen.model.weights import Weight
-from jaxgen.shapes import repeat_rows
+from jaxgen.shapes import at_most, repeat_rows
+
+_FEW_ROWS = 32
 
 
 class _Updated:
@@ -71,40 +76,90 @@ class LowRank(_Updated):
 class Adapters(_Updated):
     """A matrix with several low-rank updates, of which each row of a batch has its own or none: see `Context.adapter`.
 
-    All updates are multiplied, as one matrix of n*r columns, and those of other rows' adapters set to zero: that is one
-    product, reads each update once, and no update is copied to the rows that share it.
+    All updates are multiplied by A as one matrix, which reads each once and copies none to the rows that share it.
 
     Attributes:
         weight: `[F, D]`.
-        a: `[n, r, D]`, of n updates; one of a lower rank is padded with zeros.
-        b: `[F, n, r]`.
+        a: `[n, p, r, D]`, of n updates; one of a lower rank is padded with zeros. A matrix that was fused of p parts
+            has factors for each of them; of another matrix, p is 1.
+        b: `[n, r, F]`.
+        ends: the columns where each part ends, static; the last is F.
     """
 
     weight: jax.Array | Weight
     a: jax.Array
     b: jax.Array
+    ends: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def fused(cls, weights: Sequence[Adapters]) -> Adapters:
+        """Return one matrix of several, which have the same number of updates, rank and columns."""
+        weight = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(one.weight for one in weights))
+        a = jnp.concatenate([one.a for one in weights], axis=1)
+        b = jnp.concatenate([one.b for one in weights], axis=2)
+        return cls(weight, a, b, tuple(np.cumsum([one.shape[0] for one in weights]).tolist()))
+
+    def part(self, number: int) -> Adapters:
+        """Undo `fused`: return the matrix with this number."""
+        start, end = (0, *self.ends)[number], self.ends[number]
+        weight = jax.tree.map(lambda array: array[start:end], self.weight)
+        return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
 
     def specs(self, spec: PartitionSpec) -> Adapters:
         """Return how each array is divided over a mesh if the matrix is divided by `spec`."""
         outputs, inputs = spec or (None, None)
-        factors: Any = PartitionSpec(None, None, inputs), PartitionSpec(outputs, None, None)
-        return Adapters(self._specs(spec), *factors)
+        a: Any = PartitionSpec(None, None, None, inputs)
+        b: Any = PartitionSpec(None, None, outputs)
+        return Adapters(self._specs(spec), a, b, self.ends)
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
         """Multiply `rows [n, D]` by the transposed matrix of each row: float32[n, F]."""
         out = product(rows, self.weight, context)
         if context.adapter is None:
             return out
-        count, rank, _ = self.a.shape
-        narrow = product(rows, self.a.reshape(count * rank, -1), context)
-        of_row = repeat_rows(context.adapter, rows.shape[0])
-        is_own = of_row[:, None] == jnp.arange(count * rank, dtype=jnp.int32)[None, :] // rank
-        narrow = jnp.where(is_own, narrow, 0.0).astype(rows.dtype)
-        return out + product(narrow, self.b.reshape(-1, count * rank), context)
+        narrow = product(rows, self.a.reshape(-1, self.a.shape[-1]), context).reshape(-1, *self.a.shape[:-1])
+        chosen = repeat_rows(context.adapter, rows.shape[0])
+        if context.divided is not False or not at_most(rows.shape[0], _FEW_ROWS):
+            return self._add_of_all(out, narrow, chosen)
+        return lax.platform_dependent(out, narrow, chosen, cuda=self._add_of_each, default=self._add_of_all)
+
+    def _add_of_all(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Add the product of `narrow [rows, n, p, r]` with all updates, in which those of other rows are zero."""
+        is_own = chosen[:, None] == jnp.arange(self.a.shape[0], dtype=jnp.int32)[None, :]
+        narrow = jnp.where(is_own[:, :, None, None], narrow, 0.0).astype(self.b.dtype)
+        starts = (0, *self.ends[:-1])
+        updates = [
+            _contract(narrow[:, :, part], self.b[:, :, start:end])
+            for part, (start, end) in enumerate(zip(starts, self.ends, strict=True))
+        ]
+        return out + jnp.concatenate(updates, axis=1)
+
+    def _add_of_each(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Add the sums of products of `narrow [rows, n, p, r]` with the update of each row.
+
+        XLA's GPU compiler makes one kernel of it (jax 0.10.2), for which all look-ups of `narrow` have to be one, with
+        indices of one number, and `narrow` is not rounded. Parts of a fused matrix are used several times by what
+        follows; without the barrier, each use would compute them again.
+        """
+        rows, (count, parts, rank, _) = out.shape[0], self.a.shape
+        part = np.repeat(np.arange(parts, dtype=np.int32), np.diff(self.ends, prepend=0))
+        own = jnp.maximum(chosen, 0)
+        first = ((jnp.arange(rows, dtype=jnp.int32) * count + own)[:, None] * parts + part[None, :]) * rank
+        index = first[:, None, :] + jnp.arange(rank, dtype=jnp.int32)[None, :, None]
+        narrow = jnp.take(narrow.reshape(-1), index, mode="clip")
+        update = jnp.sum(narrow * self.b[own].astype(jnp.float32), axis=1)
+        out = out + jnp.where(chosen[:, None] >= 0, update, 0.0)
+        return lax.optimization_barrier(out) if parts > 1 else out
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows `ids int32[B, T]` of `weight`, which has no updates here: `[B, T, D]`."""
         return look_up(ids, self.weight)
+
+
+def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Multiply `left [rows, n, r]` by `right [n, r, F]`: float32[rows, F]."""
+    axes = (((1, 2), (0, 1)), ((), ()))
+    return lax.dot_general(left, right, axes, precision=precision(right.dtype), preferred_element_type=jnp.float32)
 
 
 def adapter_count(params: Any) -> int:

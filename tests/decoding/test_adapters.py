@@ -7,6 +7,7 @@ import pytest
 
 from convert import load_adapter
 from jaxgen import Engine, GenerationConfig, InputError, generate, prefill, score, score_many
+from jaxgen.model.lowrank import Adapters
 from tests.support.adapters import factors, merged, write
 from tests.support.compilations import compilations
 from tests.support.models import model_config, random_params
@@ -115,6 +116,25 @@ def test_an_engine_serves_all_adapters(params):
     for number, tokens in enumerate(found):
         alone = generate(MERGED[number % 4 - 1], [prompts[0]], None, cfg)
         np.testing.assert_array_equal(tokens, alone.sequences[0, 42:])
+
+
+@pytest.mark.parametrize("ends", [(6,), (2, 4, 9)])
+def test_both_forms_of_the_update(ends):
+    """The form for few rows on a GPU computes what the other one does."""
+    rng = np.random.default_rng(0)
+    count, rank, features = 3, 2, ends[-1]
+    a, b = rng.normal(size=(count, len(ends), rank, 5)), rng.normal(size=(count, rank, features))
+    weight = Adapters(jnp.zeros((features, 5)), jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), ends)
+    out, rows = rng.normal(size=(4, features)), rng.normal(size=(4, 5))
+    narrow, chosen = np.einsum("bd,nprd->bnpr", rows, a), np.array([2, -1, 0, 2])
+    expected = out.copy()
+    for row, adapter in enumerate(chosen):
+        if adapter >= 0:
+            for part, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+                expected[row, start:end] += narrow[row, adapter, part] @ b[adapter, :, start:end]
+    given = [jnp.asarray(x, jnp.float32) for x in (out, narrow)] + [jnp.asarray(chosen, jnp.int32)]
+    for form in (weight._add_of_all, weight._add_of_each):
+        np.testing.assert_allclose(form(*given), expected, atol=1e-5)
 
 
 def test_gradients_reach_only_the_rows_adapter(params):

@@ -2,9 +2,11 @@ import jax
 import numpy as np
 import pytest
 
-from convert import load_hf, pool_kv_heads, save_hf
+from convert import load_adapter, load_hf, pool_kv_heads, save_hf
 from jaxgen import GenerationConfig, InputError, fuse_projections, generate, score, shard_params
+from jaxgen.model.fused import separate
 from jaxgen.training import lora
+from tests.support.adapters import factors, write as write_adapter
 from tests.support.checkpoints import LLAMA, QWEN2, QWEN3, weights, write
 from tests.support.models import model_config, random_params, slow
 
@@ -63,6 +65,20 @@ def test_low_rank_updates_are_left():
     assert set(fused["model"]["layers"]["0"]["self_attn"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert set(fused["model"]["layers"]["0"]["mlp"]) == {"gate_up_proj", "down_proj"}
     generate(fused, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
+
+
+def test_adapters_are_fused(tmp_path):
+    params, cfg = random_params(MODEL), GenerationConfig(model=MODEL, max_new_tokens=8, adapter=[1, -1, 0])
+    updates = [factors(MODEL, 3, seed) for seed in range(2)]
+    attached = load_adapter([write_adapter(tmp_path / str(i), own) for i, own in enumerate(updates)], params, cfg)
+    fused = fuse_projections(attached)
+    assert set(fused["model"]["layers"]["0"]["self_attn"]) == {"qkv_proj", "o_proj"}
+    ids = np.tile(IDS[:1], (3, 1))
+    one, other = (generate(tree, ids, None, cfg) for tree in (attached, fused))
+    np.testing.assert_array_equal(one.sequences, other.sequences)
+    assert equal(separate(fused, MODEL), attached)
+    few = load_adapter([write_adapter(tmp_path / "few", factors(MODEL, 3, 0, ("q_proj", "v_proj")))], params, cfg)
+    assert set(fuse_projections(few)["model"]["layers"]["0"]["self_attn"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_what_needs_the_original(tmp_path):
