@@ -113,7 +113,7 @@ class Pool:
         number = jnp.where(given, queue.number[place], NOBODY)
         loaded = number != NOBODY
         inputs, rows, cache = _open(run, queue.request, place)
-        keep = self.keep
+        before, keep = cache.length, self.keep  # a prefix of all prompts may be in the same part
         if self.store is not None and queue.prefixes is not None:
             cache = copy_from(self.store, cache, queue.prefixes.have[place])
             keep = where(loaded, queue.prefixes.keep[place], keep)
@@ -127,7 +127,7 @@ class Pool:
             number=jnp.where(loaded, number, self.number),
             sequences=jnp.where(loaded, queue.sequences[place], self.sequences),
             taken=jnp.where(loaded, 0, self.taken),
-            read=jnp.where(of_streams, cache.length, self.read),
+            read=jnp.where(of_streams, cache.length - before, self.read),
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
             # The previous prompt's keys and values go: a NaN among them would spread, though nothing attends to it.
