@@ -16,6 +16,7 @@ PROGRAMS = (
     "plots",
     "processors",
     "profile",
+    "replay",
     "scale",
     "serving",
     "slots",

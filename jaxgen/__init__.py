@@ -37,7 +37,7 @@ _NAMES = {
     "scoring.transitions": "compute_transition_scores",
     "text.streaming": "AsyncTextIteratorStreamer TextIteratorStreamer TextRowStreamer TextStream TextStreamer",
     "text.tokenizer": "Batch Tokenizer",
-    "warming": "warmup",
+    "precompile": "warmup",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 _HOMES |= dict.fromkeys(("load_adapter", "load_hf", "save_adapter", "save_hf"), "convert")
@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from jaxgen.model.fused import fuse_projections as fuse_projections
     from jaxgen.model.sharding import shard_params as shard_params
     from jaxgen.output import GenerateOutput as GenerateOutput
+    from jaxgen.precompile import warmup as warmup
     from jaxgen.scoring.choices import ChoiceScores as ChoiceScores, score_choices as score_choices
     from jaxgen.scoring.many import TokenScores as TokenScores, score_many as score_many
     from jaxgen.scoring.text import score as score
@@ -104,7 +105,6 @@ if TYPE_CHECKING:
         TextStreamer as TextStreamer,
     )
     from jaxgen.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
-    from jaxgen.warming import warmup as warmup
 else:  # a type checker would accept any name
 
     def __getattr__(name: str):

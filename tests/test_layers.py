@@ -14,7 +14,7 @@ FLOORS = (
     {"logits", "convert"},
     {"decoding", "training"},
     {"request", "output"},
-    {"generation", "scoring", "warming"},
+    {"generation", "scoring", "precompile"},
     {"engine"},
     {"serving"},
     {"demo", "cli", "evaluate"},

@@ -1,13 +1,14 @@
 """Teach the bundled model to tell stories in which many words begin with "s", by GRPO, in minutes on two cores.
 
-    python docs/examples/grpo.py --iterations 60 --plot rewards.svg
+    python docs/examples/grpo.py --plot rewards.svg
+    python docs/examples/grpo.py --lora 8          # trains low-rank updates instead of all weights
+    python docs/examples/grpo.py --one-program     # answers, rewards and the step in one compiled function
 
-Each iteration draws a group of answers to each prompt, rewards each answer, and makes one step towards the better ones.
-Nothing is compiled after the first iteration.
+Each iteration draws a group of answers to each prompt, in slots, rewards each answer, and takes one step towards the
+better ones. Nothing is compiled after the first iteration.
 """
 
 import argparse
-import functools
 from pathlib import Path
 
 import jax
@@ -16,68 +17,91 @@ import numpy as np
 import optax
 
 from jaxgen import Tokenizer, demo, generate, load_hf, score
-from jaxgen.training import policy
+from jaxgen.training import lora, policy
 
 GROUP, PROMPTS, TOKENS, WIDTH = 8, 8, 48, 24
 ANIMALS = ("owl", "fox", "hen", "stork", "goat", "mouse", "wolf", "heron", "cat", "dog", "bear", "frog")
-params, cfg = load_hf(demo.PATH, dtype="float32")
+base, cfg = load_hf(demo.PATH, dtype="float32")
 tok = Tokenizer.from_pretrained(demo.PATH)
 cfg = cfg.replace(
-    do_sample=True, temperature=1.0, top_k=0, top_p=0.95, max_new_tokens=TOKENS, num_return_sequences=GROUP,
+    do_sample=True, temperature=1.0, top_k=0, top_p=0.95, max_new_tokens=TOKENS, num_return_sequences=GROUP, slots=32,
     output_logprobs="scores",
 )  # fmt: skip
-optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4))
+pieces = [tok.decode([token], skip_special_tokens=False) for token in range(cfg.model.vocab_size)]
+BEGINS_WORD = jnp.array([piece.startswith(" ") and piece[1:2].isalpha() for piece in pieces])
+BEGINS_WITH_S = jnp.array([piece.lower().startswith(" s") for piece in pieces])
 
 
-def reward(text: str) -> float:
-    """Return the share of words that begin with "s"."""
-    words = text.lower().split()
-    return sum(word.startswith("s") for word in words) / max(len(words), 1)
+def reward(tokens, mask):
+    """Return the share of words that begin with "s", float32[B]."""
+    words, with_s = (jnp.sum(table[tokens] & mask, axis=1) for table in (BEGINS_WORD, BEGINS_WITH_S))
+    return with_s / jnp.maximum(words, 1)
 
 
-def loss(params, out, mask, advantage):
-    """Return what is minimised, and how far the trainer's log-probabilities are from the sampler's."""
-    given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}
-    logprobs = out.generated(score(params, out.sequences, cfg, of="scores", **given)).logprobs
-    old = jax.lax.stop_gradient(logprobs)  # one step for each batch: the ratio is 1, and its gradient is not 0
-    weight = policy.importance_weight(old, out.logprobs)
-    objective = weight * policy.clipped_objective(logprobs, old, advantage, high=0.28)
-    drift = policy.token_mean(policy.kl(out.logprobs, old), mask)
-    return -policy.token_mean(objective, mask), drift
+class Trainer:
+    """GRPO with one step for each batch of answers; the weights are all parameters, or low-rank updates."""
+
+    def __init__(self, rank: int | None):
+        self.weights = jax.tree.map(jnp.array, base) if rank is None else lora.init(base, rank, jax.random.key(0))
+        self.rank = rank
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4 if rank is None else 2e-3))
+        self.state = self.optimizer.init(self.weights)
+        self.step = jax.jit(self.update, donate_argnums=(0, 1))
+        self.iteration = jax.jit(
+            lambda weights, state, *prompts: self.update(weights, state, self.answers(weights, *prompts)),
+            donate_argnums=(0, 1),
+        )
+
+    def params(self, weights):
+        """Return the model's parameters."""
+        return weights if self.rank is None else lora.attach(base, weights, scale=2.0)
+
+    def answers(self, weights, ids, mask, keys):
+        """Draw GROUP answers to each prompt."""
+        return generate(self.params(weights), ids, keys, cfg, attention_mask=mask)
+
+    def update(self, weights, state, out):
+        """Return the weights and the optimizer's state after one step; the mean reward, and KL(sampler || trainer)."""
+        mask = policy.answer_mask(out.lengths, TOKENS)
+        rewards = reward(out.generated(out.sequences), mask)
+        advantage = policy.group_advantage(rewards, GROUP)
+
+        def loss(weights):
+            given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}
+            scores = score(self.params(weights), out.sequences, cfg, of="scores", **given)
+            logprobs = out.generated(scores).logprobs
+            old = jax.lax.stop_gradient(logprobs)  # one step for each batch: the ratio is 1, and its gradient is not 0
+            weight = policy.importance_weight(old, out.logprobs)
+            objective = weight * policy.clipped_objective(logprobs, old, advantage, high=0.28)
+            return -policy.token_mean(objective, mask), policy.token_mean(policy.kl(out.logprobs, old), mask)
+
+        (_, drift), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            updates, state = self.optimizer.update(gradients, state, weights)
+            return optax.apply_updates(weights, updates), state, jnp.mean(rewards), drift
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def step(params, state, out, advantage):
-    """Return the parameters and the optimizer's state after one step."""
-    mask = policy.answer_mask(out.lengths, TOKENS)
-    (_, drift), gradients = jax.value_and_grad(loss, has_aux=True)(params, out, mask, advantage)
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, drift
-
-
-def prompts(rng: np.random.Generator):
-    """Return a batch of prompts, always as wide, so that the step is compiled once."""
-    names = rng.choice(ANIMALS, PROMPTS, replace=False)
+def prompts(number: int):
+    """Return a batch of prompts, always as wide, so that everything is compiled once; and a key for each."""
+    names = np.random.default_rng(number).choice(ANIMALS, PROMPTS, replace=False)
     batch = tok.chat([[{"role": "user", "content": f"Tell me a story about a {name}"}] for name in names])
     padding = ((0, 0), (WIDTH - batch.ids.shape[1], 0))
-    return np.pad(batch.ids, padding), np.pad(batch.attention_mask, padding)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(1), number), PROMPTS)
+    return np.pad(batch.ids, padding), np.pad(batch.attention_mask, padding), keys
 
 
-def train(params, iterations: int) -> list[float]:
+def train(trainer: Trainer, iterations: int, one_program: bool = False) -> list[float]:
     """Return the mean reward of each iteration."""
-    params, state = jax.tree.map(jnp.array, params), optimizer.init(params)
-    rng, curve = np.random.default_rng(0), []
+    weights, state, curve = trainer.weights, trainer.state, []
     for number in range(iterations):
-        ids, mask = prompts(rng)
-        key = jax.random.fold_in(jax.random.key(1), number)
-        out = generate(params, ids, jax.random.split(key, PROMPTS), cfg, attention_mask=mask)
-        rewards = np.array([reward(text) for text in tok.decode_batch(out)], np.float32)
-        advantage = policy.group_advantage(jnp.asarray(rewards), GROUP)
-        params, state, drift = step(params, state, out, advantage)
-        curve.append(float(rewards.mean()))
-        print(f"{number:4d}  reward {curve[-1]:.3f}  KL(sampler || trainer) {float(drift):.1e}")
-    print(tok.decode_batch(out)[0])
+        given = prompts(number)
+        if one_program:
+            weights, state, mean, drift = trainer.iteration(weights, state, *given)
+        else:
+            weights, state, mean, drift = trainer.step(weights, state, trainer.answers(weights, *given))
+        curve.append(float(mean))
+        print(f"{number:4d}  reward {curve[-1]:.3f}  KL(sampler || trainer) {float(drift):.1e}", flush=True)
+    trainer.weights, trainer.state = weights, state
     return curve
 
 
@@ -97,8 +121,13 @@ def plot(curve: list[float], file: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train low-rank updates")
+    parser.add_argument("--one-program", action="store_true", help="compile a whole iteration as one function")
     parser.add_argument("--plot", type=Path, help="an SVG file for the rewards")
     options = parser.parse_args()
-    rewards = train(params, options.iterations)
+    trainer = Trainer(options.lora)
+    rewards = train(trainer, options.iterations, options.one_program)
+    out = trainer.answers(trainer.weights, *prompts(-1 % 2**31))
+    print(tok.decode_batch(out)[0])
     if options.plot:
         plot(rewards, options.plot)

@@ -46,21 +46,21 @@ from jaxgen.request.assistant import check_assistant
 from jaxgen.request.checks import check_room, warn_infeasible
 from jaxgen.request.memory import check_memory
 from jaxgen.text.json_file import read_file
-from jaxgen.text.lines import decoded
 from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.utf8_text import decoded
 
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_SLOTS = 32
 DEFAULT_BATCH_SIZE = 8
 # Options that answers to --input do not depend on, or that `_run` has in another form.
-_FREE = set(
+_NOT_IN_FINGERPRINT = set(
     "prompt prompt_file chat model input output html shard dtype slots batch_size stats device mesh distributed "
     "coordinator processes process compile_cache debug".split()
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _AnswerJob:
     """A checked request; the weights have not been read yet.
 
     `lines` is empty in a conversation, `chat`; `slots` is None unless they are answered in slots.
@@ -72,7 +72,7 @@ class _Job:
     tokenizer: Tokenizer
     lines: list[Line]
     chat: Chat | None
-    more: dict[str, Any]
+    generate_kwargs: dict[str, Any]
     slots: int | None
     batch_size: int
     shard: Shard
@@ -127,7 +127,7 @@ def answer(options: argparse.Namespace) -> Stats:
     return stats
 
 
-def _prepare(options: argparse.Namespace) -> _Job:
+def _prepare(options: argparse.Namespace) -> _AnswerJob:
     """Read and check all input except the weights."""
     text = prompt_text(options)
     if options.html is not None:
@@ -153,17 +153,17 @@ def _prepare(options: argparse.Namespace) -> _Job:
     chat = Chat(tokenizer, cfg.model.context_length, options.system) if options.chat else None
     cfg = cfg.replace(max_new_tokens=max((line.budget for line in lines), default=room([])))
     assistant = None if options.assistant is None else local_directory(options.assistant)
-    more = _further_arguments(cfg, options, tokenizer)
+    generate_kwargs = _further_arguments(cfg, options, tokenizer)
     slots = _slots(cfg, options, len(lines)) if options.input else None
     shard = WHOLE if options.shard is None else Shard(*options.shard)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
-    job = _Job(source, assistant, cfg, tokenizer, lines, chat, more, slots, batch_size, shard)
+    job = _AnswerJob(source, assistant, cfg, tokenizer, lines, chat, generate_kwargs, slots, batch_size, shard)
     if slots is not None:
         Form(cfg.reset(["slots"]), tokenizer, width_for(lines), ())  # raises for what an engine cannot have
         warn_infeasible(cfg, np.asarray([len(line.ids) for line in lines]), np.asarray([line.budget for line in lines]))
     else:
         check_options(cfg, job.shape[0])
-    if isinstance(automaton := more.get("prefix_allowed_tokens_fn"), TokenAutomaton):
+    if isinstance(automaton := generate_kwargs.get("prefix_allowed_tokens_fn"), TokenAutomaton):
         check_room(automaton, cfg, np.asarray([line.budget for line in lines] or room([])))
     if assistant is not None:
         check_assistant(open_checkpoint(assistant).cfg, cfg)
@@ -189,7 +189,7 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> 
 
 
 def _answer_file(
-    job: _Job, options: argparse.Namespace
+    job: _AnswerJob, options: argparse.Namespace
 ) -> contextlib.AbstractContextManager[AnswerFile] | contextlib.nullcontext[None]:
     """Open --output, in process 0: the others discard what they write."""
     target = options.output if jax.process_index() == 0 else None
@@ -200,17 +200,19 @@ def _answer_file(
     return answer_file(target, _run(options, job), prompts=len(job.lines), shard=job.shard)
 
 
-def _load(job: _Job, options: argparse.Namespace, stats: Stats) -> Session:
+def _load(job: _AnswerJob, options: argparse.Namespace, stats: Stats) -> Session:
     mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
     params, loaded = load_hf(job.source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
     if options.adapter is not None:
         params = load_adapter(options.adapter, params, loaded)
     if mesh is None and default_device().platform == "gpu":
         params = fuse_projections(params, donate=True)
-    more = dict(job.more)
+    generate_kwargs = dict(job.generate_kwargs)
     if job.assistant is not None:
-        more["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)
-    return Session(params, job.cfg.replace(model=loaded.model), key_of(options.seed), job.tokenizer, stats, more)
+        generate_kwargs["assistant"] = load_hf(job.assistant, dtype=options.dtype, mesh=mesh)
+    return Session(
+        params, job.cfg.replace(model=loaded.model), key_of(options.seed), job.tokenizer, stats, generate_kwargs
+    )
 
 
 def key_of(seed: int) -> jax.Array:
@@ -261,9 +263,11 @@ def _chosen_seed(target: Path | None) -> int:
     return seed
 
 
-def _run(options: argparse.Namespace, job: _Job) -> dict[str, Any]:
+def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
     """Return what the answers to --input depend on, by the names that a message has for it."""
-    values = {name: value for name, value in vars(options).items() if name not in _FREE and value is not None}
+    values = {
+        name: value for name, value in vars(options).items() if name not in _NOT_IN_FINGERPRINT and value is not None
+    }
     if options.json_schema is not None:
         values["json_schema"] = options.json_schema.read_text("utf-8")
     adapters = [] if options.adapter is None else [options.adapter]
@@ -281,7 +285,7 @@ def _run(options: argparse.Namespace, job: _Job) -> dict[str, Any]:
     return {"--input": digest(job.lines), "--model": model.hexdigest(), **flags, **forms}
 
 
-def _done(job: _Job, file: AnswerFile | None) -> Sequence[int]:
+def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
     """Return 1 for each line that was answered before, the same in all processes."""
     done = bytearray(len(job.lines)) if file is None else file.done
     if before := sum(done[index] for index in job.indices):
@@ -304,19 +308,21 @@ def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the further keywords of generate()."""
-    more: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     vocab = cfg.model.vocab_size
     if options.negative_prompt is not None:
         if not cfg.on("guidance_scale"):
             raise InputError("--negative-prompt needs --guidance-scale: set that too")
-        more["negative_prompt_ids"] = [_encode(tokenizer, options, options.negative_prompt)]
+        keywords["negative_prompt_ids"] = [_encode(tokenizer, options, options.negative_prompt)]
     if options.regex is not None:
-        more["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
+        keywords["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(
+            options.regex, tokenizer, vocab_size=vocab
+        )
     if options.json_schema is not None:
-        more["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
+        keywords["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
     if cfg.stop_strings is not None:
         StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises for one that cannot occur
-    return more
+    return keywords
 
 
 def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:

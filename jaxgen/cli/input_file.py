@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from jaxgen.errors import InputError
 from jaxgen.model.config import ModelConfig
 from jaxgen.text.json_file import parse_json
-from jaxgen.text.lines import text_lines
 from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.utf8_text import text_lines
 
 
 class Line(NamedTuple):
@@ -33,7 +33,7 @@ def read_lines(
     lines are skipped.
 
     Raises:
-        InputError: a line that is neither, by its number, or no line at all.
+        InputError: an invalid line, named by its number, or an empty input.
     """
     data = stdin_bytes() if source == "-" else Path(source).read_bytes()
     lines = text_lines(f"--input {source}", data)

@@ -21,7 +21,7 @@ from jaxgen.cli.options import in_flags
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.kinds import Text
-from jaxgen.decoding.keys import prompt_keys
+from jaxgen.decoding.rng import prompt_keys
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.many import by_prompt, ended, in_order
@@ -146,7 +146,7 @@ def _waiting(slots: int) -> int:
 
 
 def _grammar(session: Session) -> TokenAutomaton | None:
-    return session.more.get("prefix_allowed_tokens_fn")
+    return session.generate_kwargs.get("prefix_allowed_tokens_fn")
 
 
 def _in_slots(
@@ -206,9 +206,9 @@ def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) ->
     ids, mask = session.tokenizer.pad([line.ids for line in part])
     ids = ids * mask  # the tokenizer may pad with an id that the model lacks
     cfg = session.cfg.replace(max_new_tokens=[line.budget for line in part])
-    more = {"attention_mask": mask, "tokenizer": session.tokenizer, **session.more}
+    generate_kwargs = {"attention_mask": mask, "tokenizer": session.tokenizer, **session.generate_kwargs}
     try:
-        return generate(session.params, ids, keys, cfg, **more)
+        return generate(session.params, ids, keys, cfg, **generate_kwargs)
     except GenerationError as error:
         return error.output
 

@@ -26,7 +26,7 @@ class Printer(TextStreamer):
         self.stop = stop
         self.text = ""
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.more else None
+        self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
 
     def put(self, value) -> None:
         """Receive the prompt or a token."""
@@ -56,7 +56,7 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
     """
     terminal.show("compiling, and reading the prompt")
     cfg = session.cfg
-    arguments = {"tokenizer": session.tokenizer, **session.more, **more}
+    arguments = {"tokenizer": session.tokenizer, **session.generate_kwargs, **more}
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
         try:
             return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)

@@ -1,4 +1,4 @@
-"""The model that answers, and its options: the same for all answers of a run, but for what `/set` changes."""
+"""The loaded model and its options. Fixed for a run, except for `/set`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Arguments of `generate`, `more` of them as keywords, and the statistics of the run."""
+    """Arguments of `generate`, with those that have no field here in `generate_kwargs`; the statistics of the run."""
 
     params: Any
     cfg: GenerationConfig
     key: jax.Array
     tokenizer: Tokenizer
     stats: Stats
-    more: Mapping[str, Any]
+    generate_kwargs: Mapping[str, Any]

@@ -66,7 +66,7 @@ def train_and_save(options: argparse.Namespace) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _TrainJob:
     """A checked training job; the weights have not been read yet.
 
     `config` and `generation` are the JSON files of the new checkpoint, `rows` the data. `run` identifies everything
@@ -97,7 +97,7 @@ def _check_out(options: argparse.Namespace) -> None:
         raise _NothingToWriteYet
 
 
-def _prepare(options: argparse.Namespace) -> _Job:
+def _prepare(options: argparse.Namespace) -> _TrainJob:
     source = open_checkpoint(local_directory(options.model))
     if source.kind:
         raise ConfigError(
@@ -115,7 +115,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
     cfg = _train_config(options, source, len(rows.ids))
     config, generation = _with_endings(source, tokenizer, examples)
     run = f"{_fingerprint(source, rows)} batch {options.batch} rank {options.lora}"
-    job = _Job(source, model, config, generation, rows, held_out, cfg, options.batch, options.lora, run)
+    job = _TrainJob(source, model, config, generation, rows, held_out, cfg, options.batch, options.lora, run)
     _check_memory(job)
     terminal.write(
         f"{len(examples):,} examples in {len(rows.ids):,} rows of {width} tokens, {np.sum(rows.labels != IGNORED):,} "
@@ -195,7 +195,7 @@ def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
     return f"{digest.hexdigest()} {fingerprint(source)}"
 
 
-def _check_memory(job: _Job) -> None:
+def _check_memory(job: _TrainJob) -> None:
     """Raise an error if the weights, their moments and the logits need more memory than is free."""
     free = free_bytes(default_device())
     count = sum(math.prod(tensor.shape) for tensor in job.source.tensors.values())
@@ -210,7 +210,7 @@ def _check_memory(job: _Job) -> None:
         )
 
 
-def _trained(job: _Job, work: Path, options: argparse.Namespace):
+def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
     """Return the trained parameters, in the dtypes of the source; with --save-adapter, updates are attached to them."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
@@ -233,13 +233,13 @@ def _trained(job: _Job, work: Path, options: argparse.Namespace):
     return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), trained, dtypes)
 
 
-def _begin(job: _Job, frozen):
+def _begin(job: _TrainJob, frozen):
     if frozen is None:
         return load_hf(job.source.path)[0]
     return lora.init(frozen, job.rank, jax.random.key(job.cfg.seed))
 
 
-def _write(params, job: _Job, directory: Path) -> None:
+def _write(params, job: _TrainJob, directory: Path) -> None:
     arrays = check_params(params, job.model)
     if infinite := [name for name, array in arrays.items() if not jnp.all(jnp.isfinite(array))]:
         raise ConfigError(f"training made {infinite[0]} infinite or NaN: lower --learning-rate")
@@ -247,7 +247,7 @@ def _write(params, job: _Job, directory: Path) -> None:
     write_arrays(directory, job.config, job.generation, arrays)
 
 
-def _say_held_out(job: _Job, when: str, params: Any = None) -> None:
+def _say_held_out(job: _TrainJob, when: str, params: Any = None) -> None:
     if job.held_out is None:
         return
     params = load_hf(job.source.path)[0] if params is None else params

@@ -17,9 +17,9 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
-from jaxgen.decoding.keys import sequence_keys
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
+from jaxgen.decoding.rng import sequence_keys
 from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.run import Request, Run
 from jaxgen.decoding.stopping import StopReason, first_reason, is_eos

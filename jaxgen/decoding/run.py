@@ -14,8 +14,8 @@ from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.keys import prompt_keys
 from jaxgen.decoding.needs import Needs
+from jaxgen.decoding.rng import prompt_keys
 from jaxgen.logits.row_options import OptionValues, repeat_values
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import NO_CONTEXT, Context

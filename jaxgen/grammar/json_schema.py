@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxgen.errors import InputError, shown
 from jaxgen.grammar import keywords
+from jaxgen.grammar.disjoint import Overlaps
 from jaxgen.grammar.expression import (
     EMPTY,
     NOTHING,
@@ -33,7 +34,6 @@ from jaxgen.grammar.expression import (
 from jaxgen.grammar.formats import FORMATS
 from jaxgen.grammar.integers import integer_range
 from jaxgen.grammar.keywords import ANNOTATIONS, COMPANIONS, DEEPEST, OF_TYPE, literals, members, types
-from jaxgen.grammar.one_of import Overlaps
 from jaxgen.grammar.references import References
 from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.utf8 import Ranges

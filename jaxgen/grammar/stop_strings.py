@@ -26,8 +26,8 @@ from jax import lax
 from jaxgen.buckets import power_of_two
 from jaxgen.config.kinds import Text
 from jaxgen.errors import InputError
-from jaxgen.text.lines import encoded
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
+from jaxgen.text.utf8_text import encoded
 
 SMALLEST = 64  # states
 # The values of the option `stop_strings`.

@@ -24,8 +24,8 @@ from jaxgen.grammar.expression import Expression
 from jaxgen.grammar.json_schema import read_schema
 from jaxgen.grammar.regex import read_regex
 from jaxgen.shapes import short_repr
-from jaxgen.text.lines import encoded
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
+from jaxgen.text.utf8_text import encoded
 
 SMALLEST_TABLE = 64
 LARGEST_TABLE = 2**25  # transitions, 128 MB; also of the tables while they are made

@@ -1,4 +1,4 @@
-"""JSON, and small files that come with a checkpoint, read without trust."""
+"""Untrusted JSON and other small files of a checkpoint, read within limits."""
 
 from __future__ import annotations
 

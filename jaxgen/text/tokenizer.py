@@ -18,9 +18,9 @@ from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
 from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
 from jaxgen.text.json_file import fetch_again, read_file, read_json
-from jaxgen.text.lines import decoded, encoded
 from jaxgen.text.token_bytes import token_bytes
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
+from jaxgen.text.utf8_text import decoded, encoded
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

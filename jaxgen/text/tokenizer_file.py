@@ -1,4 +1,4 @@
-"""tokenizer.json, read without trust: the Rust library panics, or takes all memory, where files are damaged."""
+"""Untrusted tokenizer.json: on damaged files, the Rust library panics or takes all memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_GROWTH = 1000  # by which a normalizer or decoder may multiply a text
 
 # Escapes and classes of characters, which have no operators, and single characters.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# A table that the library trusts, and escapes that may hide its name.
+# The Rust library does not validate this table; its key may be written with escapes.
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
 
 

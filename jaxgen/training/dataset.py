@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxgen.errors import InputError
 from jaxgen.text.json_file import parse_json
-from jaxgen.text.lines import text_lines
 from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.text.utf8_text import text_lines
 from jaxgen.training.loop import TrainBatch
 
 IGNORED = -100  # the label of a token without a loss

@@ -101,7 +101,7 @@ def on_a_terminal():
 
 def stream(text: str, **more) -> Printer:
     """Print an answer as it is generated, up to its end."""
-    session: Any = SimpleNamespace(tokenizer=byte_level(), more=more)
+    session: Any = SimpleNamespace(tokenizer=byte_level(), generate_kwargs=more)
     printer = Printer(session)
     printer.put([0])  # the prompt
     printer.put(session.tokenizer.encode(text))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, generate
-from jaxgen.decoding.keys import prompt_keys, sequence_keys
+from jaxgen.decoding.rng import prompt_keys, sequence_keys
 from jaxgen.decoding.sample import draw
 from tests.support.models import generated, left_pad, model_config, random_params, slow
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxgen import GenerationConfig, generate
 from jaxgen.config.options import WARP, of_stage
-from jaxgen.decoding.keys import prompt_keys, sequence_keys
+from jaxgen.decoding.rng import prompt_keys, sequence_keys
 from jaxgen.decoding.sample import draw
 from jaxgen.logits import warpers
 from jaxgen.logits.history import History

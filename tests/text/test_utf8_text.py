@@ -7,7 +7,7 @@ import pytest
 
 from jaxgen import InputError
 from jaxgen.text.json_file import parse_json
-from jaxgen.text.lines import text_lines
+from jaxgen.text.utf8_text import text_lines
 
 # Separators at which Python's splitlines would cut, and a few that look like spaces.
 INSIDE = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\u00a0\ufeff"
