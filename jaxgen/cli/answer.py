@@ -315,9 +315,7 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
             raise InputError("--negative-prompt needs --guidance-scale: set that too")
         keywords["negative_prompt_ids"] = [_encode(tokenizer, options, options.negative_prompt)]
     if options.regex is not None:
-        keywords["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(
-            options.regex, tokenizer, vocab_size=vocab
-        )
+        keywords["prefix_allowed_tokens_fn"] = TokenAutomaton.from_regex(options.regex, tokenizer, vocab_size=vocab)
     if options.json_schema is not None:
         keywords["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
     if cfg.stop_strings is not None:
