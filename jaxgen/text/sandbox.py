@@ -26,8 +26,11 @@ _LARGEST_INTEGER = 100_000  # bits
 
 # Fields whose width has four digits or is a value, and fields with attributes, which are not measured.
 _WIDE = {"%": re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)"), "{": re.compile(r"\{[^{}]*(:[^{}]*\d{4}|\{)|\{[^{}:!]*\.")}
-# Filters and methods that may write their arguments once for each part of a value.
+# Filters and methods that may write their arguments once for each part of a value, and those that write so many parts.
 _MULTIPLYING = {"expandtabs", "indent", "join", "replace", "tojson"}
+_LENGTHENING = {"batch", "center", "ljust", "rjust", "round", "slice", "zfill"}
+# Filters that look for an attribute of each item.
+_BY_ATTRIBUTE = {"groupby", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique"}
 # These may take quadratic time, and no known template uses them.
 _REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwrap xmlattr".split())
 
@@ -69,8 +72,10 @@ class _Limits:
             self.check(len(str(value)) + str(value).count(sign) * size_of(arguments, self.largest))
         elif name in _MULTIPLYING:
             self.check(size_of(value, self.largest) * (1 + sum(map(_extent, arguments))))
-        else:
-            self.check(max((abs(argument) for argument in arguments if isinstance(argument, int)), default=0))
+        elif name in _LENGTHENING:
+            self.check(sum(map(_extent, arguments)))
+        elif name in _BY_ATTRIBUTE and any(str(argument).count(".") > 99 for argument in arguments):
+            raise TooMuch(f"passes an attribute of more than 100 parts to {name}")
 
 
 _limits: contextvars.ContextVar[_Limits] = contextvars.ContextVar("limits")
@@ -156,6 +161,8 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Call a function, method or macro."""
         limits, method = _limits.get(), getattr(__obj, "__wrapped__", __obj)  # jinja wraps `format` and `format_map`
         owner = getattr(method, "__self__", None)
+        if len(arguments) > 99:  # the macro may write them
+            limits.counted(arguments)
         if isinstance(owner, str | bytes | int) and method.__name__ == "join":
             arguments = tuple(map(list, arguments))
             limits.check_call("join", arguments, (owner,))

@@ -39,6 +39,7 @@ def render(template: str, conversation=USER, **variables) -> str:
         ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}{% set b %}{{ 1 }}2{% endset %}{{ b ~ 3 }}", "<a>123"),
         ("{{ [[1, 2], [3]]|map('length')|list }}{{ messages|map(attribute='role')|join }}", "[2, 1]user"),
         ("{% for a, b in [(1, 2), (3, 4)] %}{{ a }}{{ b }}{{ loop.last }}{% endfor %}", "12False34True"),
+        ("{{ x|default(10**9) }}{{ (10**9) is gt(10**8) }}{{ 10**7 * 0.5 }}", "1000000000True5000000.0"),
         ("{{ [1, 2]|sum }}{{ [3, 1]|sort }}{{ 'x' in 'xyz' }}{{ 1.5|round|int }}", "3[1, 3]True2"),
         (
             "{{ {'a': 1, 'b': 2}.items()|list }}{{ {'b': 2, 'a': 1}|dictsort }}",
