@@ -3,18 +3,15 @@
 import gc
 import io
 import os
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command and end the process with its status."""
     gc.disable()  # the many objects of imported modules are not garbage; `cli.main` enables it again
-    try:
-        from jaxgen.cli import interrupts
-
-        interrupts.install()
-    except KeyboardInterrupt:
-        os._exit(130)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as for a job in the background, or under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait while XLA compiles
     from jaxgen.cli.main import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):

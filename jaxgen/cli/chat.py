@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxgen.cli import interrupts, terminal
+from jaxgen.cli import terminal
 from jaxgen.cli.arguments import suggestion
 from jaxgen.cli.input_file import is_conversation
 from jaxgen.cli.options import in_flags, setting
@@ -38,7 +39,7 @@ HELP = """\
 /set NAME VALUE  change an option of the command, such as temperature 0.5; without NAME, list those that are set
 /help            show this help
 /exit            quit, like the end of the input (Ctrl-D)
-Ctrl-C ends an answer and keeps the conversation; while a program is compiled, a second one quits.
+Ctrl-C ends an answer and keeps the conversation; Ctrl-\\ quits at once, even while a program is compiled.
 End a line with \\ to continue it on the next, or put a line of \"\"\" before and after several lines."""
 
 
@@ -81,8 +82,8 @@ class Chat:
         ids = self.tokenizer.encode(prompt[len(self._text) :], add_special_tokens=False)
         cfg = session.cfg.replace(max_new_tokens=min(most, self._left(prompt)))
         session, mask = dataclasses.replace(session, cfg=cfg), [[1] * len(ids)]
-        with interrupts.postponed() if sys.stdin.isatty() else contextlib.nullcontext() as stop:
-            printer = Printer(session, stop)
+        printer = Printer(session)
+        with _on_interrupt(printer.stop):
             try:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:
@@ -189,8 +190,21 @@ def converse(chat: Chat, session: Session, given: set[str]) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() then has line editing and history)
         _note("Say something. /help lists the commands, Ctrl-D quits.")
-    with interrupts.conversing() if sys.stdin.isatty() else contextlib.nullcontext():
+    with _on_interrupt(signal.SIG_IGN):
         _Conversation(chat, session, given).run()
+
+
+@contextlib.contextmanager
+def _on_interrupt(handler: Any) -> Iterator[None]:
+    """Handle Ctrl-C in this way during the block, if a user types; elsewhere it ends the process."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Conversation:
@@ -214,7 +228,7 @@ class _Conversation:
         """Read and answer until the end of the input, or /exit."""
         while True:
             try:
-                with interrupts.raised() if sys.stdin.isatty() else contextlib.nullcontext():
+                with _on_interrupt(signal.default_int_handler):
                     message = _read_message()
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():

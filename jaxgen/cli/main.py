@@ -30,16 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process; 2: bad input; 130: Ctrl-C; 141: stdout was closed.
     Each error and each warning is one line on stderr.
     """
-    status = FAILED  # of an error that nobody expected
-    try:
-        status = _run(sys.argv[1:] if argv is None else argv)
-        return status
-    finally:
-        if status != 0:
-            distributed.leave(status)
-
-
-def _run(argv: Sequence[str]) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
         warnings.simplefilter("always", JaxgenWarning)
         warnings.showwarning = _show_warning_once()
@@ -57,6 +48,9 @@ def _run(argv: Sequence[str]) -> int:
             status = _explained(error)
             if "--debug" in argv:
                 traceback.print_exc()
+            if distributed.is_joined():
+                sys.stdout.flush()
+                os._exit(status)  # jax would wait for the others for five minutes
             return status
         finally:
             terminal.erase()
@@ -90,7 +84,8 @@ def _explained(error: BaseException) -> int:
         case KeyboardInterrupt():
             return INTERRUPTED
         case _ if isinstance(error, MemoryError) or type(error).__name__ == "JaxRuntimeError":  # without importing it
-            terminal.say("error", str(error) or "out of memory")
+            advice = f" (if {distributed.LOST})" if distributed.is_joined() else ""
+            terminal.say("error", (str(error) or "out of memory") + advice)
             return FAILED
     raise error
 
@@ -98,8 +93,8 @@ def _explained(error: BaseException) -> int:
 def _answer(argv: Sequence[str]) -> int:
     options = parse(argv)
     if distributed.wanted(options):
-        if not distributed.is_child():
-            return distributed.supervise(argv)
+        if (status := distributed.supervise()) is not None:
+            return status
         distributed.join(options)
     terminal.show("starting")
     check_convert()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 
 from jaxgen.cli import terminal
 from jaxgen.cli.session import Session
@@ -18,19 +17,23 @@ class Printer(TextStreamer):
     """Streamer that prints an answer, in the place of the status line, and remembers its text.
 
     On a terminal, lines are broken at words, except in constrained text: a newline would make a JSON string invalid.
-    When `stop` is set, the next token raises KeyboardInterrupt.
+    After `stop`, the next token raises KeyboardInterrupt.
     """
 
-    def __init__(self, session: Session, stop: threading.Event | None = None):
+    def __init__(self, session: Session):
         super().__init__(session.tokenizer, skip_prompt=True)
-        self.stop = stop
+        self._stopped = False
         self.text = ""
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
 
+    def stop(self, *_: object) -> None:
+        """End the answer: a handler of signals."""
+        self._stopped = True
+
     def put(self, value) -> None:
         """Receive the prompt or a token."""
-        if self.stop is not None and self.stop.is_set():
+        if self._stopped:
             raise KeyboardInterrupt
         super().put(value)
 

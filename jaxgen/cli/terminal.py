@@ -36,13 +36,6 @@ def erase() -> None:
         _print(_ERASE)
 
 
-def end_line() -> None:
-    """Leave the cursor at the beginning of a line, for the shell's prompt after Ctrl-C."""
-    if interactive():
-        with contextlib.suppress(OSError):  # not with print: the interrupted code may be writing
-            os.write(2, _ERASE.encode() if _shown else b"\n")
-
-
 def interactive() -> bool:
     """Return True if stderr is a terminal that can erase a line."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -79,8 +79,7 @@ def render(
         except Exception as error:  # jinja's parser and Python's compiler raise many kinds
             raise ConfigError(f"{name} cannot be compiled: {_reason(error)}") from error
         try:
-            with sandbox.limited(list(given.values())) as largest:
-                return _joined(template.generate(add_generation_prompt=add_generation_prompt, **given), largest)
+            return sandbox.render(template, {"add_generation_prompt": add_generation_prompt, **given})
         except Exception as error:  # the template is the checkpoint's code and can raise anything
             raise InputError(f"{name} fails on this conversation: {_reason(error)}") from error
     except sandbox.TooMuch as error:
@@ -98,16 +97,6 @@ def continuations(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[st
         [*messages, *({"role": role, "content": text} for role, text in zip(roles, texts, strict=False))]
         for texts in contents
     ]
-
-
-def _joined(pieces: Iterable[str], largest: int) -> str:
-    output, size = [], 0
-    for piece in pieces:
-        size += len(piece)
-        if size > largest:
-            raise sandbox.TooMuch(f"writes more than {largest:,} characters")
-        output.append(piece)
-    return "".join(output)
 
 
 def _reason(error: Exception) -> str:
@@ -161,14 +150,10 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @functools.lru_cache
 def _compile(template: str) -> jinja2.Template:
-    environment = sandbox.Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.limit_filters()
+    extensions = [jinja2.ext.loopcontrols, _GenerationBlock]
+    environment = sandbox.Environment({"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    with sandbox.limited(rendering=False):
-        return environment.from_string(template)
+    return environment.from_string(template)
 
 
 def _raise_exception(message: str) -> None:

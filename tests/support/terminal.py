@@ -53,6 +53,10 @@ class Terminal:
         """Press Ctrl-C."""
         self.type("\x03")
 
+    def quit(self) -> None:
+        """Press Ctrl-\\."""
+        self.type("\x1c")
+
     def end(self, seconds: float = 60) -> int:
         """Wait for the end of the process and return its status."""
         end = time.monotonic() + seconds

@@ -39,6 +39,7 @@ def render(template: str, conversation=USER, **variables) -> str:
         ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}{% set b %}{{ 1 }}2{% endset %}{{ b ~ 3 }}", "<a>123"),
         ("{{ [[1, 2], [3]]|map('length')|list }}{{ messages|map(attribute='role')|join }}", "[2, 1]user"),
         ("{% for a, b in [(1, 2), (3, 4)] %}{{ a }}{{ b }}{{ loop.last }}{% endfor %}", "12False34True"),
+        ("{{ x|default(10**9) }}{{ (10**9) is gt(10**8) }}{{ 10**7 * 0.5 }}", "1000000000True5000000.0"),
         ("{{ [1, 2]|sum }}{{ [3, 1]|sort }}{{ 'x' in 'xyz' }}{{ 1.5|round|int }}", "3[1, 3]True2"),
         (
             "{{ {'a': 1, 'b': 2}.items()|list }}{{ {'b': 2, 'a': 1}|dictsort }}",
@@ -65,14 +66,16 @@ def test_a_long_conversation_is_no_attack():
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes longer than 0.1 s"),
         ("{{ 'a' * 10**12 }}", "makes a value of more than"),
-        ("{{ 'abc' * 500000 }}", "writes more than"),
-        ("{% set a = 'a' * 9000000 %}" * 8, "in all"),
+        ("{% set a = 'a' * 999999 %}{{ a }}{{ a }}", "makes a value of more than"),
+        ("{% set a = 'a' * 999999 %}" * 8, "in all"),
         ("{{ 3 ** (10 ** 9) }}", "makes an integer of more than"),
-        ("{% set ns = namespace(x=1) %}{% for i in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}", "200 deep"),
-        ("{{ ''|tojson(indent=99) }}", "indents JSON"),
+        ("{{ [[]]|tojson(indent=99999) }}", "makes a value of more than"),
         ("{{ '%9999d' % 1 }}", "a width of more than 999"),
         ("{{ 'x'.translate({}) }}", "translate"),
-        ("{{ ('é.' * 4000000).encode('idna') }}", "encode"),
+        ("{{ ('é.' * 400000).encode('idna') }}", "encode"),
+        ("{{ ('a-' * 400000)|wordwrap(1) }}", "wordwrap"),
+        ("{{ '{0.x}{0.x}'.format(namespace(x='a' * 999999)) }}", "attribute"),
+        ("{% set ns = namespace(x=1) %}{% for i in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}", "in all"),
     ],
 )
 def test_limits(template, reason, monkeypatch):
