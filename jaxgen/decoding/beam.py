@@ -32,7 +32,7 @@ from jaxgen.decoding.stopping import StopReason, failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
-from jaxgen.model.sharding import largest
+from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import repeat_rows, take
 
 # Before the first step all beams of a search are the same. All but the first begin with this score.
@@ -369,7 +369,7 @@ def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Arra
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
     most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
     if keys is None:
-        return largest(step.totals, most, run.mesh)
+        return sharded_top_k(step.totals, most, run.mesh)
     drawn = RowOptions(run.cfg, rows.options).at_least(rows.count)[::count, 0] * count
     keys = jax.vmap(jax.random.fold_in)(keys, rows.history.step[::count])
     totals, places = draw_distinct(keys, step.totals, most, drawn, run.mesh)
@@ -396,7 +396,7 @@ def draw_distinct(
         can be drawn, and their places int32[S, most] in k * V.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
-    drawn, places = largest(scores + noise, most, mesh, scores)
+    drawn, places = sharded_top_k(scores + noise, most, mesh, scores)
     return jnp.where(jnp.arange(most)[None, :] < count[:, None], drawn, -jnp.inf), places
 
 

@@ -29,16 +29,17 @@ from jax import lax
 from jaxgen.errors import InputError
 from jaxgen.model.activations import activation
 from jaxgen.model.attention import Part, attention
-from jaxgen.model.barriers import recomputed
 from jaxgen.model.cache import KVCache
+from jaxgen.model.cache_storage import ScaledSlots, as_stored, write
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
 from jaxgen.model.placement import Placement, as_mask, place
 from jaxgen.model.rope import rotate
-from jaxgen.model.slots import ScaledSlots, as_stored, write
 from jaxgen.model.weights import Weight, parameter
+from jaxgen.model.workarounds import gpu
+from jaxgen.model.workarounds.cpu import recomputed
 from jaxgen.shapes import short_repr
 
 
@@ -73,27 +74,12 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm `x [..., D]`."""
         weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.shape[0] == 1:
-            rows = lax.platform_dependent(rows, weight, cuda=self._of_two, default=self._normed)
-        else:
-            rows = self._normed(rows, weight)
-        return rows.reshape(x.shape)
+        return gpu.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
 
     def _normed(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
         wide = rows.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
         return weight[None, :] * wide.astype(rows.dtype)
-
-    def _of_two(self, row: jax.Array, weight: jax.Array) -> jax.Array:
-        """Norm a row together with a row of zeros.
-
-        XLA's GPU compiler (jax 0.10.2 to 0.11.2) recognizes norms of several rows only, and fuses them with the
-        product that follows, unless rows were concatenated before or cut out after.
-        """
-        is_first = jnp.arange(2)[:, None] == 0
-        rows = self._normed(jnp.where(is_first, row, 0), weight)
-        return jnp.sum(jnp.where(is_first, rows, 0), axis=0, keepdims=True)
 
 
 class Linear(nn.Module):
