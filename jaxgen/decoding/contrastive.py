@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.kinds import is_tracer
+from jaxgen.config.values import is_tracer
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress

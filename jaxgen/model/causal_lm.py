@@ -35,7 +35,7 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
-from jaxgen.model.placement import Placement, as_mask, place
+from jaxgen.model.placement import Placement, place
 from jaxgen.model.rope import rotate
 from jaxgen.model.weights import Weight, parameter
 from jaxgen.model.workarounds import gpu
@@ -292,8 +292,7 @@ class CausalLM(nn.Module):
         """Run the model on T new tokens per row. Attention dropout is on if a "dropout" rng is given.
 
         Args:
-            ids: int32[B, T], or pass `inputs_embeds [B, T, D]` instead.
-            inputs_embeds: embeddings, used in place of the ids'.
+            ids, inputs_embeds: int32[B, T], or in their place embeddings, `[B, T, D]`.
             attention_mask: `[B, T]`, 0 where a new token is padding, on either side; all ones by default.
                 Padding is neither seen nor stored. (Unlike transformers', it never covers tokens of the cache.)
             position_ids: int32[B, T] for RoPE; by default a token's index in its row, padding not counted.
@@ -303,25 +302,21 @@ class CausalLM(nn.Module):
             cache: the preceding tokens; the new ones are appended. None for a pass without a cache.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the
                 first free one. Cached tokens from there on are discarded.
-            key_mask: bool[B, n], which of a row's first n tokens, padding not counted, may be attended to. By
-                default all of them.
+            key_mask: bool[B, n], which of a row's first n tokens, padding not counted, may be attended to; or all.
             labels: int32[B, T], the ids again, with -100 where no loss is wanted; the model shifts them.
             logits_to_keep: n for the last n positions, 0 for all, or int32[B, n] positions per row.
-            output_hidden_states: return them.
-            output_attentions: return them.
+            output_hidden_states, output_attentions: return them.
             context: what is known about the weights.
 
         Raises:
             InputError: shapes that do not fit, or a write that goes past the cache's end or leaves a gap. If the
                 position is traced, the row's logits are NaN instead, and nothing is overwritten.
         """
-        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        if labels is not None and not keeps_all:
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
         x = self._inputs(ids, inputs_embeds)
-        mask = as_mask(attention_mask, *x.shape[:2])
         placement, cache, overflow = place(
-            self.cfg, mask, x.dtype, cache, cache_position, position_ids, segment_ids, key_mask
+            self.cfg, x, attention_mask, cache, cache_position, position_ids, segment_ids, key_mask
         )
         placement = dataclasses.replace(placement, context=context, output_attentions=output_attentions)
         states, attentions, cache = self.model(x, placement, cache)

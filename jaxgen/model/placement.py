@@ -36,35 +36,23 @@ class Placement:
     output_attentions: bool = flax.struct.field(pytree_node=False, default=False)
 
 
-def as_mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:
-    """Return bool[B, T], True for the new tokens that are not padding."""
-    if attention_mask is None:
-        return jnp.ones((batch, steps), bool)
-    attention_mask = jnp.asarray(attention_mask)
-    if attention_mask.shape != (batch, steps):
-        raise InputError(
-            f"attention_mask must have the new tokens' shape, {[batch, steps]}, got {list(attention_mask.shape)}; "
-            "the mask must not cover cached tokens"
-        )
-    return attention_mask.astype(bool)
-
-
 def place(
     cfg: ModelConfig,
-    mask: jax.Array,
-    dtype,
+    x: jax.Array,
+    attention_mask: jax.Array | None,
     cache: KVCache | None,
     cache_position: jax.Array | int | None,
     position_ids: jax.Array | None,
     segment_ids: jax.Array | None,
     key_mask: jax.Array | None,
 ) -> tuple[Placement, KVCache | None, jax.Array | None]:
-    """Place the new tokens, `mask bool[B, T]`, in their rows and in the cache; see `CausalLM.__call__`.
+    """Place the new tokens, of embeddings `x [B, T, D]`, in their rows and in the cache; see `CausalLM.__call__`.
 
     Returns their places, the cache with its new lengths, and bool[B], True for the rows whose tokens do not fit;
     the last two None without a cache.
     """
-    batch, steps = mask.shape
+    batch, steps, _ = x.shape
+    mask = _mask(attention_mask, batch, steps)
     first = start = None
     if cache is None:
         start = 0
@@ -87,13 +75,25 @@ def place(
         positions = _per_token("position_ids", position_ids, batch, steps)
     else:
         positions = order if first is None else order - first
-    cos, sin = rope_angles(cfg, jnp.maximum(positions, 0), mask, dtype)
+    cos, sin = rope_angles(cfg, jnp.maximum(positions, 0), mask, x.dtype)
     if key_mask is not None:
         if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
             raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
         orders = [hide_keys(key_mask, keys) for keys in orders]
     visible = Visibility(order, tuple(orders), first, start=start)
     return Placement(cos, sin, slots, visible), cache, overflow
+
+
+def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:
+    if attention_mask is None:
+        return jnp.ones((batch, steps), bool)
+    attention_mask = jnp.asarray(attention_mask)
+    if attention_mask.shape != (batch, steps):
+        raise InputError(
+            f"attention_mask must have the new tokens' shape, {[batch, steps]}, got {list(attention_mask.shape)}; "
+            "the mask must not cover cached tokens"
+        )
+    return attention_mask.astype(bool)
 
 
 def _per_token(name: str, values: jax.Array, batch: int, steps: int) -> jax.Array:
