@@ -30,7 +30,8 @@ from jaxgen import GenerationConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
-from jaxgen.model import int8, lanes, linear, sharding, slots
+from jaxgen.model import cache_storage
+from jaxgen.model.workarounds import cpu, lanes, products
 from jaxgen.request.driver import run_whole
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 
@@ -87,7 +88,7 @@ _BRANCH = (lanes, "in_branch", _in_the_open)
 _ROUNDED = (lanes, "_sum", _plain_sum)
 _ZEROS = (lanes, "_sum", lambda x, axis, _, sum=lanes._sum: sum(x, axis, 0.0))
 _LANES = (lanes, "fits", _no_lanes)
-_ORDER = (linear, "rounded", _same)
+_ORDER = (cpu, "rounded", _same)
 _NO_BARRIER = mock.Mock(wraps=jax.lax, optimization_barrier=_same)
 
 WORKAROUNDS = (
@@ -100,16 +101,16 @@ WORKAROUNDS = (
     Workaround("rounding of the lanes' sums", (_ROUNDED,), quantize="int8"),
     Workaround("different zeros of the lanes' sums", (_ZEROS,)),
     Workaround("different zeros of the lanes' sums", (_ZEROS,), quantize="int8"),
-    Workaround("two rows for one, without lanes", ((linear, "_two_rows", linear._plain),), also=(_LANES,)),
-    Workaround("weights first, rounded", ((linear, "_weight_first", linear._plain),), rows=8),
-    Workaround("weights first, rounded", ((linear, "_weight_first", linear._plain),), rows=8, dtype="float32"),
+    Workaround("two rows for one, without lanes", ((products, "two_rows", _in_the_open),), also=(_LANES,)),
+    Workaround("weights first, rounded", ((products, "weight_first", _in_the_open),), rows=8),
+    Workaround("weights first, rounded", ((products, "weight_first", _in_the_open),), rows=8, dtype="float32"),
     Workaround("rounding of weights first", (_ORDER,), rows=8),
     Workaround("rounding of weights first", (_ORDER,), rows=8, dtype="float32"),
-    Workaround("embeddings read in a branch", ((linear, "_gather_in_branch", linear._gather),)),
-    Workaround("16-bit caches as whole numbers", ((slots, "_stored", np.dtype),)),
-    Workaround("barrier around 8-bit products", ((int8, "lax", _NO_BARRIER),), rows=4, quantize="int8"),
-    Workaround("8-bit weights converted in a branch", ((int8, "in_branch", _in_the_open),), rows=16, quantize="int8"),
-    Workaround("barrier around top-k", ((sharding, "lax", _NO_BARRIER),), options=(("num_beams", 4),)),
+    Workaround("embeddings read in a branch", ((cpu, "_look_up_in_branch", _in_the_open),)),
+    Workaround("16-bit caches as whole numbers", ((cache_storage, "stored_dtype", np.dtype),)),
+    Workaround("barrier around 8-bit products", ((cpu, "lax", _NO_BARRIER),), rows=4, quantize="int8"),
+    Workaround("8-bit weights converted in a branch", ((cpu, "in_branch", _in_the_open),), rows=16, quantize="int8"),
+    Workaround("barrier around top-k", ((cpu, "lax", _NO_BARRIER),), options=(("num_beams", 4),)),
 )
 
 

@@ -24,13 +24,14 @@ from convert.shards import (
     find_tensors,
     in_order,
     read_json,
+    to_host,
     write_checkpoint,
     write_configs,
 )
 from convert.tensors import DTYPES, STORED, Tensor, same_bits
-from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of, warn
-from jaxgen.config.kinds import is_tracer
-from jaxgen.errors import ConfigError, JaxgenError, shown
+from jaxgen.config.generation_config import GenerationConfig, endless_ids, model_of
+from jaxgen.config.values import is_tracer
+from jaxgen.errors import ConfigError, JaxgenError, shown, warn
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.fused import separate
@@ -316,7 +317,7 @@ def write_arrays(
     """Write both configs and weights by dotted name, as `check_params` returns them, into an empty directory."""
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
-    write_checkpoint(directory, config, generation, sizes, lambda name: _to_host(arrays[name]), None, stem)
+    write_checkpoint(directory, config, generation, sizes, lambda name: to_host(arrays[name]), None, stem)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
@@ -367,21 +368,13 @@ def _parameters(
                 "config.json: set it to false to keep both, or remove the tensor"
             )
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    described = _parameter_count(model)
+    described = model.matrix_parameters
     if described > 2 * stored + _SPARE:  # tracing the model would take as much memory as it describes
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
         return {}, [*problems, f"{path / 'config.json'}: {fault}"]
     weights, faults = weights_of(tensors, param_shapes(model), kinds, model.dtype)
     problems += [f"{path}: {fault}" for fault in faults]
     return weights, problems + _mismatch(weights, model, path, tensors, listed)
-
-
-def _parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters in matrices, computed without tracing the model."""
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    layer = model.hidden_size * (3 * model.intermediate_size + heads * model.head_dim)
-    tables = 1 if model.tie_word_embeddings else 2
-    return tables * model.vocab_size * model.hidden_size + model.num_hidden_layers * layer
 
 
 def _mismatch(
@@ -451,14 +444,3 @@ def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         fault = f"params: {where}: low-rank updates are attached, which a checkpoint cannot store"
         raise CheckpointError([f"{fault}: call lora.merge first, on the parameters without them, and save its result"])
     return weights, problems
-
-
-def _to_host(array: Any) -> np.ndarray:
-    """Return an array's values without leaving a copy of them on the host.
-
-    A jax array on an accelerator caches its numpy copy for as long as it lives. So a temporary copy of the array is
-    converted instead.
-    """
-    if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
-        array = jax.device_put(array, array.sharding, may_alias=False)
-    return np.asarray(array)

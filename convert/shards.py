@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from convert.atomic_directory import replaced
@@ -99,6 +100,17 @@ def write_checkpoint(
     for name, shard in files.items():
         write_file(directory / name, {tensor: read(tensor) for tensor in shard})
     write_index(directory, files, sizes)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Return an array's values without leaving a copy of them on the host.
+
+    A jax array on an accelerator caches its numpy copy for as long as it lives. So a temporary copy of the array is
+    converted instead.
+    """
+    if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
+        array = jax.device_put(array, array.sharding, may_alias=False)
+    return np.asarray(array)
 
 
 def write_configs(directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> None:

@@ -13,9 +13,9 @@ _NAMES = {
     "decoding.continuation": "Continuation",
     "decoding.hook": "StepHook StepInputs StepOutput",
     "decoding.stopping": "StopReason",
-    "engine.engine": "Engine QueueFull",
+    "engine.engine": "Engine",
     "engine.many": "generate_many",
-    "engine.results": "Completion EngineClosed Event Handle",
+    "engine.results": "Completion EngineClosed Event Handle QueueFull",
     "errors": "ConfigError GenerationError InputError JaxgenError JaxgenWarning",
     "export.engine": "export_engine",
     "export.file": "ExportedPrograms",
@@ -64,13 +64,14 @@ if TYPE_CHECKING:
     )
     from jaxgen.decoding.logprobs import LogProbs as LogProbs
     from jaxgen.decoding.stopping import StopReason as StopReason
-    from jaxgen.engine.engine import Engine as Engine, QueueFull as QueueFull
+    from jaxgen.engine.engine import Engine as Engine
     from jaxgen.engine.many import generate_many as generate_many
     from jaxgen.engine.results import (
         Completion as Completion,
         EngineClosed as EngineClosed,
         Event as Event,
         Handle as Handle,
+        QueueFull as QueueFull,
     )
     from jaxgen.errors import (
         ConfigError as ConfigError,

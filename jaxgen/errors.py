@@ -1,6 +1,8 @@
 """The errors that jaxgen raises and the one category of its warnings."""
 
 import reprlib
+import sys
+import warnings
 from typing import Any
 
 LONGEST = 2000  # characters of a message
@@ -36,6 +38,14 @@ class GenerationError(JaxgenError):
 
 class JaxgenWarning(UserWarning):
     """The category of every warning that jaxgen emits."""
+
+
+def warn(message: str) -> None:
+    """Emit a JaxgenWarning, attributed to the caller's line outside jaxgen and convert."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("jaxgen", "convert"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, JaxgenWarning, stacklevel=level)
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:

@@ -66,7 +66,7 @@ def generate(
     assistant=None,
     hook=None,
 ) -> GenerateOutput:
-    """Continue the prompts: transformers' `generate()` as a pure function.
+    """Continue the prompts: transformers' `generate()` as a pure function. It has no gradient; `score` has one.
 
     >>> out = generate(params, batch.ids, jax.random.key(0), cfg, attention_mask=batch.attention_mask)  # doctest: +SKIP
 
@@ -74,54 +74,45 @@ def generate(
         params: the parameters, a tree with Hugging Face's names, as `load_hf` returns.
         ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation begins
             with `bos_token_id`.
-        key: None for greedy decoding; for sampling one `jax.random.key`, or `key[B]`, one per prompt. With one
-            key, prompt b uses `fold_in(key, b)`.
+        key: None for greedy decoding; for sampling one `jax.random.key`, of which prompt b uses `fold_in(key, b)`, or
+            `key[B]`, one per prompt.
         cfg: the options, with the model's config in `cfg.model`. Options are set with `cfg.replace`.
-        attention_mask: `[B, P]`, 0 where ids is padding, on either side. If left out, it follows from the pad id as
-            in transformers: pad tokens are padding unless the pad id is also an eos id.
-        inputs_embeds: `[B, P, D]`, read by the model in place of the embeddings of `ids`. Without ids, the processors
-            and the output see only generated tokens.
-        cache: the `cache` of an earlier output, or of `prefill`, to continue from: `ids` are then the new tokens only,
-            and the result is that of a run from the beginning. The cache has B rows, or a divisor of B, and then
-            B / rows prompts share each row; it is not modified.
-        logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`, with `history` a
-            `jaxgen.History`. They are applied after those of the config and before the warpers. A function is part of
-            the compiled program: passing the same object again compiles nothing. If it closes over arrays, pass a
-            pytree, such as `jax.tree_util.Partial` or a `flax.struct.dataclass`: its arrays become arguments.
-        stopping_criteria: pure functions `(history, scores) -> bool[rows]` that return the rows to end; the history
-            already has the new token.
-        prefix_allowed_tokens_fn: a `TokenAutomaton`; or a Python function `(row, ids) -> list of ids` that is called on
-            the host in each step for each unfinished row, with its ids, int32[n], without padding.
-        negative_prompt_ids: int32[B, Q], the prompts that `guidance_scale` guides away from; by default the last token
-            of each prompt.
-        negative_prompt_attention_mask: `[B, Q]`; if left out, nothing is padding.
-        streamer: its `put` receives the prompts and then each step's tokens, or its `put_row` a row's next tokens, and
-            finally `end` is called.
+        attention_mask: `[B, P]`, 0 where ids is padding, on either side. If left out, pad tokens are padding unless
+            the pad id is also an eos id.
+        inputs_embeds: `[B, P, D]`, in place of the embeddings of `ids`; ids may then be None, and are unknown.
+        cache: the `cache` of an earlier output, or of `prefill`, to continue from with new tokens in `ids`. It has B
+            rows or a divisor of B, and then several prompts share each row. It is not modified.
+        logits_processor, stopping_criteria, hook: your own pure functions `(history, scores float32[rows, V])` that
+            return scores, or bool[rows] for the rows to end, and a `StepHook`: see docs/processors.md.
+        prefix_allowed_tokens_fn: a `TokenAutomaton`; or a Python function `(row, ids) -> list of ids`, called on the
+            host in each step for each unfinished row, with its ids, int32[n], without padding.
+        negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, what `guidance_scale` guides away from.
+        streamer: its `put` receives the prompts and then each step's tokens, or its `put_row` a row's next tokens.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
-        hook: a `StepHook`.
-        assistant: `(params, cfg)` of a smaller model with the same vocabulary, which drafts tokens: see
-            docs/modes.md. The result is the same, with fewer passes of the model.
+        assistant: `(params, cfg)` of a smaller model that drafts tokens: see docs/modes.md.
 
     Raises:
-        InputError: ids, mask or key that do not fit the model, each other or the config.
-        ConfigError: an option that cannot be honoured.
+        InputError, ConfigError, TypeError: arguments that do not fit each other, an option that cannot be honoured.
         GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN; its `output`
             has the other rows. Under the caller's own jit nothing raises: see `stop_reasons` of the output.
-        TypeError: an argument of the wrong type, or one that this function does not have, with what it has in its
-            place.
-
-    It cannot be differentiated, because tokens are integers; `score` and `CausalLM` can. Inside a function that jax
-    differentiates, call it with `jax.lax.stop_gradient(params)`.
     """
+    inputs = CallInputs(
+        ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
+    )
+    own = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, "hook": hook}
+    return _generate(params, cfg, inputs, own, prefix_allowed_tokens_fn, tokenizer, streamer, assistant)
+
+
+def _generate(
+    params, cfg: GenerationConfig, inputs: CallInputs, own: dict[str, Any], allowed, tokenizer, streamer, assistant
+) -> GenerateOutput:
+    """Check a call, and run it, or under jit trace it; `own` are the caller's functions by name."""
     check_call(params, cfg)
     refuse_unavailable(cfg)
     draft = None
     if assistant is not None:
         draft, cfg = open_assistant(assistant, cfg)
-    inputs = CallInputs(
-        ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
-    )
-    extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
+    extensions = extensions_of(cfg, tokenizer=tokenizer, **own)
     if streamer is not None:
         _check_streamer(streamer, cfg)
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
@@ -133,9 +124,9 @@ def generate(
         if traced and value is not None:
             raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside it")
     if cfg.token_healing:
-        inputs, prefix_allowed_tokens_fn = heal(cfg, inputs, prefix_allowed_tokens_fn, tokenizer)
-    with _allowed(prefix_allowed_tokens_fn, cfg, eager=not traced) as (allowed, calls):
-        extensions = dataclasses.replace(extensions, allowed=allowed)
+        inputs, allowed = heal(cfg, inputs, allowed, tokenizer)
+    with _allowed(allowed, cfg, eager=not traced) as (computed, calls):
+        extensions = dataclasses.replace(extensions, allowed=computed)
         prepared = prepare(params, cfg, inputs, extensions, eager=not traced, assistant=draft)
         if traced:
             return output(prepared, loop.decode(prepared.run, prepared.request, prepared.mode))

@@ -43,7 +43,8 @@ def warmup(
     6
 
     Each program serves all widths and lengths that round to the same sizes, and all values of traced options. One is
-    compiled for each pair of sizes, three with `streaming`, and runs for one token. At most 64 programs are kept.
+    compiled for each pair of sizes, three with `streaming`, and runs for one token. At most 64 programs are kept. The
+    result is the number of pairs.
 
     Args:
         params: the parameters, as later calls pass them.
@@ -55,9 +56,6 @@ def warmup(
         streaming: compile the programs of calls with a streamer or `max_time`.
         logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, assistant, hook: as later calls pass
             them; see `generate`.
-
-    Returns:
-        The number of pairs of sizes.
 
     Raises:
         InputError, ConfigError, TypeError: as `generate`; widths, lengths or prompts below 1.

@@ -14,8 +14,9 @@ import pytest
 from benchmarks import hlo
 from benchmarks.targets import compile_generate, device_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.model import attention, linear, slots
-from jaxgen.model.causal_lm import RMSNorm
+from jaxgen.model import cache_storage
+from jaxgen.model.linear import _plain
+from jaxgen.model.workarounds import gpu, products
 from jaxgen.programs import Program
 from tests.support.communication import MODEL, check_communication
 from tests.support.models import CONFIG
@@ -89,12 +90,12 @@ def test_no_loop_of_an_engine_copies_a_cache_on_an_h100():
 
 # What is done for the GPU's compiler: a place, a name, and what the compiler would have without it.
 FOR_GPUS = {
-    "rows as sums": (linear, "_row_sums", lambda row, weight, in_parts: linear._plain(row, weight)),
-    "scores and values as sums": (attention, "_is_read_by_one_query", lambda part, rows, steps: False),
-    "values as sums": (attention, "_ONE_KERNEL_SLOTS", 0),
-    "norms of two rows": (RMSNorm, "_of_two", RMSNorm._normed),
-    "signed 16-bit caches": (slots, "_stored", lambda dtype: np.dtype(np.uint16)),
-    "sums in equal parts": (linear, "_LONGEST_SUM", 1 << 30),
+    "rows as sums": (products, "row_sums", lambda row, weight, in_parts: _plain(row, weight)),
+    "scores and values as sums": (gpu, "_is_read_by_one_query", lambda part, rows, steps: False),
+    "values as sums": (gpu, "_ONE_KERNEL_SLOTS", 0),
+    "norms of two rows": (gpu, "_norm_of_two", lambda plain, row, weight: plain(row, weight)),
+    "signed 16-bit caches": (cache_storage, "stored_dtype", lambda dtype: np.dtype(np.uint16)),
+    "sums in equal parts": (gpu, "_LONGEST_SUM", 1 << 30),
 }
 
 

@@ -71,7 +71,7 @@ def test_8_bits_are_one_kind_of_several():
     allowed = {
         "jaxgen/model/int8.py",  # the kind of weight
         "jaxgen/model/quantization.py",  # the table of kinds
-        "jaxgen/model/slots.py",  # the kind of cache
+        "jaxgen/model/cache_storage.py",  # the kind of cache
         "jaxgen/config/options.py",  # cache_dtype
         "convert/hf.py",  # the documentation of load_hf and save_hf
     }

@@ -16,7 +16,8 @@ import jaxgen
 from jaxgen.cli import arguments, train_options
 from jaxgen.cli.distributed import wanted
 from jaxgen.config.kinds import Choice, Flag, Layers, Text
-from jaxgen.config.options import CHOICE, LENGTH, MODES, OPTIONS, OUTPUT, SCORES, Option
+from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
+from jaxgen.config.options import OPTIONS
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES

@@ -17,7 +17,7 @@ import jax
 import jaxgen
 from convert import load_adapter, load_hf
 from convert.adapter import read_updates
-from convert.hf import open_checkpoint
+from convert.hf import Checkpoint, open_checkpoint
 from convert.hub import local_directory
 from jaxgen import demo
 from jaxgen.cli import terminal
@@ -54,14 +54,7 @@ def serve(options: argparse.Namespace) -> None:
         source = source.quantize(options.quantize)
         tokenizer = Tokenizer.from_pretrained(source.path)
         adapters = dict(options.adapter or [])
-        read_updates(list(adapters.values()), source.cfg.model)  # raises for one that does not fit
-        terminal.show(f"loading {options.model or 'the bundled model'}")
-        mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
-        params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
-        if adapters:
-            params = load_adapter(list(adapters.values()), params, loaded)
-        if mesh is None and default_device().platform == "gpu":
-            params = fuse_projections(params, donate=True)
+        params, loaded = _load(source, list(adapters.values()), options)
         context = loaded.model.context_length or _MOST_PROMPT + _MOST_ANSWER
         cfg = configured(loaded, options, context)
         width = min(options.prompt_width or _MOST_PROMPT, context)
@@ -101,6 +94,19 @@ def serve(options: argparse.Namespace) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
             uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
+
+
+def _load(source: Checkpoint, adapters: list[str], options: argparse.Namespace) -> tuple[Any, GenerationConfig]:
+    """Return the parameters, with the adapters, and the checkpoint's config."""
+    read_updates(adapters, source.cfg.model)  # raises for one that does not fit
+    terminal.show(f"loading {options.model or 'the bundled model'}")
+    mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
+    params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
+    if adapters:
+        params = load_adapter(adapters, params, loaded)
+    if mesh is None and default_device().platform == "gpu":
+        params = fuse_projections(params, donate=True)
+    return params, loaded
 
 
 def configured(loaded: GenerationConfig, options: argparse.Namespace, context: int) -> GenerationConfig:

@@ -23,9 +23,8 @@ from jaxgen.cli import terminal
 from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.input_file import check_vocabulary
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
-from jaxgen.config.generation_config import warn
 from jaxgen.config.tables import eos_list
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
 from jaxgen.request.memory import free_bytes

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from jaxgen.config.constraints import ConstraintTable
 from jaxgen.config.generation_config import GenerationConfig, refuse_values
-from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import MODES, OPTIONS
+from jaxgen.config.option import MODES
+from jaxgen.config.options import OPTIONS
 from jaxgen.config.tables import eos_list
+from jaxgen.config.values import is_tracer
 from jaxgen.errors import ConfigError, InputError, shown
 
 P = ParamSpec("P")

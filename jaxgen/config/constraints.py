@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from jaxgen.buckets import power_of_two
-from jaxgen.config.kinds import Kind, is_array, is_tracer
+from jaxgen.config.kinds import Kind
 from jaxgen.config.tables import as_lists, checked_id, depth, filled, traced_table
+from jaxgen.config.values import is_array, is_tracer
 from jaxgen.errors import ConfigError
 
 Phrase = tuple[int, ...]

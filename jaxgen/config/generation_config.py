@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import sys
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -20,8 +18,7 @@ import jax
 import numpy as np
 
 from jaxgen.config.constraints import as_forced_words
-from jaxgen.config.kinds import is_array, is_tracer, thawed
-from jaxgen.config.options import (
+from jaxgen.config.option import (
     ASSISTED,
     BEAM,
     BEAM_SAMPLE,
@@ -30,15 +27,14 @@ from jaxgen.config.options import (
     DOLA,
     GREEDY,
     GROUP_BEAM,
-    OPTIONS,
     PROMPT_LOOKUP,
     SAMPLE,
-    TRACED,
-    GenerationOptions,
     Option,
 )
+from jaxgen.config.options import OPTIONS, TRACED, GenerationOptions
 from jaxgen.config.tables import eos_list
-from jaxgen.errors import ConfigError, JaxgenWarning, shown
+from jaxgen.config.values import is_array, is_tracer, thawed
+from jaxgen.errors import ConfigError, shown, warn
 from jaxgen.model.config import ModelConfig
 
 # Written by transformers in addition to the options, without effect.
@@ -448,11 +444,3 @@ def warn_unused(cfg: GenerationConfig) -> None:
         warn(f"dola_layers with repetition_penalty={penalty} may repeat itself: at least {DOLA_PENALTY} is recommended")
     if cfg.on("min_new_tokens") and cfg.on("min_length") and "min_length" not in inherited:
         warn("min_new_tokens and min_length are both set: min_length is ignored")
-
-
-def warn(message: str) -> None:
-    """Emit a JaxgenWarning, attributed to the caller's line outside jaxgen and convert."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("jaxgen", "convert"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, JaxgenWarning, stacklevel=level)

@@ -1,7 +1,6 @@
 """Kinds of option values: parsing, allowed values, the neutral value, and the form in a compiled program.
 
-Does not import jax, so that the command can parse its arguments quickly; jax arrays and tracers are recognised once jax
-is loaded.
+Does not import jax, so that the command can parse its arguments quickly.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from jaxgen.config.values import frozen, is_array, is_tracer
 from jaxgen.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -25,18 +25,6 @@ else:
 
 INT32_MAX = int(np.iinfo(np.int32).max)
 _COMPARE = {">": operator.gt, ">=": operator.ge, "<=": operator.le, "<": operator.lt}
-
-
-def is_tracer(value: Any) -> bool:
-    """Return True if a value is traced by jax, so that only its dtype and shape are known."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.core.Tracer)
-
-
-def is_array(value: Any) -> bool:
-    """Return True for an array of numpy or jax."""
-    jax = sys.modules.get("jax")
-    return isinstance(value, np.ndarray) or (jax is not None and isinstance(value, jax.Array))
 
 
 class Kind:
@@ -447,52 +435,3 @@ class Watermark(Kind):
 def _is_real(dtype: np.dtype) -> bool:
     """Return True if a dtype is a float; numpy does not count bfloat16 as one."""
     return dtype.kind == "f" or "float" in dtype.name
-
-
-# --- Hashable and JSON forms ------------------------------------------------------------------------------------------
-
-
-class FrozenDict(Mapping):
-    """A dict that cannot be changed and can be hashed."""
-
-    def __init__(self, items: Any):
-        self._items = dict(items)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._items[key]
-
-    def __iter__(self):
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-def frozen(value: Any) -> Any:
-    """Return a hashable value: tuples for lists, a FrozenDict for a dict, Python numbers for numpy's."""
-    if isinstance(value, np.bool_ | np.integer | np.floating):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return tuple(frozen(item) for item in value)
-    if isinstance(value, Mapping):
-        return FrozenDict((key, frozen(item)) for key, item in value.items())
-    return value
-
-
-def thawed(value: Any) -> Any:
-    """Return JSON's lists and dicts; a dict with tuples as keys becomes the list `[[key, value], ...]`."""
-    if isinstance(value, tuple):
-        return [thawed(item) for item in value]
-    if hasattr(value, "to_hf"):
-        return value.to_hf()
-    if isinstance(value, Mapping) and any(isinstance(key, tuple) for key in value):
-        return [[thawed(key), thawed(item)] for key, item in value.items()]
-    if isinstance(value, Mapping):
-        return {key: thawed(item) for key, item in value.items()}
-    return value

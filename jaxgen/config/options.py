@@ -1,5 +1,7 @@
 """Every option of `GenerationConfig`, one record each; everything else about an option is derived from its record.
 
+The options of length and choice are in choosing.py, all others here.
+
 Records that have a `stage` are logits processors and warpers; within a stage they run in the order listed, which is
 that of transformers. CONTRIBUTING.md shows how to add one. kinds.py parses and checks the values, reference.py writes
 docs/options.md, and cli/options.py makes the command's flags.
@@ -14,252 +16,57 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from jaxgen.config.choosing import ChoosingOptions
 from jaxgen.config.constraints import Constraints, ForcedWords, PhrasalConstraint
 from jaxgen.config.kinds import (
     Anything,
     Choice,
     DecayPair,
     Flag,
-    Flags,
     Integer,
-    Kind,
     Layers,
     Number,
     Real,
-    Seconds,
     StaticInteger,
-    Text,
     TokenId,
     Watermark,
-    is_array,
-    is_tracer,
+)
+from jaxgen.config.option import (
+    AFTER_GRAMMAR,
+    ASSISTED,
+    BEAMS,
+    BEFORE_GRAMMAR,
+    CONSTRAINED,
+    CONTRASTIVE,
+    DOLA,
+    GREEDY,
+    GROUP_BEAM,
+    GUIDANCE,
+    LENGTH,
+    MODES,
+    OUTPUT,
+    PROMPT_LOOKUP,
+    REFUSED,
+    RENORMALIZE,
+    SAMPLE,
+    SCORES,
+    Option,
+    declare,
 )
 from jaxgen.config.tables import PlacedTokens, SequenceBias, TokenIds, TokenSequences
 
-# Decode modes, by the names of transformers' GenerationMode.
-GREEDY, SAMPLE, CONTRASTIVE = "greedy_search", "sample", "contrastive_search"
-BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
-    "beam_search",
-    "beam_sample",
-    "group_beam_search",
-    "constrained_beam_search",
-)
-ASSISTED, DOLA = "assisted_generation", "dola_generation"
-PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
-BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
-
-# Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
-# BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
-# processors.
-GUIDANCE, BEFORE_GRAMMAR, AFTER_GRAMMAR = "guidance", "before the grammar", "after the grammar"
-RENORMALIZE, WARP = "renormalize", "warp"
-
-# Sections of the option reference.
-LENGTH, CHOICE = "Length and end", "Choosing a token"
-SCORES = "Scores, in the order in which they are applied"
-OUTPUT, MODES, REFUSED = "Output and input", "Other decode modes", "Refused by name"
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """The record of one option.
-
-    Attributes:
-        name: transformers' name.
-        default: transformers' default, in normal form.
-        kind: parsing, allowed values, the neutral value, the form in the program.
-        doc: its effect, in one line.
-        group: section of the option reference.
-        hf: the class of transformers 4.41.1 that implements it.
-        since: "" for an option of 4.41.1, the number of a later release or "later", or "jaxgen" for jaxgen's own.
-        differs: differences from transformers.
-        modes: the decode modes that read it; None for all. A mode that draws tokens also reads what `sample` reads.
-        stage: the stage of a logits processor or warper.
-        needs: options that must be on for a processor to run.
-        of_tokens: it depends on the tokens of the prompt, so a cache must include token ids.
-        host: used on the host, not by the compiled loop.
-        command: the command offers it; a string is added to its help there.
-        instead_of: the alternative limit, cleared when this one is set on the command line.
-        refused: the error text for a value that is not in `offered`, with the reason and a remedy.
-        offered: accepted values, in addition to the default, of an option with `refused`.
-        examples: two values; changing from the first to the second must not recompile.
-    """
-
-    name: str
-    default: Any
-    kind: Kind
-    doc: str
-    group: str
-    hf: str = ""
-    since: str = ""
-    differs: str = ""
-    modes: tuple[str, ...] | None = None
-    stage: str = ""
-    needs: tuple[str, ...] = ()
-    of_tokens: bool = False
-    host: bool = False
-    command: bool | str = False
-    instead_of: str = ""
-    refused: str = ""
-    offered: tuple[Any, ...] = ()
-    examples: tuple[Any, ...] = ()
-
-    def parse(self, value: Any) -> Any:
-        """Return the normal form of a value; see `Kind.parse`."""
-        if value is None and (self.kind.optional or self.default is None):
-            return self.default
-        return self.kind.parse(self.name, value)
-
-    def is_on(self, value: Any) -> bool:
-        """Return True if a value in normal form is not the neutral value."""
-        return not self.kind.is_off(value)
-
-    def is_given(self, value: Any) -> bool:
-        """Return True if a value in normal form differs from the default and is not off."""
-        if value is self.default:
-            return False
-        if is_array(value):
-            if is_tracer(value) or value.ndim:
-                return True
-            value = value.item()
-        if isinstance(value, bool) or isinstance(self.default, bool):
-            return bool(value) != bool(self.default)
-        return value != self.default and self.is_on(value) and value not in ((), {})
-
-
-def _option(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
-    """Declare a field of `GenerationOptions` by its record. The default is the kind's neutral value unless given."""
-    default = kind.neutral if default is ... else default
-    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})
-
-
-_length = functools.partial(_option, group=LENGTH)
-_choice = functools.partial(_option, group=CHOICE)
-_warper = functools.partial(_option, group=CHOICE, stage=WARP, modes=(SAMPLE,), command=True)
-_score = functools.partial(_option, group=SCORES, stage=BEFORE_GRAMMAR, command=True)
-_late_score = functools.partial(_option, group=SCORES, stage=AFTER_GRAMMAR, command=True)
-_output = functools.partial(_option, group=OUTPUT)
-_beams = functools.partial(_option, group=MODES, modes=BEAMS)
-_assisted = functools.partial(_option, group=MODES, modes=(ASSISTED,), command=True)
-_refused = functools.partial(_option, Anything(), "", group=REFUSED)
+_score = functools.partial(declare, group=SCORES, stage=BEFORE_GRAMMAR, command=True)
+_late_score = functools.partial(declare, group=SCORES, stage=AFTER_GRAMMAR, command=True)
+_output = functools.partial(declare, group=OUTPUT)
+_beams = functools.partial(declare, group=MODES, modes=BEAMS)
+_assisted = functools.partial(declare, group=MODES, modes=(ASSISTED,), command=True)
+_refused = functools.partial(declare, Anything(), "", group=REFUSED)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GenerationOptions:
-    """The fields of `GenerationConfig`, in the order of the option reference."""
+class GenerationOptions(ChoosingOptions):
+    """The fields of `GenerationConfig`, after those of `ChoosingOptions`, in the order of the option reference."""
 
-    # Length and end
-    max_new_tokens: Number | None = _length(
-        Integer(above=0),
-        "the maximum number of tokens to generate; takes precedence over max_length",
-        hf="MaxLengthCriteria",
-        host=True,
-        command=" (default: the checkpoint's, or 256)",
-        instead_of="max_length",
-        examples=(5, 7),
-    )
-    max_length: int = _length(
-        StaticInteger(20, least=1, optional=True),
-        "the maximum number of tokens of prompt and answer together",
-        hf="MaxLengthCriteria",
-        differs="padding is not counted",
-        host=True,
-        command=True,
-        instead_of="max_new_tokens",
-    )
-    max_time: float | None = _length(
-        Seconds(),
-        "the number of seconds after which no further tokens are started",
-        hf="MaxTimeCriteria",
-        differs="checked after every few tokens; compiling counts",
-        host=True,
-        command=True,
-    )
-    stop_strings: str | tuple[str, ...] | tuple[tuple[str, ...] | None, ...] | None = _length(
-        Text(),
-        "texts that end a row once its newest token completes one",
-        hf="StopStringCriteria",
-        differs="generate() needs tokenizer=; bytes are compared, so characters made of several tokens are found too, "
-        "as in later releases",
-        of_tokens=True,
-        host=True,
-        command="; can be given several times",
-        examples=(["\n"], ["END", "."]),
-    )
-    eos_token_id: Any = _length(
-        TokenIds(),
-        "the id that ends a row, or a list of such ids",
-        hf="EosTokenCriteria",
-        command=True,
-        examples=([1, 2], [3]),
-    )
-    # Choosing a token
-    do_sample: Any = _choice(
-        Flags(),
-        "draw tokens; otherwise the most likely one is chosen. One value for all prompts is static",
-        differs="may have one value per prompt",
-        command=True,
-        examples=([True], [False]),
-    )
-    num_return_sequences: int = _choice(
-        StaticInteger(1, least=1),
-        "the number of sequences to draw per prompt",
-        differs="the prompt is computed once",
-        command="; several are printed at the end, separated by blank lines",
-    )
-    temperature: Number = _warper(
-        Real(1.0, above=0, hint="for greedy decoding set do_sample=False"),
-        "divide the scores by this; values above 1 flatten the distribution",
-        hf="TemperatureLogitsWarper",
-        examples=(0.5, 1.5),
-    )
-    top_h: Number | None = _warper(
-        Real(above=0, most=1),
-        "draw from the most likely tokens that make up this share of the entropy",
-        hf="TopHLogitsWarper",
-        since="5",
-        examples=(0.9, 0.95),
-    )
-    top_k: Number | None = _warper(
-        Integer(0, least=0),
-        "draw from the k most likely tokens, ties included; 0 for all. In contrastive search, the number of candidates "
-        "per step, which is static if it is one number",
-        hf="TopKLogitsWarper",
-        default=50,
-        modes=(SAMPLE, CONTRASTIVE),
-        examples=(40, 80),
-    )
-    top_p: Number = _warper(
-        Real(1.0, least=0, most=1),
-        "draw from the most likely tokens that together reach this probability",
-        hf="TopPLogitsWarper",
-        differs="in a tie the highest ids are kept, as in a stable sort",
-        examples=(0.9, 0.95),
-    )
-    min_p: Number | None = _warper(
-        Real(also_off=0.0, least=0, most=1),
-        "draw from tokens at least this fraction as likely as the most likely one",
-        hf="MinPLogitsWarper",
-        examples=(0.001, 0.01),
-    )
-    typical_p: Number = _warper(
-        Real(1.0, above=0, most=1),
-        "draw from the tokens whose surprise is closest to the expected one and that together reach this probability",
-        hf="TypicalLogitsWarper",
-        examples=(0.9, 0.95),
-    )
-    epsilon_cutoff: Number = _warper(
-        Real(0.0, least=0, below=1),
-        "draw from tokens at least this likely",
-        hf="EpsilonLogitsWarper",
-        examples=(1e-4, 1e-3),
-    )
-    eta_cutoff: Number = _warper(
-        Real(0.0, least=0, below=1),
-        "draw from tokens at least this likely; the limit is lower if the entropy is high",
-        hf="EtaLogitsWarper",
-        examples=(1e-4, 1e-3),
-    )
     # Scores, in the order in which they are applied
     guidance_scale: Number | None = _score(
         Real(1.0, optional=True),
@@ -525,7 +332,7 @@ class GenerationOptions:
         command=True,
         examples=([[5, 6]], [[7], [8, 9]]),
     )
-    penalty_alpha: Number | None = _option(
+    penalty_alpha: Number | None = declare(
         Real(also_off=0.0, least=0),
         "contrastive search, with top_k > 1: how much a token's similarity to earlier ones counts, against its "
         "probability; 0 is off, the paper uses 0.6",
@@ -569,7 +376,7 @@ class GenerationOptions:
     assistant_early_exit: int | None = _assisted(
         StaticInteger(None, least=1), "draft with the model's own first layers, as many as this", since="later"
     )
-    dola_layers: str | tuple[int, ...] | None = _option(
+    dola_layers: str | tuple[int, ...] | None = declare(
         Layers(),
         "DoLa: the layers that the last one is contrasted with",
         group=MODES,
@@ -588,7 +395,7 @@ class GenerationOptions:
     is_assistant: bool | None = _refused(
         since="later", refused="is not needed: pass assistant=(params, cfg) to generate; leave it out", offered=(False,)
     )
-    decoder_start_token_id: int | None = _option(
+    decoder_start_token_id: int | None = declare(
         StaticInteger(None), "", group=REFUSED, refused="is for encoder-decoder models: leave it out"
     )
     low_memory: bool | None = _refused(

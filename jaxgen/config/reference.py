@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxgen.config.options import CHOICE, LENGTH, MODES, OPTIONS, OUTPUT, REFUSED, SCORES, Option
+from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, REFUSED, SCORES, Option
+from jaxgen.config.options import OPTIONS
 
 _INTRODUCTION = """\
 # Options

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from jaxgen.buckets import power_of_two
-from jaxgen.config.kinds import INT32_MAX, FrozenDict, Kind, is_array, is_tracer
+from jaxgen.config.kinds import INT32_MAX, Kind
+from jaxgen.config.values import FrozenDict, is_array, is_tracer
 from jaxgen.errors import ConfigError
 
 _LEAST = 4  # entries of a table

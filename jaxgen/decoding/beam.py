@@ -17,7 +17,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
@@ -27,12 +26,12 @@ from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.sample import process
+from jaxgen.decoding.sample import draw_distinct, process
 from jaxgen.decoding.stopping import StopReason, failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
-from jaxgen.model.sharding import largest
+from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import repeat_rows, take
 
 # Before the first step all beams of a search are the same. All but the first begin with this score.
@@ -369,35 +368,12 @@ def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Arra
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
     most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
     if keys is None:
-        return largest(step.totals, most, run.mesh)
+        return sharded_top_k(step.totals, most, run.mesh)
     drawn = RowOptions(run.cfg, rows.options).at_least(rows.count)[::count, 0] * count
     keys = jax.vmap(jax.random.fold_in)(keys, rows.history.step[::count])
     totals, places = draw_distinct(keys, step.totals, most, drawn, run.mesh)
     totals, order = lax.top_k(totals, most)
     return totals, jnp.take_along_axis(places, order, axis=1)
-
-
-def draw_distinct(
-    keys: jax.Array, scores: jax.Array, most: int, count: jax.Array, mesh: Mesh | None
-) -> tuple[jax.Array, jax.Array]:
-    """Draw different entries of each search from softmax(scores), one after the other: `torch.multinomial`.
-
-    These are the largest entries after Gumbel noise has been added (arXiv 1903.06059).
-
-    Args:
-        keys: key[S].
-        scores: float32[S, k, V].
-        most: the largest count.
-        count: int32[S], how many to draw.
-        mesh: the mesh that V is divided over, or None.
-
-    Returns:
-        The scores float32[S, most] of the entries in the order of the draws, -inf after the last and if nothing more
-        can be drawn, and their places int32[S, most] in k * V.
-    """
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
-    drawn, places = largest(scores + noise, most, mesh, scores)
-    return jnp.where(jnp.arange(most)[None, :] < count[:, None], drawn, -jnp.inf), places
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:

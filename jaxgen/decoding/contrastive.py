@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.kinds import is_tracer
+from jaxgen.config.values import is_tracer
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
@@ -32,7 +32,7 @@ from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import ConfigError
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
-from jaxgen.model.sharding import largest
+from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import pad_axis, put, repeat_rows, take
 
 
@@ -144,7 +144,7 @@ def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax
     """
     count = run.needs.candidates
     with jax.named_scope("candidates"):
-        best, tokens = largest(scores[:, None], count, run.mesh)
+        best, tokens = sharded_top_k(scores[:, None], count, run.mesh)
         probs = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), tokens, axis=1)
         wanted = jnp.maximum(RowOptions(run.cfg, rows.options).number("top_k"), 1)
         possible = (best > -jnp.inf) & (jnp.arange(count, dtype=jnp.int32)[None, :] < wanted)

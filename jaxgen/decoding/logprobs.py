@@ -67,7 +67,7 @@ def logprobs(
         chunk: the number of columns whose logits, for all rows, are in memory at once.
     """
     ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN embedding would spread
-    states = hidden(model, params, ids, attention_mask=mask, context=context).last
+    states, _ = hidden(model, params, ids, attention_mask=mask, context=context)
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
     states = jnp.take_along_axis(states, jnp.maximum(before, 0)[..., None], axis=1)
@@ -103,13 +103,13 @@ def continuation_logprobs(
     (rows, width), (owners, columns) = ids.shape, contexts.shape
     contexts, ids = jnp.where(context_mask, contexts, 0), jnp.where(mask, ids, 0)
     cache = KVCache.create(model, owners, columns)
-    read = hidden(model, params, contexts, attention_mask=context_mask, cache=cache, context=context)
-    states = repeat_rows(read.last[:, -1:], rows)
+    states, cache = hidden(model, params, contexts, attention_mask=context_mask, cache=cache, context=context)
+    states = repeat_rows(states[:, -1:], rows)
     if width > 1:  # nothing follows the last token
-        assert read.cache is not None
-        own = read.cache.fork(rows // owners, width - 1)
-        rest = hidden(model, params, ids[:, :-1], attention_mask=mask[:, :-1], cache=own, context=context)
-        states = jnp.concatenate([states, rest.last], axis=1)
+        assert cache is not None
+        own = cache.fork(rows // owners, width - 1)
+        rest, _ = hidden(model, params, ids[:, :-1], attention_mask=mask[:, :-1], cache=own, context=context)
+        states = jnp.concatenate([states, rest], axis=1)
     return _of_states(params, states, ids, mask, None, None, context, model, 0, chunk)
 
 

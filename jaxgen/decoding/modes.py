@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import ASSISTED
+from jaxgen.config.option import ASSISTED
 from jaxgen.decoding.assisted import Assisted
 from jaxgen.decoding.beam import BeamSearch
 from jaxgen.decoding.constrained_beam import ConstrainedBeamSearch

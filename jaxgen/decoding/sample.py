@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxgen.decoding import guidance
 from jaxgen.decoding.forward import Forward, observe, run_model
@@ -18,7 +19,7 @@ from jaxgen.decoding.stopping import StopReason, failure
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.model.cache import KVCache
-from jaxgen.model.sharding import ROWS, constrain
+from jaxgen.model.sharding import ROWS, constrain, sharded_top_k
 
 _BLOCK = 512
 
@@ -181,3 +182,26 @@ def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     block_key, place_key = jax.random.split(jax.random.fold_in(key, step))
     block = jax.random.categorical(block_key, jax.nn.logsumexp(blocks, axis=-1)).astype(jnp.int32)
     return block * _BLOCK + jax.random.categorical(place_key, blocks[block]).astype(jnp.int32)
+
+
+def draw_distinct(
+    keys: jax.Array, scores: jax.Array, most: int, count: jax.Array, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """Draw different entries of each search from softmax(scores), one after the other: `torch.multinomial`.
+
+    These are the largest entries after Gumbel noise has been added (arXiv 1903.06059).
+
+    Args:
+        keys: key[S].
+        scores: float32[S, k, V].
+        most: the largest count.
+        count: int32[S], how many to draw.
+        mesh: the mesh that V is divided over, or None.
+
+    Returns:
+        The scores float32[S, most] of the entries in the order of the draws, -inf after the last and if nothing more
+        can be drawn, and their places int32[S, most] in k * V.
+    """
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
+    drawn, places = sharded_top_k(scores + noise, most, mesh, scores)
+    return jnp.where(jnp.arange(most)[None, :] < count[:, None], drawn, -jnp.inf), places

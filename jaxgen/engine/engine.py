@@ -18,10 +18,10 @@ from jaxgen.engine.device import Device, Loop, committed
 from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
-from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, News
+from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, News, QueueFull
 from jaxgen.engine.schedule import Counts, Flight, Pace, Schedule
-from jaxgen.engine.tables import Grammars, Stops, Table
-from jaxgen.errors import InputError, JaxgenError
+from jaxgen.engine.tables import tables_of
+from jaxgen.errors import InputError
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.model.lowrank import adapter_count
@@ -31,10 +31,6 @@ from jaxgen.text.tokenizer import Tokenizer
 
 _STEPS = 8  # of a chunk at most
 _PULSE = 1.0  # seconds after which the other processes hear that nothing happens
-
-
-class QueueFull(JaxgenError):
-    """As many prompts wait as the engine takes: submit again later, or with a timeout."""
 
 
 class Engine:
@@ -103,9 +99,8 @@ class Engine:
         hook: StepHook | None = None,
     ):
         check_call(params, cfg)
-        _check_sizes(slots=slots, prompt_width=prompt_width, most_waiting=most_waiting)
+        _check_sizes(slots=slots, prompt_width=prompt_width, most_waiting=most_waiting, id_entries=id_entries)
         _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
-        _check_sizes(id_entries=id_entries)
         self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
         self.prompt_width, self.id_entries, self.most_waiting = prompt_width, id_entries, most_waiting
         check_key(key, cfg, 1)
@@ -114,17 +109,11 @@ class Engine:
         key_impl = str(jax.random.key_impl(key))
         self._form = Form(cfg, tokenizer, prompt_width, prompt_options, id_entries, key_impl, adapter_count(params))
         extensions = extensions_of(cfg.replace(stop_strings=None), logits_processor, stopping_criteria, None, hook)
-        if hook is not None:
-            prefix_cache_bytes = _without_store(prefix_cache_bytes)
-        prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes)
-        of_chunks = {"steps": _STEPS, "key_impl": key_impl, "stored": prefixes.places}
-        loop = Loop.of(self._form, extensions, slots, **of_chunks)
+        prefixes = Prefixes.of(self._form.full, prompt_width, slots, prefix_cache_bytes, hook is not None)
+        loop = Loop.of(self._form, extensions, slots, steps=_STEPS, key_impl=key_impl, stored=prefixes.places)
         self._device = Device(params, loop, prefixes.bytes(self._form.full))
         vocab = cfg.model.vocab_size
-        self._tables = {"allowed": Table(Grammars(vocab, (grammar_states, grammar_classes)), grammar_states)}
-        if tokenizer is not None:
-            stops = Stops(tokenizer, vocab, stop_states, stop_in_prompt)
-            self._tables["stop_strings"] = Table(stops, stop_states)
+        self._tables = tables_of(vocab, (grammar_states, grammar_classes), tokenizer, stop_states, stop_in_prompt)
         key_data = np.asarray(jax.random.key_data(key))
         self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
         arrivals = self._schedule.arrivals()
@@ -443,13 +432,6 @@ class Engine:
                 with self._changed:
                     self._schedule.cancel(flight)
         self._told = []
-
-
-def _without_store(prefix_cache_bytes: int | None) -> int:
-    """Return 0 bytes: a hook may change what the model reads, so that equal tokens have other keys and values."""
-    if prefix_cache_bytes:
-        raise InputError("prefix_cache_bytes must be 0 with a hook, which may change what the model reads of a prompt")
-    return 0
 
 
 def _check_sizes(**sizes: Any) -> None:

@@ -11,8 +11,10 @@ import numpy as np
 
 from jaxgen.config.availability import check_options, normal_form, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.kinds import Text, is_array
-from jaxgen.config.options import GREEDY, OPTIONS, SAMPLE
+from jaxgen.config.kinds import Text
+from jaxgen.config.option import GREEDY, SAMPLE
+from jaxgen.config.options import OPTIONS
+from jaxgen.config.values import is_array
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Request
 from jaxgen.errors import ConfigError, InputError, shown

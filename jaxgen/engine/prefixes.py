@@ -52,8 +52,19 @@ class Prefixes:
         self._epoch = 0
 
     @classmethod
-    def of(cls, cfg: GenerationConfig, width: int, slots: int, most_bytes: int | None) -> Prefixes:
-        """Return the empty index of a store of at most so many bytes, for prompts of at most `width` tokens."""
+    def of(
+        cls, cfg: GenerationConfig, width: int, slots: int, most_bytes: int | None, hooked: bool = False
+    ) -> Prefixes:
+        """Return the empty index of a store of at most so many bytes, for prompts of at most `width` tokens.
+
+        With a hook there is no store: it may change what the model reads, so that equal tokens have other keys and
+        values.
+        """
+        if hooked and most_bytes:
+            raise InputError(
+                "prefix_cache_bytes must be 0 with a hook, which may change what the model reads of a prompt"
+            )
+        most_bytes = 0 if hooked else most_bytes
         chunk = chunk_size(cfg, width)
         most, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
         if most_bytes is None:

@@ -77,6 +77,10 @@ class Completion:
     cached_tokens: int = 0
 
 
+class QueueFull(JaxgenError):
+    """As many prompts wait as the engine takes: submit again later, or with a timeout."""
+
+
 class EngineClosed(JaxgenError):
     """The engine takes no more prompts, or was closed before this one was answered."""
 

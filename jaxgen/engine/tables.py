@@ -160,3 +160,13 @@ class Table:
 
     def _join(self) -> Any:
         return self._kind.join({part.first: part.automaton for part in self._parts.values()})
+
+
+def tables_of(
+    vocab: int, grammars: tuple[int, int], tokenizer: Tokenizer | None, stop_states: int, stop_in_prompt: bool
+) -> dict[str, Table]:
+    """Return empty tables by name: of grammars, of so many states and classes, and with a tokenizer of stop strings."""
+    tables = {"allowed": Table(Grammars(vocab, grammars), grammars[0])}
+    if tokenizer is not None:
+        tables["stop_strings"] = Table(Stops(tokenizer, vocab, stop_states, stop_in_prompt), stop_states)
+    return tables

@@ -66,16 +66,34 @@ def export_engine(
     check_export(params, cfg, platforms)
     check_size("slots", slots)
     check_size("prompt_width", prompt_width)
+    _check_options(cfg)
+    form = Form(cfg, None, prompt_width)
+    extensions = extensions_of(cfg, logits_processor, stopping_criteria, None, hook)
+    engine = Loop.of(form, extensions, slots, steps=_STEPS, key_impl=KEYS)
+    schedule = Schedule(form, {}, engine.places, slots, np.zeros(2, np.uint32), Prefixes(0, prompt_width, 0))
+    nobody = _as_inputs(schedule.arrivals())
+    nobody["sequences"][:], nobody["max_new_tokens"][:] = cfg.num_return_sequences, form.capacity
+
+    values = nobody | {"steps": np.asarray(_STEPS, np.int32)}
+    programs, state = _programs(params, cfg, engine, form, values, platforms)
+    outputs = jax.tree.unflatten(programs["chunk"].out_tree, programs["chunk"].out_avals)[1]
+    about = description("engine", params, cfg, shapes_of(values), outputs, programs)
+    about |= {"slots": slots, "most_waiting": engine.places, "state_bytes": _bytes(state), "journal": _journal(cfg)}
+    return ExportedPrograms(about, values, programs)
+
+
+def _check_options(cfg: GenerationConfig) -> None:
     if cfg.stop_strings is not None:
         raise ConfigError("stop_strings need tables that an exported engine does not have: match them on the host")
     if cfg.on("min_length"):
         raise ConfigError("min_length depends on each prompt's length: set min_new_tokens, which the host can change")
-    form = Form(cfg, None, prompt_width)
-    extensions = extensions_of(cfg, logits_processor, stopping_criteria, None, hook)
-    engine, names = Loop.of(form, extensions, slots, steps=_STEPS, key_impl=KEYS), param_names(params)
-    schedule = Schedule(form, {}, engine.places, slots, np.zeros(2, np.uint32), Prefixes(0, prompt_width, 0))
-    nobody = _as_inputs(schedule.arrivals())
-    nobody["sequences"][:], nobody["max_new_tokens"][:] = cfg.num_return_sequences, form.capacity
+
+
+def _programs(
+    params, cfg: GenerationConfig, engine: Loop, form: Form, values: dict[str, Any], platforms: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the programs by name, and the shapes of the state; `values` are the inputs if nothing arrives."""
+    names = param_names(params)
 
     def run_of(params: dict[str, Any]) -> Any:
         tree = jax.tree.map(params.__getitem__, names)
@@ -83,7 +101,7 @@ def export_engine(
         return engine.run(tree, {})
 
     def open_state(params: dict[str, Any]) -> Any:
-        arrivals = _arrivals(nobody, form)
+        arrivals = _arrivals(values, form)
         return open_queue(run_of(params), arrivals, **engine.of_open)
 
     arrays = shapes_of(flat_params(params))
@@ -98,16 +116,12 @@ def export_engine(
         after, journal = run_chunk(run_of(params), before, arrivals, inputs["steps"], **engine.of_chunk)
         return flatten(after), {"journal": journal}
 
-    values = nobody | {"steps": np.asarray(_STEPS, np.int32)}
-    inputs, state = shapes_of(values), jax.eval_shape(open_plain, arrays)
+    state = jax.eval_shape(open_plain, arrays)
     programs = {
         "open": exported(open_plain, platforms, arrays),
-        "chunk": exported(chunk, platforms, arrays, state, inputs),
+        "chunk": exported(chunk, platforms, arrays, state, shapes_of(values)),
     }
-    outputs = jax.tree.unflatten(programs["chunk"].out_tree, programs["chunk"].out_avals)[1]
-    about = description("engine", params, cfg, inputs, outputs, programs)
-    about |= {"slots": slots, "most_waiting": engine.places, "state_bytes": _bytes(state), "journal": _journal(cfg)}
-    return ExportedPrograms(about, values, programs)
+    return programs, state
 
 
 def _as_inputs(arrivals: Arrivals) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from jaxgen.config.availability import check_options, refuse_unavailable
 from jaxgen.config.generation_config import GenerationConfig, model_of, warn_unused
 from jaxgen.config.options import OPTIONS, TRACED
 from jaxgen.decoding import loop
+from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.hook import StepHook
 from jaxgen.errors import ConfigError
 from jaxgen.export.file import ExportedPrograms
@@ -87,6 +88,23 @@ def export_generate(
     budget = np.asarray(cfg.max_new_tokens, np.int32)
     if prefix_allowed_tokens_fn is not None:
         check_room(prefix_allowed_tokens_fn, cfg, np.atleast_1d(budget))
+    run, values = _program(params, cfg, extensions, budget)
+    shape = (prompts, prompt_width)
+    inputs = {"ids": jax.ShapeDtypeStruct(shape, np.int32), "attention_mask": jax.ShapeDtypeStruct(shape, np.bool_)}
+    if cfg.on("do_sample"):
+        inputs["key"] = jax.ShapeDtypeStruct((2,), np.uint32)
+    inputs |= shapes_of(values)
+    arrays = shapes_of(flat_params(params))
+    program = exported(run, platforms, arrays, inputs)
+    outputs = jax.tree.unflatten(program.out_tree, program.out_avals)
+    programs = {"generate": program}
+    return ExportedPrograms(description("generate", params, cfg, inputs, outputs, programs), values, programs)
+
+
+def _program(
+    params, cfg: GenerationConfig, extensions: Extensions, budget: np.ndarray
+) -> tuple[Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], dict[str, np.ndarray]]:
+    """Return `generate` as a function of dicts, of parameters and inputs, and the inputs that have values already."""
     most = int(budget.max())
     sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # without max_length, it sizes the arrays
     leaves, static = sized.tree_flatten()
@@ -109,16 +127,7 @@ def export_generate(
         fields = {field.name: getattr(out, field.name) for field in dataclasses.fields(out)}
         return flatten({name: value for name, value in fields.items() if name not in _NOT_RETURNED})
 
-    shape = (prompts, prompt_width)
-    inputs = {"ids": jax.ShapeDtypeStruct(shape, np.int32), "attention_mask": jax.ShapeDtypeStruct(shape, np.bool_)}
-    if cfg.on("do_sample"):
-        inputs["key"] = jax.ShapeDtypeStruct((2,), np.uint32)
-    inputs |= shapes_of(values)
-    arrays = shapes_of(flat_params(params))
-    program = exported(run, platforms, arrays, inputs)
-    outputs = jax.tree.unflatten(program.out_tree, program.out_avals)
-    programs = {"generate": program}
-    return ExportedPrograms(description("generate", params, cfg, inputs, outputs, programs), values, programs)
+    return run, values
 
 
 def _refuse(others: dict[str, Any]) -> None:

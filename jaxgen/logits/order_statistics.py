@@ -24,7 +24,7 @@ ON_A_MESH = 64  # each device sends so many
 def candidates(scores: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Return the highest scores of each row, from the highest on: float32[rows, C], with C at most `CANDIDATES`."""
     count = CANDIDATES if mesh is None else ON_A_MESH
-    return sharding.largest(scores[:, None], min(count, scores.shape[-1]), mesh)[0]
+    return sharding.sharded_top_k(scores[:, None], min(count, scores.shape[-1]), mesh)[0]
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:
@@ -40,7 +40,7 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(bits >= sign, bits ^ sign, ~bits), jnp.float32)
 
 
-def largest(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
+def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
     """Return for each row the largest number of `bits` bits that satisfies a condition, uint32[rows].
 
     `condition` maps uint32[rows] to bool[rows]. If it is true for a number, it must be true for all smaller ones; if
@@ -56,7 +56,7 @@ def largest(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 
 
 def kth_largest(bits: jax.Array, k: jax.Array) -> jax.Array:
     """Return for each row the k-th largest of `bits uint32[rows, V]`, uint32[rows]; `k int32[rows]` from 1 to V."""
-    return largest(lambda value: jnp.sum(bits >= value[:, None], axis=-1, dtype=jnp.int32) >= k, bits.shape[0])
+    return bisect(lambda value: jnp.sum(bits >= value[:, None], axis=-1, dtype=jnp.int32) >= k, bits.shape[0])
 
 
 def last_of(chosen: jax.Array, count: jax.Array) -> jax.Array:
@@ -67,4 +67,4 @@ def last_of(chosen: jax.Array, count: jax.Array) -> jax.Array:
     def enough(first: jax.Array) -> jax.Array:
         return jnp.sum(chosen & (index >= first[:, None]), axis=-1, dtype=jnp.int32) >= count
 
-    return chosen & (index >= largest(enough, rows, bits=size.bit_length())[:, None])
+    return chosen & (index >= bisect(enough, rows, bits=size.bit_length())[:, None])

@@ -16,7 +16,8 @@ from jax.errors import ConcretizationTypeError, TracerArrayConversionError, Trac
 from jax.sharding import Mesh
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.config.options import AFTER_GRAMMAR, BEFORE_GRAMMAR, RENORMALIZE, WARP, of_stage
+from jaxgen.config.option import AFTER_GRAMMAR, BEFORE_GRAMMAR, RENORMALIZE, WARP
+from jaxgen.config.options import of_stage
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits import processors, warpers

@@ -12,10 +12,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxgen.logits.order_statistics import (
+    bisect,
     candidates,
     from_ordered_bits,
     kth_largest,
-    largest,
     last_of,
     ordered_bits,
 )
@@ -114,7 +114,7 @@ def _boundary(
     def mass(chosen: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(chosen, weights, 0.0), axis=-1, keepdims=True)
 
-    threshold = largest(lambda value: (mass(bits < value[:, None]) <= rest)[:, 0], scores.shape[0])
+    threshold = bisect(lambda value: (mass(bits < value[:, None]) <= rest)[:, 0], scores.shape[0])
     threshold = jnp.minimum(threshold, kth_largest(bits, at_least[:, 0]))[:, None]
     above, equal = bits > threshold, bits == threshold
     ties, greater = (jnp.sum(x, axis=-1, dtype=jnp.int32, keepdims=True) for x in (equal, above))
@@ -145,7 +145,7 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     def falls_short(value: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
 
-    kept = (bits <= largest(falls_short, scores.shape[0], bits=31)[:, None]) | (mass >= 1)[:, None]
+    kept = (bits <= bisect(falls_short, scores.shape[0], bits=31)[:, None]) | (mass >= 1)[:, None]
     return jnp.where(_with_first(kept, -distance, min_tokens_to_keep), scores, BANNED)
 
 

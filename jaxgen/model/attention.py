@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.model.barriers import recomputed
+from jaxgen.model.cache_storage import ScaledSlots, Slots, as_numbers
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
-from jaxgen.model.slots import ScaledSlots, Slots, as_numbers
-from jaxgen.shapes import at_most, repeat_rows
+from jaxgen.model.workarounds import cpu, gpu
+from jaxgen.model.workarounds.cpu import recomputed
+from jaxgen.shapes import repeat_rows
 
 # All scores at once up to this many queries and slots.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
@@ -32,12 +33,6 @@ _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 512, 256  # within one row and kv head
 # Queries that share the keys up to the last one of them.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
-# A GPU is assumed to read keys or values of up to this many bytes from its cache when it reads them again.
-_CACHED_BYTES = 8 << 20
-# With up to this many slots, XLA's GPU compiler (jax 0.10.2 to 0.11.2) makes one kernel of the softmax of a query's
-# scores and the sum of the values.
-_ONE_KERNEL_SLOTS = 1024
-
 _LOWEST = jnp.finfo(jnp.float32).min
 
 
@@ -280,26 +275,7 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
     if isinstance(keys, ScaledSlots):
         return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
     products = functools.partial(_product, equation="bkqh,bksh->bkqs")
-    if _is_read_by_one_query(keys, q.shape[0], q.shape[2]):
-        return lax.platform_dependent(q, keys, cuda=_scores_as_sums, default=products)
-    return products(q, keys)
-
-
-def _is_read_by_one_query(part: jax.Array, rows: int, steps: int) -> bool:
-    """Return True if the queries' products with keys or values `[n, K, S, H]` are sums on a GPU.
-
-    XLA's GPU compiler fuses sums of products with what comes before and after, so there are fewer kernels. The heads of
-    a group read their kv head one by one.
-    """
-    return steps == 1 and rows == part.shape[0] and at_most(part.size * part.dtype.itemsize, _CACHED_BYTES)
-
-
-def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """Multiply one query per row and head, `q [B, A, 1, H]`, with `keys [B, K, S, H]`: float32[B, K, G, 1, S]."""
-    batch, heads, _, size = q.shape
-    kv_heads = keys.shape[1]
-    q = q.astype(keys.dtype).reshape(batch, kv_heads, heads // kv_heads, 1, 1, size)
-    return jnp.sum(q.astype(jnp.float32) * keys[:, :, None, None].astype(jnp.float32), axis=-1)
+    return gpu.scores(products, q, keys)
 
 
 def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
@@ -308,16 +284,7 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
         scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
         return _weighted(weights * scales, values.values)
     products = functools.partial(_product, equation="bkqs,bksh->bkqh")
-    batch, _, _, steps, slots = weights.shape
-    if slots <= _ONE_KERNEL_SLOTS and _is_read_by_one_query(values, batch, steps):
-        return lax.platform_dependent(weights, values, cuda=_weighted_as_sums, default=products)
-    return products(weights, values)
-
-
-def _weighted_as_sums(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sum `values [B, K, S, H]` with the weights of one query, `[B, K, G, 1, S]`: float32[B, K, G, 1, H]."""
-    weights = weights.astype(values.dtype).astype(jnp.float32)[..., None]
-    return jnp.sum(weights * values[:, :, None, None].astype(jnp.float32), axis=-2)
+    return gpu.weighted(products, weights, values)
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
@@ -330,11 +297,11 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
     batch, steps, last = x.shape[0], *x.shape[-2:]
     x = x.astype(part.dtype).reshape(owners, batch // owners, kv_heads, -1, steps, last)
     x = jnp.moveaxis(x, 1, 3).reshape(owners, kv_heads, -1, last)
-    single = x.shape[2] == 1 and part.dtype != jnp.float32  # one 16-bit row: see linear.py
-    if single:
-        x = jnp.concatenate([x, jnp.zeros_like(x)], axis=2)
-    out = jnp.einsum(equation, x, part, precision=precision(part.dtype), preferred_element_type=jnp.float32)
-    out = out[:, :, :1] if single else out
+    contract = functools.partial(
+        jnp.einsum, equation, precision=precision(part.dtype), preferred_element_type=jnp.float32
+    )
+    single = x.shape[2] == 1 and part.dtype != jnp.float32
+    out = cpu.two_rows(contract, x, part, axis=2) if single else contract(x, part)
     out = out.reshape(owners, kv_heads, -1, batch // owners, steps, out.shape[-1])
     return jnp.moveaxis(out, 3, 1).reshape(batch, kv_heads, -1, steps, out.shape[-1])
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxgen.errors import InputError
+from jaxgen.model.cache_storage import SCALED, ScaledSlots, Slots, as_numbers, empty_slots, write
 from jaxgen.model.config import ModelConfig
-from jaxgen.model.slots import SCALED, ScaledSlots, Slots, as_numbers, empty_slots, write
 from jaxgen.programs import program
 from jaxgen.shapes import put, repeat_rows, resize_axis, short_repr, take
 

@@ -29,17 +29,18 @@ from jax import lax
 from jaxgen.errors import InputError
 from jaxgen.model.activations import activation
 from jaxgen.model.attention import Part, attention
-from jaxgen.model.barriers import recomputed
 from jaxgen.model.cache import KVCache
+from jaxgen.model.cache_storage import ScaledSlots, as_stored, write
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
-from jaxgen.model.masks import Visibility, allocate_slots, first_of_segment, hide_keys, key_order, row_order
-from jaxgen.model.rope import rope_angles, rotate
-from jaxgen.model.slots import ScaledSlots, as_stored, write
+from jaxgen.model.placement import Placement, place
+from jaxgen.model.rope import rotate
 from jaxgen.model.weights import Weight, parameter
-from jaxgen.shapes import repeat_rows, short_repr
+from jaxgen.model.workarounds import gpu
+from jaxgen.model.workarounds.cpu import recomputed
+from jaxgen.shapes import short_repr
 
 
 @flax.struct.dataclass
@@ -63,48 +64,6 @@ class ModelOutput:
     __repr__ = short_repr
 
 
-@flax.struct.dataclass
-class Hidden:
-    """Output of the model up to its head.
-
-    Attributes:
-        states: L + 1 arrays `[B, T, D]`: the embeddings, then the output of each layer; the last one is normed, and NaN
-            in a row whose tokens did not fit into the cache.
-        cache: the cache with the new tokens in it; None without a cache.
-        attentions: L arrays float32[B, A, T, S], the attention weights; None unless asked for.
-    """
-
-    states: tuple[jax.Array, ...]
-    cache: KVCache | None = None
-    attentions: tuple[jax.Array, ...] | None = None
-
-    @property
-    def last(self) -> jax.Array:
-        """`[B, T, D]`, what the head maps to logits."""
-        return self.states[-1]
-
-
-@flax.struct.dataclass
-class _Tokens:
-    """The new tokens' places, the same for all layers.
-
-    Attributes:
-        cos, sin: `[B, T, H]`, the rotation of their positions.
-        slots: int32[B, T], their slots in the cache's last part; padding and overflow past its end. None without a
-            cache.
-        visible: the keys that they may see, without the layer's window.
-        context: of the pass.
-        output_attentions: return the attention weights, static.
-    """
-
-    cos: jax.Array
-    sin: jax.Array
-    slots: jax.Array | None
-    visible: Visibility
-    context: Context = NO_CONTEXT
-    output_attentions: bool = flax.struct.field(pytree_node=False, default=False)
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square norm (arXiv 1910.07467) in float32, cast back before the weight, as `Qwen2RMSNorm`."""
 
@@ -115,27 +74,12 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm `x [..., D]`."""
         weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.shape[0] == 1:
-            rows = lax.platform_dependent(rows, weight, cuda=self._of_two, default=self._normed)
-        else:
-            rows = self._normed(rows, weight)
-        return rows.reshape(x.shape)
+        return gpu.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
 
     def _normed(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
         wide = rows.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
         return weight[None, :] * wide.astype(rows.dtype)
-
-    def _of_two(self, row: jax.Array, weight: jax.Array) -> jax.Array:
-        """Norm a row together with a row of zeros.
-
-        XLA's GPU compiler (jax 0.10.2 to 0.11.2) recognizes norms of several rows only, and fuses them with the
-        product that follows, unless rows were concatenated before or cut out after.
-        """
-        is_first = jnp.arange(2)[:, None] == 0
-        rows = self._normed(jnp.where(is_first, row, 0), weight)
-        return jnp.sum(jnp.where(is_first, rows, 0), axis=0, keepdims=True)
 
 
 class Linear(nn.Module):
@@ -198,32 +142,32 @@ class Attention(nn.Module):
     window: int | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[Part, ...]):
+    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
         """Attend from `x [B, T, D]`; return `[B, T, D]`, the weights and the last part with the new keys and values."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 
         queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-        projected = _project(self, x, tokens.context, "qkv_proj", (queries, keys, keys), cfg.attention_bias)
+        projected = _project(self, x, placement.context, "qkv_proj", (queries, keys, keys), cfg.attention_bias)
         q, k, v = [part.reshape(batch, steps, -1, cfg.head_dim).swapaxes(1, 2) for part in projected]
         if cfg.qk_norm:
             q = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="q_norm")(q)
             k = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="k_norm")(k)
-        q, k = rotate(q, tokens.cos, tokens.sin), rotate(k, tokens.cos, tokens.sin)
-        if tokens.slots is None:
+        q, k = rotate(q, placement.cos, placement.sin), rotate(k, placement.cos, placement.sin)
+        if placement.slots is None:
             last = Part(k, v, k.dtype.name)
         else:
             *_, last = parts
             k, v = [as_stored(x, last.dtype, isinstance(last.keys, ScaledSlots)) for x in (k, v)]
-            last = Part(write(last.keys, k, tokens.slots), write(last.values, v, tokens.slots), last.dtype)
+            last = Part(write(last.keys, k, placement.slots), write(last.values, v, placement.slots), last.dtype)
         dropout = None
         if cfg.attention_dropout > 0 and self.has_rng("dropout"):
             dropout = nn.Dropout(cfg.attention_dropout, deterministic=False)
         with jax.named_scope("attention"):
-            visible = dataclasses.replace(tokens.visible, window=self.window)
-            out, weights = attention(q, [*parts[:-1], last], visible, dropout, tokens.output_attentions)
+            visible = dataclasses.replace(placement.visible, window=self.window)
+            out, weights = attention(q, [*parts[:-1], last], visible, dropout, placement.output_attentions)
         out = out.swapaxes(1, 2).reshape(batch, steps, -1)
-        return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out, tokens.context), weights, last
+        return Linear(cfg.hidden_size, cfg.output_bias, cfg, name="o_proj")(out, placement.context), weights, last
 
 
 class MLP(nn.Module):
@@ -253,15 +197,15 @@ class DecoderLayer(nn.Module):
     window: int | None
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: _Tokens, parts: tuple[Part, ...]):
+    def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
         """Return `x [B, T, D]` after the layer, the attention weights and the cache's last part."""
         cfg = self.cfg
         normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="input_layernorm")(x)
-        attended, weights, last = Attention(cfg, self.window, name="self_attn")(normed, tokens, parts)
+        attended, weights, last = Attention(cfg, self.window, name="self_attn")(normed, placement, parts)
         x = x + attended
         normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="post_attention_layernorm")(x)
         with jax.named_scope("mlp"):
-            return x + MLP(cfg, name="mlp")(normed, tokens.context), weights, last
+            return x + MLP(cfg, name="mlp")(normed, placement.context), weights, last
 
 
 class Layers(nn.Module):
@@ -271,14 +215,14 @@ class Layers(nn.Module):
     remat: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, tokens: _Tokens, cache: KVCache | None):
+    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
         """Return the input of each layer and the last one's output, the attention weights and the cache."""
         decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
             parts = cache.parts if cache else ()
             parts = tuple([Part(part.keys[index], part.values[index], part.dtype) for part in parts])
-            x, weights, last = decoder_layer(self.cfg, window, name=str(index))(x, tokens, parts)
+            x, weights, last = decoder_layer(self.cfg, window, name=str(index))(x, placement, parts)
             states.append(x)
             attentions.append(weights)
             written.append(last)
@@ -300,9 +244,9 @@ class Model(nn.Module):
         self.layers = Layers(self.cfg, self.remat)
         self.norm = RMSNorm(self.cfg.rms_norm_eps, self.cfg.dtype)
 
-    def __call__(self, x: jax.Array, tokens: _Tokens, cache: KVCache | None):
+    def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
         """Return the L + 1 hidden states, the last one normed, the attention weights and the cache."""
-        states, attentions, cache = self.layers(x, tokens, cache)
+        states, attentions, cache = self.layers(x, placement, cache)
         states[-1] = self.norm(states[-1])
         return states, attentions, cache
 
@@ -348,8 +292,7 @@ class CausalLM(nn.Module):
         """Run the model on T new tokens per row. Attention dropout is on if a "dropout" rng is given.
 
         Args:
-            ids: int32[B, T], or pass `inputs_embeds [B, T, D]` instead.
-            inputs_embeds: embeddings, used in place of the ids'.
+            ids, inputs_embeds: int32[B, T], or in their place embeddings, `[B, T, D]`.
             attention_mask: `[B, T]`, 0 where a new token is padding, on either side; all ones by default.
                 Padding is neither seen nor stored. (Unlike transformers', it never covers tokens of the cache.)
             position_ids: int32[B, T] for RoPE; by default a token's index in its row, padding not counted.
@@ -359,40 +302,35 @@ class CausalLM(nn.Module):
             cache: the preceding tokens; the new ones are appended. None for a pass without a cache.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the
                 first free one. Cached tokens from there on are discarded.
-            key_mask: bool[B, n], which of a row's first n tokens, padding not counted, may be attended to. By
-                default all of them.
+            key_mask: bool[B, n], which of a row's first n tokens, padding not counted, may be attended to; or all.
             labels: int32[B, T], the ids again, with -100 where no loss is wanted; the model shifts them.
             logits_to_keep: n for the last n positions, 0 for all, or int32[B, n] positions per row.
-            output_hidden_states: return them.
-            output_attentions: return them.
+            output_hidden_states, output_attentions: return them.
             context: what is known about the weights.
 
         Raises:
             InputError: shapes that do not fit, or a write that goes past the cache's end or leaves a gap. If the
                 position is traced, the row's logits are NaN instead, and nothing is overwritten.
         """
-        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        if labels is not None and not keeps_all:
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
-        out = self.hidden(
-            ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            segment_ids=segment_ids,
-            cache=cache,
-            cache_position=cache_position,
-            key_mask=key_mask,
-            output_attentions=output_attentions,
-            context=context,
+        x = self._inputs(ids, inputs_embeds)
+        placement, cache, overflow = place(
+            self.cfg, x, attention_mask, cache, cache_position, position_ids, segment_ids, key_mask
         )
-        logits = self.head(_keep(out.last, logits_to_keep), context)
+        placement = dataclasses.replace(placement, context=context, output_attentions=output_attentions)
+        states, attentions, cache = self.model(x, placement, cache)
+        if overflow is not None:
+            states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
+        if cache is not None and output_attentions:
+            attentions = map(cache.by_token, attentions)
+        logits = self.head(_keep(states[-1], logits_to_keep), context)
         return ModelOutput(
             logits=logits,
             loss=None if labels is None else mean_loss(logits, labels),
-            cache=out.cache,
-            hidden_states=out.states if output_hidden_states else None,
-            attentions=out.attentions,
+            cache=cache,
+            hidden_states=tuple(states) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
@@ -402,85 +340,14 @@ class CausalLM(nn.Module):
             raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
         return self.model.embed_tokens(ids)
 
-    def hidden(
-        self,
-        ids: jax.Array | None = None,
-        *,
-        inputs_embeds: jax.Array | None = None,
-        attention_mask: jax.Array | None = None,
-        position_ids: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        cache: KVCache | None = None,
-        cache_position: jax.Array | int | None = None,
-        key_mask: jax.Array | None = None,
-        output_attentions: bool = False,
-        context: Context = NO_CONTEXT,
-    ) -> Hidden:
-        """Run the model up to its head; the arguments are those of `__call__`."""
-        x = self._inputs(ids, inputs_embeds)
-        batch, steps, _ = x.shape
-        mask = _mask(attention_mask, batch, steps)
-        tokens, cache, overflow = self._place(mask, x.dtype, cache, cache_position, position_ids, segment_ids, key_mask)
-        tokens = dataclasses.replace(tokens, context=context, output_attentions=output_attentions)
-        states, attentions, cache = self.model(x, tokens, cache)
-        if overflow is not None:
-            states[-1] = jnp.where(overflow[:, None, None], jnp.nan, states[-1])
-        if cache is not None and output_attentions:
-            attentions = map(cache.by_token, attentions)
-        return Hidden(tuple(states), cache, tuple(attentions) if output_attentions else None)
-
     def head(self, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
         """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
+        if x.size == 0:
+            return jnp.zeros((*x.shape[:-1], self.cfg.vocab_size), jnp.float32)
         with jax.named_scope("lm_head"):
             apply = self.model.embed_tokens.attend if self.cfg.tie_word_embeddings else self.lm_head
             logits = apply(x, context)
         return logits.astype(jnp.float32)
-
-    def _place(
-        self,
-        mask: jax.Array,
-        dtype,
-        cache: KVCache | None,
-        cache_position: jax.Array | int | None,
-        position_ids: jax.Array | None,
-        segment_ids: jax.Array | None,
-        key_mask: jax.Array | None,
-    ) -> tuple[_Tokens, KVCache | None, jax.Array | None]:
-        """Place the new tokens, `mask bool[B, T]`, in their rows and in the cache.
-
-        Returns their places, the cache with its new lengths, and bool[B], True for the rows whose tokens do not fit;
-        the last two None without a cache.
-        """
-        batch, steps = mask.shape
-        first = start = None
-        if cache is None:
-            start = 0
-            if cache_position is not None:
-                raise InputError("cache_position needs a cache: pass cache too, or leave cache_position out")
-            order = row_order(mask, jnp.zeros(batch, jnp.int32))
-            slots, overflow, orders = None, None, [key_order(order, mask)]
-            if segment_ids is not None:
-                first = first_of_segment(order, _per_token("segment_ids", segment_ids, batch, steps))
-        else:
-            if segment_ids is not None:
-                raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
-            if isinstance(cache_position, int) and cache.owners is None:  # rows that share slots store them in turn
-                start = max(cache_position - cache.offset, 0)
-            cache, order, slots, overflow = allocate_slots(cache, cache_position, mask)
-            orders = [repeat_rows(part.token_order(), batch) for part in cache.parts]
-            cache.check_model(self.cfg)
-
-        if position_ids is not None:
-            positions = _per_token("position_ids", position_ids, batch, steps)
-        else:
-            positions = order if first is None else order - first
-        cos, sin = rope_angles(self.cfg, jnp.maximum(positions, 0), mask, dtype)
-        if key_mask is not None:
-            if key_mask.ndim != 2 or key_mask.shape[0] != batch or key_mask.dtype != bool:
-                raise InputError(f"key_mask must be bool[{batch}, n], got {key_mask.dtype}{list(key_mask.shape)}")
-            orders = [hide_keys(key_mask, keys) for keys in orders]
-        visible = Visibility(order, tuple(orders), first, start=start)
-        return _Tokens(cos, sin, slots, visible), cache, overflow
 
     def _inputs(self, ids: jax.Array | None, inputs_embeds: jax.Array | None) -> jax.Array:
         if (ids is None) == (inputs_embeds is None):
@@ -493,27 +360,6 @@ class CausalLM(nn.Module):
                 f"inputs_embeds must have shape [B, T, {self.cfg.hidden_size}], got {list(inputs_embeds.shape)}"
             )
         return inputs_embeds.astype(self.cfg.dtype)
-
-
-def _per_token(name: str, values: jax.Array, batch: int, steps: int) -> jax.Array:
-    values = jnp.asarray(values)
-    if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape not in ((batch, steps), (1, steps)):
-        raise InputError(
-            f"{name} must be integers of the ids' shape, {[batch, steps]}, got {values.dtype}{list(values.shape)}"
-        )
-    return jnp.broadcast_to(values.astype(jnp.int32), (batch, steps))
-
-
-def _mask(attention_mask: jax.Array | None, batch: int, steps: int) -> jax.Array:
-    if attention_mask is None:
-        return jnp.ones((batch, steps), bool)
-    attention_mask = jnp.asarray(attention_mask)
-    if attention_mask.shape != (batch, steps):
-        raise InputError(
-            f"attention_mask must have the new tokens' shape, {[batch, steps]}, got {list(attention_mask.shape)}; "
-            "the mask must not cover cached tokens"
-        )
-    return attention_mask.astype(bool)
 
 
 def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
@@ -537,9 +383,12 @@ def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
     return _apply(CausalLM(cfg), params, ids, method="embed")
 
 
-def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> Hidden:
-    """Run the model up to its head: `CausalLM.hidden`."""
-    return _apply(CausalLM(cfg), params, ids, method="hidden", **inputs)
+def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[jax.Array, KVCache | None]:
+    """Run the model up to its head: the normed hidden states `[B, T, D]`, and the cache if one was passed."""
+    nowhere = np.zeros((1, 0), np.int32)
+    out = forward(cfg, params, ids, logits_to_keep=nowhere, output_hidden_states=True, **inputs)
+    assert out.hidden_states is not None
+    return out.hidden_states[-1], out.cache
 
 
 def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:

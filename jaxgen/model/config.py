@@ -193,6 +193,14 @@ class ModelConfig:
     dtype: str = "float32"
 
     @property
+    def matrix_parameters(self) -> int:
+        """The number of parameters in matrices, computed without tracing the model."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_key_value_heads
+        layer = self.hidden_size * (3 * self.intermediate_size + heads * self.head_dim)
+        tables = 1 if self.tie_word_embeddings else 2
+        return tables * self.vocab_size * self.hidden_size + self.num_hidden_layers * layer
+
+    @property
     def context_length(self) -> int:
         """Number of tokens that the model was trained for; a scaled RoPE stretches it."""
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings

@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxgen.errors import InputError
-from jaxgen.model import lanes
-from jaxgen.model.barriers import NEW_CPU_PRODUCTS, in_branch
 from jaxgen.model.context import Context
-from jaxgen.model.linear import in_one_piece, product
+from jaxgen.model.linear import product
+from jaxgen.model.workarounds import cpu, lanes
+from jaxgen.model.workarounds.products import NEW_CPU_PRODUCTS, in_one_piece
 from jaxgen.shapes import at_most
 
 LARGEST = 127  # -128 is not used, so that negation is exact
@@ -90,7 +90,7 @@ def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Ar
     if in_one_piece(divided) and lanes.fits(*rows.shape):
         on_cpu = lanes.product
     elif rows.dtype == jnp.float32 or not at_most(rows.shape[0], _FEW_ROWS):
-        on_cpu = functools.partial(in_branch, converted)
+        on_cpu = functools.partial(cpu.in_branch, converted)
     else:
         on_cpu = functools.partial(_split, values_first=not divided and values.size <= _LARGEST_LEFT)
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=converted)
@@ -117,14 +117,14 @@ def _converted(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.
 def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
     """Multiply 8-bit numbers: each row, scaled, is the sum of whole numbers and of 254ths.
 
-    With `values_first`, these are the left operand, for the reason given at `_weight_first` in linear.py.
+    With `values_first`, these are the left operand.
     """
     rows = rows.astype(jnp.float32)
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / LARGEST
     scaled = rows / jnp.where(scale == 0, 1, scale)
     whole = jnp.round(scaled)
     pairs = jnp.concatenate([whole, jnp.round((scaled - whole) * 254)]).astype(jnp.int8)
-    sums = lax.optimization_barrier(_contract(values, pairs)).T if values_first else _contract(pairs, values)
+    sums = cpu.weight_first(_contract, pairs, values) if values_first else _contract(pairs, values)
     whole, parts = jnp.split(sums.astype(jnp.float32), 2)
     return (whole + parts / 254) * scale
 

@@ -1,30 +1,16 @@
-"""Products with weights and look-ups in them, as implemented for each platform and dtype."""
+"""Products with weights and look-ups in them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.model import lanes
-from jaxgen.model.barriers import NEW_CPU_PRODUCTS, rounded
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.weights import Weight
-from jaxgen.shapes import at_most
-
-# On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
-# Without AMX that is faster up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
-_SOME_ROWS = 32
-# Since jax 0.11, up to this many 16-bit rows are multiplied faster as the left operand, unless they are wider than the
-# result.
-_ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
-
-# XLA's compiler for an H100 (jax 0.10.2 to 0.11.2) makes one kernel of a sum of up to this many numbers, and two of
-# 18,944, the width of a 7B model.
-_LONGEST_SUM = 9472
+from jaxgen.model.workarounds import cpu, products
 
 
 def linear(
@@ -53,9 +39,7 @@ def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
     if isinstance(table, Weight):
         return table.look_up(ids)
     ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap
-    if table.dtype == jnp.float32:
-        return _gather(ids, table)
-    return lax.platform_dependent(ids, table, cpu=_gather_in_branch, default=_gather)
+    return cpu.look_up(_gather, ids, table)
 
 
 def precision(dtype) -> lax.Precision | None:
@@ -69,11 +53,7 @@ def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Ar
 
     jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
-    on_cpu = _cpu_product(rows.shape[0], weight, divided)
-    on_gpu = functools.partial(_row_sums, in_parts=divided is False) if rows.shape[0] == 1 else _plain
-    if on_cpu is _plain and on_gpu is _plain:
-        return _plain(rows, weight)
-    return lax.platform_dependent(rows, weight, cpu=on_cpu, cuda=on_gpu, default=_plain)
+    return products.product(_plain, rows, weight, divided)
 
 
 def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool | None):
@@ -91,26 +71,6 @@ def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], chan
 _product.defvjp(_keep_operands, _gradients)
 
 
-def _cpu_product(rows: int, weight: jax.Array, divided: bool | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return the function that multiplies this many rows with a weight on a CPU."""
-    narrow = weight.dtype != jnp.float32
-    if narrow and in_one_piece(divided) and lanes.fits(rows, weight.shape[1]):
-        return lanes.product
-    features, columns = weight.shape
-    few = narrow and at_most(rows, _ROWS_FIRST) and columns <= features
-    if not divided and not few and at_most(rows, _SOME_ROWS) and 1 < rows < features:
-        return _weight_first
-    return _two_rows if narrow and rows == 1 else _plain
-
-
-def in_one_piece(divided: bool | None) -> bool:
-    """Return True if the weight of a product on a CPU is on one device: see `Context`.
-
-    Under the caller's jit that is not known, unless this machine's CPU is only one device.
-    """
-    return jax.local_device_count("cpu") == 1 if divided is None else not divided
-
-
 def _plain(rows: jax.Array, weight: jax.Array) -> jax.Array:
     return _contract(rows, weight, 1, 1)
 
@@ -126,50 +86,5 @@ def _contract(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int
     )
 
 
-def _two_rows(row: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply one row, `[1, D]`, together with a row of zeros.
-
-    XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop stores the float32 copy of all
-    weights. With two rows or more it reads them without converting.
-    """
-    return _plain(jnp.concatenate([row, jnp.zeros_like(row)]), weight)[:1]
-
-
-def _row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
-    """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler fuses with what comes before and after.
-
-    Of a product with a large weight it makes a kernel of partial sums and one that adds them up. It does the same with
-    long sums, unless they are `in_parts`: parts of equal length are one kernel. A weight that may be divided over a
-    mesh is left in one part, because its columns may be on several devices.
-    """
-    columns = weight.shape[1]
-    parts = -(-columns // _LONGEST_SUM) if in_parts else 1
-    parts = next((count for count in range(parts, 4 * parts) if columns % count == 0), parts)
-    weights = weight.astype(jnp.float32) * row.astype(jnp.float32)
-    return functools.reduce(jnp.add, [jnp.sum(part, axis=1) for part in jnp.array_split(weights, parts, axis=1)])[None]
-
-
-def _weight_first(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply with the weight as the left operand.
-
-    XLA's CPU product packs its right operand at each call, so the smaller operand should be the right one. Rounding
-    keeps XLA from swapping them.
-    """
-    return rounded(_plain(weight, rows)).T
-
-
 def _gather(ids: jax.Array, table: jax.Array) -> jax.Array:
     return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
-
-
-def _gather_in_branch(ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Look up rows inside a branch.
-
-    XLA's CPU compiler converts a 16-bit table to float32 to gather from it and, in a loop, stores that whole copy. It
-    does not move the conversion out of a branch, and there converts only the rows that are read.
-    """
-    return lax.cond(jnp.any(ids < table.shape[0]), _gather, _gather_nothing, ids, table)
-
-
-def _gather_nothing(ids: jax.Array, table: jax.Array) -> jax.Array:
-    return jnp.full((*ids.shape, table.shape[1]), jnp.nan, table.dtype)

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxgen.model.context import Context
 from jaxgen.model.linear import look_up, precision, product
 from jaxgen.model.weights import Weight
-from jaxgen.shapes import at_most, repeat_rows
-
-_FEW_ROWS = 32
+from jaxgen.model.workarounds import gpu
+from jaxgen.shapes import repeat_rows
 
 
 class _Updated:
@@ -119,9 +118,9 @@ class Adapters(_Updated):
             return out
         narrow = product(rows, self.a.reshape(-1, self.a.shape[-1]), context).reshape(-1, *self.a.shape[:-1])
         chosen = repeat_rows(context.adapter, rows.shape[0])
-        if context.divided is not False or not at_most(rows.shape[0], _FEW_ROWS):
+        if context.divided is not False:
             return self._add_of_all(out, narrow, chosen)
-        return lax.platform_dependent(out, narrow, chosen, cuda=self._add_of_each, default=self._add_of_all)
+        return gpu.add_updates(self._add_of_all, out, narrow, chosen, self.b, self.ends)
 
     def _add_of_all(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
         """Add the product of `narrow [rows, n, p, r]` with all updates, in which those of other rows are zero."""
@@ -133,23 +132,6 @@ class Adapters(_Updated):
             for part, (start, end) in enumerate(zip(starts, self.ends, strict=True))
         ]
         return out + jnp.concatenate(updates, axis=1)
-
-    def _add_of_each(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Add the sums of products of `narrow [rows, n, p, r]` with the update of each row.
-
-        XLA's GPU compiler makes one kernel of it (jax 0.10.2), for which all look-ups of `narrow` have to be one, with
-        indices of one number, and `narrow` is not rounded. Parts of a fused matrix are used several times by what
-        follows; without the barrier, each use would compute them again.
-        """
-        rows, (count, parts, rank, _) = out.shape[0], self.a.shape
-        part = np.repeat(np.arange(parts, dtype=np.int32), np.diff(self.ends, prepend=0))
-        own = jnp.maximum(chosen, 0)
-        first = ((jnp.arange(rows, dtype=jnp.int32) * count + own)[:, None] * parts + part[None, :]) * rank
-        index = first[:, None, :] + jnp.arange(rank, dtype=jnp.int32)[None, :, None]
-        narrow = jnp.take(narrow.reshape(-1), index, mode="clip")
-        update = jnp.sum(narrow * self.b[own].astype(jnp.float32), axis=1)
-        out = out + jnp.where(chosen[:, None] >= 0, update, 0.0)
-        return lax.optimization_barrier(out) if parts > 1 else out
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Return the rows `ids int32[B, T]` of `weight`, which has no updates here: `[B, T, D]`."""

@@ -26,6 +26,7 @@ from jaxgen.errors import InputError
 from jaxgen.model.causal_lm import FUSED, param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.weights import Weight
+from jaxgen.model.workarounds import cpu
 
 _AXES = ("data", "model", "copies")
 _ALL = ("model", "copies")
@@ -178,7 +179,7 @@ def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
 
 
-def largest(
+def sharded_top_k(
     x: jax.Array, count: int, mesh: Mesh | None, values: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Find the `count` largest entries of each row of `x float32[B, n, V]`, in the order of `lax.top_k`.
@@ -190,8 +191,7 @@ def largest(
     """
     rows, beams, vocab = x.shape
     if mesh is None:
-        # Without the barrier, XLA takes a slice of the result for a part of a sort, and then sorts everything.
-        best, place = lax.optimization_barrier(lax.top_k(x.reshape(rows, -1), count))
+        best, place = cpu.top_k(x.reshape(rows, -1), count)
         return best if values is None else jnp.take_along_axis(values.reshape(rows, -1), place, axis=1), place
 
     def of_part(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgen.config.generation_config import GenerationConfig, model_of, warn
-from jaxgen.config.kinds import is_tracer
-from jaxgen.config.options import GREEDY, OPTIONS, SAMPLE
+from jaxgen.config.generation_config import GenerationConfig, model_of
+from jaxgen.config.option import GREEDY, SAMPLE
+from jaxgen.config.options import OPTIONS
+from jaxgen.config.values import is_tracer
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.extensions import Extensions, HostFunction
 from jaxgen.decoding.loop import Mode
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.fused import expected_shapes

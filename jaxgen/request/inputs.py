@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxgen.config.generation_config import GenerationConfig, warn
+from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.continuation import UNKNOWN
 from jaxgen.decoding.run import Array
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, warn
 from jaxgen.model.config import ModelConfig
 
 

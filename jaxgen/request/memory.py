@@ -25,9 +25,9 @@ from jaxgen.decoding.needs import Needs
 from jaxgen.errors import InputError
 from jaxgen.model.attention import all_at_once
 from jaxgen.model.cache import KVCache
+from jaxgen.model.cache_storage import SCALED
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.quantization import KINDS
-from jaxgen.model.slots import SCALED
 from jaxgen.programs import default_device
 from jaxgen.request.prepare import Prepared
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxgen.buckets import capacity_for, prompt_bucket
 from jaxgen.config.availability import check_options, normal_form
-from jaxgen.config.generation_config import GenerationConfig, warn, warn_unused
+from jaxgen.config.generation_config import GenerationConfig, warn_unused
 from jaxgen.decoding import guidance
 from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.continuous import Continuous
@@ -22,7 +22,7 @@ from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.row_options import OptionValues
 from jaxgen.model.cache import KVCache
@@ -88,13 +88,10 @@ def prepare(
     eager: bool,
     assistant: Assistant | None = None,
 ) -> Prepared:
-    """Check a call and return what the loop needs.
+    """Check a call, with an error for a faulty one, and return what the loop needs.
 
     In an eager call, prompt width and number of new tokens are rounded up, so that few programs serve all calls. The
     prompts get padding on the left, which the program removes first. Under the caller's jit sizes are unchanged.
-
-    Raises:
-        InputError, ConfigError, TypeError: a faulty call.
     """
     ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)
     has_ids = not (inputs.ids is None and embeds is not None)
@@ -107,7 +104,6 @@ def prepare(
     needs = mode.needs(cfg)
     _check(cfg, prompts, cache, mesh, extensions, mode)
     if cfg.slots is not None:
-        check_slots(cfg, cache, extensions, mode)
         mode = Continuous(mode, cfg.slots)
     if mode.drafts:
         check_drafting(cfg, assistant, prompts, has_ids and (cache is None or cache.tokens is not None))
@@ -133,22 +129,16 @@ def prepare(
         run = with_draft(run, assistant)
     # The program's arguments must be arrays, so Python numbers become arrays.
     run, options = _without_options(run, np.asarray if eager else jnp.asarray)
+    request = Request(ids, mask, budget, options, key=key, cache=cache, embeds=embeds, **_starts(extensions))
+    request = dataclasses.replace(request, negative_ids=negative_ids, negative_mask=negative_mask)
+    return Prepared(mode, run, request, *given, width, new_tokens)
+
+
+def _starts(extensions: Extensions) -> dict[str, Array | None]:
+    """Return the first states of the prompts in their automata."""
     grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
     stops = None if extensions.stop_strings is None else extensions.stop_strings.start
-    request = Request(
-        ids,
-        mask,
-        budget,
-        options,
-        grammar=grammar,
-        stop_strings=stops,
-        key=key,
-        cache=cache,
-        embeds=embeds,
-        negative_ids=negative_ids,
-        negative_mask=negative_mask,
-    )
-    return Prepared(mode, run, request, *given, width, new_tokens)
+    return {"grammar": grammar, "stop_strings": stops}
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
@@ -177,6 +167,8 @@ def _check(
         check_processes(cfg, extensions)
     if isinstance(extensions.allowed, TokenAutomaton):
         check_grammar(extensions.allowed, cfg, prompts)
+    if cfg.slots is not None:
+        check_slots(cfg, cache, extensions, mode)
 
 
 _wrapped = Program(Continuation.of, "generate (cache)")

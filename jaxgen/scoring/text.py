@@ -51,29 +51,24 @@ def score(
     >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
     >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
 
-    One forward pass. Logits are computed for a few positions at a time, and again for their gradient, so that all
-    logits are never in memory together. `score` can be differentiated with respect to `params` and called under the
-    caller's jit, where an id outside the vocabulary gives NaN. Called eagerly, it rounds the width up to buckets, as
-    `generate` does, so that few programs are compiled.
+    One forward pass. Logits are computed for a few positions at a time, and again for their gradient. `score` can be
+    differentiated in `params` and called under the caller's jit, where an id outside the vocabulary gives NaN.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], text padded to one width.
-        cfg: with `of="logits"` only `cfg.model`, `cfg.adapter` and the pad and eos ids, from which the mask is
-            inferred, are read.
-            With `of="scores"` it is the config passed to `generate`; a value given per prompt then applies to R rows,
-            R = `num_return_sequences`. To score rows that `generate` did not return, set that to 1 and pass one value
-            per row.
+        cfg: with `of="logits"`, only `model`, `adapter` and the pad and eos ids, which the mask follows from, are read.
+            With `of="scores"` it is that passed to `generate`; a value per prompt then applies to the R =
+            `num_return_sequences` rows of the prompt. For rows of another origin set that to 1, one value per row.
         attention_mask: `[B, L]`, 0 where ids is padding, anywhere. If left out, it is inferred as in `generate`.
         of: "logits" for the model's own distribution; "scores" for the one that greedy search, contrastive search or
-            sampling chooses from, after all processors and warpers of `cfg`. `output_logprobs` has the same names.
-            Warpers never remove the token that is scored; one that a processor or a grammar bans has -inf.
+            sampling chooses from, after all processors and warpers of `cfg`. Warpers never remove the token that is
+            scored; one that a processor or a grammar bans has -inf.
         prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` they are the prompts,
-            and the columns after them are generated tokens, one per column until the row's end. The budget, on which
+            and the columns after them are generated tokens until the row's end. The budget, on which
             `forced_eos_token_id` and an automaton depend, is `max_new_tokens`, else what `max_length` leaves, else the
             number of these columns.
-        logits_processor: as in `generate`, for `of="scores"`.
-        prefix_allowed_tokens_fn: a `TokenAutomaton`, for `of="scores"`.
+        logits_processor, prefix_allowed_tokens_fn: as in `generate`, for `of="scores"`; a `TokenAutomaton`.
         top_logprobs: n, also return the n most likely tokens for each position.
         chunk: the number of columns whose logits, for all rows, are in memory at once; by default as many as fit into
             128 MiB.
@@ -84,31 +79,33 @@ def score(
         TypeError: an argument of the wrong type.
     """
     check_call(params, cfg)
-    model = cfg.model
-    vocab = model.vocab_size
-    check_size("top_logprobs", top_logprobs, 0, vocab)
+    check_size("top_logprobs", top_logprobs, 0, cfg.model.vocab_size)
     if chunk is not None:
         check_size("chunk", chunk, 1)
     extensions = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
     traced = is_traced(params, ids, cfg, attention_mask, extensions) or under_jit()
-    ids = token_ids(ids, model)
+    ids = token_ids(ids, cfg.model)
     mask = mask_of(attention_mask, ids, cfg)
-    rows, width = ids.shape
     if prompt_width is not None:
-        check_size("prompt_width", prompt_width, 1, width - 1)
+        check_size("prompt_width", prompt_width, 1, ids.shape[1] - 1)
     start = int(prompt_width or 0)
     replay = None if extensions is None else _replay(cfg, extensions, ids, mask, start, traced)
+    return _scored(params, cfg, ids, mask, replay, start, int(top_logprobs), chunk, traced)
 
+
+def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: int, chunk, traced: bool) -> LogProbs:
+    """Run a checked call of `score`, with rounded sizes if it is eager."""
+    rows, width = ids.shape
     left = right = 0
     if not traced:
         left, right = (prompt_bucket(part) - part if part else 0 for part in (start, width - start))
         ids, mask = (np.pad(x, ((0, 0), (left, right))) for x in (ids, mask))
-    size = chunk_size(chunk, width - start + right, rows * vocab)
-    sizes = {"start": start + left, "top": int(top_logprobs), "chunk": size}
+    size = chunk_size(chunk, width - start + right, rows * cfg.model.vocab_size)
+    sizes = {"start": start + left, "top": top, "chunk": size}
     mesh = None if traced else mesh_of(params)
     ids, mask = place_rows((ids, mask), mesh)
     context = Context(None if traced else mesh is not None, _adapter_of_rows(cfg, rows))
-    scores = logprobs(params, ids, mask, replay, context=context, model=model, **sizes)
+    scores = logprobs(params, ids, mask, replay, context=context, model=cfg.model, **sizes)
     if mesh is not None:
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:

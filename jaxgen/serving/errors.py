@@ -6,8 +6,7 @@ import logging
 import re
 from typing import Any
 
-from jaxgen.engine.engine import QueueFull
-from jaxgen.engine.results import EngineClosed
+from jaxgen.engine.results import EngineClosed, QueueFull
 from jaxgen.errors import JaxgenError, one_line
 
 NO_RETRY = {"x-should-retry": "false"}  # to clients of OpenAI, which else repeat requests that fail

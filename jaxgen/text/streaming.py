@@ -12,8 +12,9 @@ from typing import Any, TextIO
 import numpy as np
 
 from jaxgen.errors import InputError
+from jaxgen.text.ids import id_list
 from jaxgen.text.token_bytes import FALLBACK
-from jaxgen.text.tokenizer import Tokenizer, clean_up, id_list
+from jaxgen.text.tokenizer import Tokenizer, clean_up
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A pattern of clean_up starts with a space; these are the characters that can follow before it is complete

@@ -11,40 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from jaxgen.errors import ConfigError, InputError, JaxgenError, shown
-from jaxgen.model.families import FAMILIES
 from jaxgen.text import chat_template
-from jaxgen.text.json_file import fetch_again, read_file, read_json
+from jaxgen.text.ids import id_list, rows_of, without_prefix
+from jaxgen.text.json_file import fetch_again
 from jaxgen.text.token_bytes import token_bytes
+from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, add_tokens, check_types, read_config
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
-from jaxgen.text.utf8_text import decoded, encoded
+from jaxgen.text.utf8_text import encoded
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-# Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null is a value)
-CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
-    "LlamaTokenizer": {
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "clean_up_tokenization_spaces": False,
-    },
-}
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "tokenizer_class": str,
-    "model_max_length": (int, float),
-    "truncation_side": str,
-    "added_tokens_decoder": Mapping,
-    "additional_special_tokens": (list, tuple),
-    **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
-    **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
-}
 # Methods of transformers' tokenizers, and what takes their place
 ELSEWHERE = {
     "__call__": "batch(texts), or encode(text) for one",
@@ -59,7 +36,6 @@ ELSEWHERE = {
 }
 # transformers writes int(1e30) where a checkpoint states no limit
 NO_MAX_LENGTH = 10**20
-_MOST_ADDING = 20_000_000  # added tokens times the runs in which they are added
 _LARGEST_ID = 2**31 - 1
 
 
@@ -83,7 +59,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
         config = dict(config or {})
-        _check_types(config)
+        check_types(config)
         self.source = "tokenizer"
         tokenizer_class = (config.get("tokenizer_class") or "").removesuffix("Fast")
         if backend.padding:
@@ -95,7 +71,7 @@ class Tokenizer:
         backend.no_truncation()
 
         self.backend = backend
-        self.special_tokens = _add_tokens(backend, config)
+        self.special_tokens = add_tokens(backend, config)
         self.bos_token, self.bos_token_id = self._special("bos_token")
         self.eos_token, self.eos_token_id = self._special("eos_token")
         self.unk_token, self.unk_token_id = self._special("unk_token")
@@ -135,7 +111,7 @@ class Tokenizer:
             raise InputError(f"{directory} is not a directory: from_pretrained reads a local HF directory")
         file = directory / "tokenizer.json"
         try:
-            backend, config = read_backend(file), _read_config(directory)
+            backend, config = read_backend(file), read_config(directory)
         except JaxgenError as error:
             raise ConfigError("; ".join([str(error), *fetch_again(directory, [f"damaged: {error}"])])) from error
         if backend is None:
@@ -259,7 +235,7 @@ class Tokenizer:
         prefix = id_list(after)
         if not prefix:
             return self.pad([self.encode(t, add_special_tokens=False, max_length=max_length) for t in rendered])
-        rows = _without_prefix([self.encode(t, add_special_tokens=False) for t in rendered], prefix)
+        rows = without_prefix([self.encode(t, add_special_tokens=False) for t in rendered], prefix)
         if max_length is not None:
             left = max_length - len(prefix)
             if left < 1:
@@ -345,7 +321,7 @@ class Tokenizer:
             lengths = out.lengths if lengths is None else lengths
             prompt_width = out.prompt_width if prompt_width is None else prompt_width
             out = out.sequences
-        rows = _rows(out)
+        rows = rows_of(out)
         if lengths is not None and prompt_width is None:
             raise InputError(
                 "lengths are the numbers of generated tokens: pass prompt_width too, the width of ids, or 0 for "
@@ -431,36 +407,6 @@ class Tokenizer:
         return Batch(ids, mask)
 
 
-def _rows(sequences: Any) -> list[Any]:
-    """Return the rows of an array, or of a list of sequences, as a list."""
-    if hasattr(sequences, "ndim"):
-        sequences = list(np.atleast_1d(sequences))
-    if not isinstance(sequences, Sequence) or any(np.ndim(row) != 1 for row in sequences):
-        raise TypeError(
-            f"decode_batch accepts an output of generate or rows of ids, got {shown(sequences)}: use decode for one row"
-        )
-    return list(sequences)
-
-
-def _without_prefix(rows: list[list[int]], prefix: list[int]) -> list[list[int]]:
-    """Return what follows the prefix in each row.
-
-    Raises:
-        InputError: a row does not begin with it, or has nothing else.
-    """
-    for i, row in enumerate(rows):
-        pairs = enumerate(itertools.zip_longest(prefix, row[: len(prefix)]))
-        different = next((place for place, (wanted, given) in pairs if wanted != given), None)
-        if different is not None:
-            raise InputError(
-                f"conversation {i} does not begin with the {len(prefix)} tokens of after: token {different} differs. "
-                "Pass the messages, tools and variables that chat_prefix had first, or call chat without after"
-            )
-        if prefix and len(row) == len(prefix):
-            raise InputError(f"conversation {i} has only the {len(prefix)} tokens of after: add a message")
-    return [row[len(prefix) :] for row in rows]
-
-
 def check_tokenizer(tokenizer: object) -> None:
     """Raise a TypeError for another tokenizer, such as one of transformers."""
     if not isinstance(tokenizer, Tokenizer):
@@ -475,114 +421,3 @@ def clean_up(text: str) -> str:
     for ending in ("n't", "'m", "'s", "'ve", "'re"):
         text = text.replace(" " + ending, ending)
     return text
-
-
-def id_list(ids: Any) -> list[int]:
-    """Check one sequence of token ids, or a single id, of any type and return it as a list."""
-    try:
-        array = np.atleast_1d(np.asarray(ids))
-    except ValueError as error:
-        raise InputError("expected one sequence of ids, got several: decode_batch decodes rows") from error
-    if array.size == 0:
-        return []
-    if array.dtype.kind not in "iu":
-        got = type(ids).__name__ if array.dtype == object else array.dtype
-        raise TypeError(f"token ids must be integers, got {got}: decode_batch decodes an output of generate")
-    if array.ndim > 1:
-        raise InputError(f"expected one sequence of ids, got shape {array.shape}: decode_batch decodes rows")
-    if array.min() < 0 or array.max() >= 2**32:
-        wrong = array[(array < 0) | (array >= 2**32)][0]
-        raise InputError(f"{wrong} is not a token id: ids are at least 0 and below 2**32")
-    return array.tolist()
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    """Merge the directory's files into the form of a modern tokenizer_config.json."""
-    config = read_json(directory / "tokenizer_config.json") or {}
-    if not config.get("tokenizer_class"):
-        model = read_json(directory / "config.json") or {}
-        family = FAMILIES.get(str(model.get("model_type")))
-        config["tokenizer_class"] = model.get("tokenizer_class") or (family.tokenizer if family else None)
-    if "added_tokens_decoder" not in config:
-        additional = _additional(directory, config)
-        config.update(read_json(directory / "special_tokens_map.json") or {})
-        known = {repr(token) for token in additional}
-        additional += [token for token in _additional(directory, config) if repr(token) not in known]
-        config["additional_special_tokens"] = additional
-        special = [_content(token) for token in (*map(config.get, SPECIAL_NAMES), *additional)]
-        config["added_tokens_decoder"] = {
-            str(index): {"content": token, "special": token in special, "normalized": token not in special}
-            for token, index in (read_json(directory / "added_tokens.json") or {}).items()
-        }
-    template = directory / "chat_template.jinja"
-    if (data := read_file(template, 4 * chat_template.LARGEST)) is not None:
-        config["chat_template"] = decoded(str(template), data)
-    return config
-
-
-def _additional(directory: Path, config: Mapping[str, Any]) -> list[Any]:
-    tokens = config.get("additional_special_tokens") or []
-    if not isinstance(tokens, list):
-        raise ConfigError(f"{directory}: additional_special_tokens must be a list, got {shown(tokens)}")
-    return list(tokens)
-
-
-def _check_types(config: Mapping[str, Any]) -> None:
-    for name, kind in TYPES.items():
-        value = config.get(name)
-        if value is not None and not isinstance(value, kind):
-            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ConfigError(f"{name} of the tokenizer's config must be of type {wanted}, got {shown(value)}")
-
-
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _added_token(token: Any, special: bool) -> AddedToken:
-    flags = dict(token) if isinstance(token, Mapping) else {"normalized": False}
-    flags = {name: flags[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in flags}
-    if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
-        raise ConfigError(f"{', '.join(wrong)} of the added token {shown(_content(token))} must be true or false")
-    return AddedToken(_content(token) or "", special=special, **flags)
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the config's tokens to the backend as HF does and return its special tokens by name."""
-    named = {name: config[name] for name in SPECIAL_NAMES if config.get(name) is not None}
-    additional = list(config.get("additional_special_tokens") or ())
-    for name, token in (*named.items(), *(("additional_special_tokens", token) for token in additional)):
-        if not isinstance(_content(token), str):
-            raise ConfigError(f"{name} of the tokenizer's config must be a string, got {shown(token)}")
-    special = {_content(token): token for token in (*named.values(), *additional)}
-
-    listed: dict[int, Mapping[str, Any]] = {}
-    for index, token in (config.get("added_tokens_decoder") or {}).items():
-        is_token = isinstance(token, Mapping) and isinstance(token.get("content"), str)
-        if not is_token or not str(index).isdecimal() or len(str(index)) > 10:
-            raise ConfigError(f"added_tokens_decoder must map ids to tokens, got {shown(index)}: {shown(token)}")
-        listed[int(index)] = token
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    known |= {_content(token) for token in listed.values()}
-    tokens = [
-        _added_token(token, bool(token.get("special")) or _content(token) in special)
-        for _, token in sorted(listed.items())
-    ]
-    tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # In runs, because the order gives the ids and older releases of the library read no flag in add_tokens
-    runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
-    if len(runs) * len(tokens) > _MOST_ADDING:
-        raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")
-    with library_errors("the added tokens"):
-        for is_special, run in runs:
-            (backend.add_special_tokens if is_special else backend.add_tokens)(run)
-    for index, token in listed.items():
-        if backend.token_to_id(token["content"]) != index:
-            raise ConfigError(
-                f"the added token {shown(token['content'])} has the id {index} in tokenizer_config.json and "
-                f"{backend.token_to_id(token['content'])} with this tokenizer.json: the files do not match"
-            )
-    names: dict[str, Any] = {name: _content(token) for name, token in named.items()}
-    if additional:
-        names["additional_special_tokens"] = [_content(token) for token in additional]
-    return names

@@ -38,7 +38,7 @@ EOS = CFG.replace(eos_token_id=[7, 20, 33, 48, 50])
 
 @functools.partial(jax.jit, static_argnums=0)
 def states(model, params, embeds):
-    return hidden(model, params, None, inputs_embeds=embeds[None]).last[0]
+    return hidden(model, params, None, inputs_embeds=embeds[None])[0][0]
 
 
 def last_states(embeds) -> np.ndarray:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, generate
-from jaxgen.engine.engine import Engine, QueueFull
+from jaxgen.engine.engine import Engine
 from jaxgen.engine.many import generate_many
-from jaxgen.engine.results import EngineClosed
+from jaxgen.engine.results import EngineClosed, QueueFull
 from tests.support import slot_loops
 from tests.support.compilations import compilations
 from tests.support.models import model_config, random_params

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxgen.logits import order_statistics as select
-from jaxgen.logits.order_statistics import largest
+from jaxgen.logits.order_statistics import bisect
 
 ROWS, SIZE = 3, 23
 kth_largest, last_of, ordered_bits = (jax.jit(f) for f in (select.kth_largest, select.last_of, select.ordered_bits))
@@ -36,6 +36,6 @@ def test_last_of_keeps_the_highest_indices(chosen, count):
         np.testing.assert_array_equal(np.flatnonzero(result), np.flatnonzero(row)[-count:])
 
 
-def test_largest_is_zero_where_nothing_holds():
-    assert largest(lambda value: value < 0, 2).tolist() == [0, 0]
-    assert largest(lambda value: value <= 5, 2, bits=3).tolist() == [5, 5]
+def test_bisect_is_zero_where_nothing_holds():
+    assert bisect(lambda value: value < 0, 2).tolist() == [0, 0]
+    assert bisect(lambda value: value <= 5, 2, bits=3).tolist() == [5, 5]

@@ -12,8 +12,8 @@ from jaxgen import CausalLM, GenerationConfig, KVCache, generate
 from jaxgen.model import attention as module
 from jaxgen.model.attention import Part, attention
 from jaxgen.model.cache import EMPTY
+from jaxgen.model.cache_storage import as_numbers, as_stored
 from jaxgen.model.masks import Visibility
-from jaxgen.model.slots import as_numbers, as_stored
 from tests.support.models import model_config, random_params, slow
 
 ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, KVCache
-from jaxgen.model.slots import as_numbers, as_stored, write
+from jaxgen.model.cache_storage import as_numbers, as_stored, write
 from tests.support.models import model_config, slow
 
 CFG = model_config()

@@ -141,6 +141,7 @@ def test_logits_to_keep():
     picked = run(ids, logits_to_keep=jnp.asarray([[6, 0], [3, 3]])).logits
     np.testing.assert_allclose(picked[0], whole[0][jnp.asarray([6, 0])], atol=1e-6)
     np.testing.assert_allclose(picked[1], whole[1][jnp.asarray([3, 3])], atol=1e-6)
+    assert run(ids, logits_to_keep=jnp.zeros((2, 0), jnp.int32)).logits.shape == (2, 0, CFG.vocab_size)
 
 
 def test_embeddings_in_place_of_ids():

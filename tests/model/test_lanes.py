@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen.model import lanes
 from jaxgen.model.context import Context
 from jaxgen.model.linear import linear
+from jaxgen.model.workarounds import lanes
 
 # Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, Llama 1B and 8B.
 SIZES = [896, 4864, 1536, 8960, 2048, 11008, 3584, 18944, 5120, 13824, 27648, 8192, 29568, 4096, 14336]
@@ -72,7 +72,7 @@ def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
 
 
 def test_a_plain_sum_is_given_to_the_library():
-    """If this fails, jax has changed, and `_sum` in lanes.py may no longer need its rounding."""
+    """If this fails, jax has changed, and `_sum` in workarounds/lanes.py may no longer need its rounding."""
     x, weight = jnp.ones((1, 896), jnp.bfloat16), jnp.ones((512, 896), jnp.bfloat16)
     multiply = jax.jit(lambda x, weight: jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=1))
     assert given_to_the_library(multiply.lower(x, weight).compile().as_text(), "[512,896]")
@@ -80,7 +80,7 @@ def test_a_plain_sum_is_given_to_the_library():
 
 @pytest.mark.parametrize(("initial", "sums"), [(0.0, 1), (-0.0, 2)])
 def test_sums_are_joined_unless_their_initial_values_differ(initial, sums):
-    """If this fails, jax has changed, and `_product` in lanes.py may need another form."""
+    """If this fails, jax has changed, and `_product` in workarounds/lanes.py may need another form."""
     double = jax.jit(lambda x: lanes._sum(lanes._sum(x, 2, 0.0), 1, initial))
     assert double.lower(jnp.ones((4, 5, 6))).compile().as_text().count(" reduce(") == sums
 

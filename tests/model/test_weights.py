@@ -62,14 +62,13 @@ class TestFace:
     def test_head_of_hidden_is_the_forward_pass(self, tied):
         cfg = model_config(tie_word_embeddings=tied)
         params = random_params(cfg)
-        whole = causal_lm.forward(cfg, params, IDS, output_hidden_states=True, output_attentions=True)
-        hidden = causal_lm.hidden(cfg, params, IDS, output_attentions=True)
-        assert causal_lm.hidden(cfg, params, IDS).attentions is None
-        np.testing.assert_array_equal(hidden.last, whole.hidden_states[-1])
-        np.testing.assert_array_equal(hidden.states[1], whole.hidden_states[1])
-        np.testing.assert_array_equal(hidden.attentions[1], whole.attentions[1])
-        np.testing.assert_array_equal(causal_lm.head(cfg, params, hidden.last), whole.logits)
-        np.testing.assert_array_equal(CausalLM(cfg).apply({"params": params}, IDS, method="embed"), hidden.states[0])
+        whole = causal_lm.forward(cfg, params, IDS, output_hidden_states=True)
+        hidden, cache = causal_lm.hidden(cfg, params, IDS)
+        assert cache is None
+        np.testing.assert_array_equal(hidden, whole.hidden_states[-1])
+        np.testing.assert_array_equal(causal_lm.head(cfg, params, hidden), whole.logits)
+        embeds = CausalLM(cfg).apply({"params": params}, IDS, method="embed")
+        np.testing.assert_array_equal(embeds, whole.hidden_states[0])
 
     def test_head_gives_float32_for_any_leading_axes(self):
         cfg = model_config(torch_dtype="bfloat16")
@@ -86,9 +85,9 @@ class TestFace:
     def test_hidden_is_nan_where_the_cache_is_full(self):
         cache = KVCache.create(CFG, 2, 4)
         run = jax.jit(lambda position: causal_lm.hidden(CFG, PARAMS, IDS, cache=cache, cache_position=position))
-        out = run(jnp.asarray([0, 2]))
-        assert bool(jnp.all(jnp.isfinite(out.last[0])))
-        assert bool(jnp.all(jnp.isnan(out.last[1])))
+        states, _ = run(jnp.asarray([0, 2]))
+        assert bool(jnp.all(jnp.isfinite(states[0])))
+        assert bool(jnp.all(jnp.isnan(states[1])))
 
 
 class TestKinds:

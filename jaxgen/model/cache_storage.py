@@ -5,8 +5,9 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+
+from jaxgen.model.workarounds.cpu import stored_dtype
 
 SCALED = jnp.dtype(jnp.int8)  # the dtype of a cache whose numbers have scales
 _LARGEST = 127  # -128 is not used, so that negation is exact
@@ -37,7 +38,7 @@ def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
     """Return `[n, K, S, H]` zeros in the form that stores numbers of `dtype`, in 8 bits if asked for."""
     if int8:
         return ScaledSlots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
-    return jnp.zeros(shape, _stored(dtype))
+    return jnp.zeros(shape, stored_dtype(dtype))
 
 
 def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
@@ -45,7 +46,7 @@ def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
     x = x.astype(dtype)
     if int8:
         return _quantize(x.astype(jnp.float32))
-    return x if _stored(dtype) == x.dtype else lax.bitcast_convert_type(x, _stored(dtype))
+    return x if stored_dtype(dtype) == x.dtype else lax.bitcast_convert_type(x, stored_dtype(dtype))
 
 
 def as_numbers(x: Slots, dtype: str) -> jax.Array:
@@ -81,8 +82,3 @@ def _quantize(x: jax.Array) -> ScaledSlots:
     scales = jnp.max(jnp.abs(x), axis=-1) / _LARGEST
     values = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
     return ScaledSlots(values.astype(jnp.int8), scales)
-
-
-def _stored(dtype: str) -> np.dtype:
-    # XLA's GPU compiler does not fuse reading unsigned 16-bit numbers with attention.
-    return np.dtype(np.int16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)

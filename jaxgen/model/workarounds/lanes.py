@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxgen.model.barriers import in_branch, rounded
+from jaxgen.model.workarounds.cpu import in_branch, rounded
 from jaxgen.shapes import at_most
 
 _LANES = 32

@@ -1,0 +1,108 @@
+"""The record of an option, and the names that records refer to: decode modes, stages, sections of the reference.
+
+Does not import jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxgen.config.kinds import Kind
+from jaxgen.config.values import is_array, is_tracer
+
+# Decode modes, by the names of transformers' GenerationMode.
+GREEDY, SAMPLE, CONTRASTIVE = "greedy_search", "sample", "contrastive_search"
+BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED = (
+    "beam_search",
+    "beam_sample",
+    "group_beam_search",
+    "constrained_beam_search",
+)
+ASSISTED, DOLA = "assisted_generation", "dola_generation"
+PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
+BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
+
+# Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
+# BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
+# processors.
+GUIDANCE, BEFORE_GRAMMAR, AFTER_GRAMMAR = "guidance", "before the grammar", "after the grammar"
+RENORMALIZE, WARP = "renormalize", "warp"
+
+# Sections of the option reference.
+LENGTH, CHOICE = "Length and end", "Choosing a token"
+SCORES = "Scores, in the order in which they are applied"
+OUTPUT, MODES, REFUSED = "Output and input", "Other decode modes", "Refused by name"
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """The record of one option.
+
+    Attributes:
+        name: transformers' name.
+        default: transformers' default, in normal form.
+        kind: parsing, allowed values, the neutral value, the form in the program.
+        doc: its effect, in one line.
+        group: section of the option reference.
+        hf: the class of transformers 4.41.1 that implements it.
+        since: "" for an option of 4.41.1, the number of a later release or "later", or "jaxgen" for jaxgen's own.
+        differs: differences from transformers.
+        modes: the decode modes that read it; None for all. A mode that draws tokens also reads what `sample` reads.
+        stage: the stage of a logits processor or warper.
+        needs: options that must be on for a processor to run.
+        of_tokens: it depends on the tokens of the prompt, so a cache must include token ids.
+        host: used on the host, not by the compiled loop.
+        command: the command offers it; a string is added to its help there.
+        instead_of: the alternative limit, cleared when this one is set on the command line.
+        refused: the error text for a value that is not in `offered`, with the reason and a remedy.
+        offered: accepted values, in addition to the default, of an option with `refused`.
+        examples: two values; changing from the first to the second must not recompile.
+    """
+
+    name: str
+    default: Any
+    kind: Kind
+    doc: str
+    group: str
+    hf: str = ""
+    since: str = ""
+    differs: str = ""
+    modes: tuple[str, ...] | None = None
+    stage: str = ""
+    needs: tuple[str, ...] = ()
+    of_tokens: bool = False
+    host: bool = False
+    command: bool | str = False
+    instead_of: str = ""
+    refused: str = ""
+    offered: tuple[Any, ...] = ()
+    examples: tuple[Any, ...] = ()
+
+    def parse(self, value: Any) -> Any:
+        """Return the normal form of a value; see `Kind.parse`."""
+        if value is None and (self.kind.optional or self.default is None):
+            return self.default
+        return self.kind.parse(self.name, value)
+
+    def is_on(self, value: Any) -> bool:
+        """Return True if a value in normal form is not the neutral value."""
+        return not self.kind.is_off(value)
+
+    def is_given(self, value: Any) -> bool:
+        """Return True if a value in normal form differs from the default and is not off."""
+        if value is self.default:
+            return False
+        if is_array(value):
+            if is_tracer(value) or value.ndim:
+                return True
+            value = value.item()
+        if isinstance(value, bool) or isinstance(self.default, bool):
+            return bool(value) != bool(self.default)
+        return value != self.default and self.is_on(value) and value not in ((), {})
+
+
+def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
+    """Declare a field of `GenerationOptions` by its record. The default is the kind's neutral value unless given."""
+    default = kind.neutral if default is ... else default
+    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})

@@ -1,0 +1,134 @@
+"""Settings of a checkpoint's tokenizer, read from its files, and the tokens that they add."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from jaxgen.errors import ConfigError, shown
+from jaxgen.model.families import FAMILIES
+from jaxgen.text import chat_template
+from jaxgen.text.json_file import read_file, read_json
+from jaxgen.text.tokenizer_file import library_errors
+from jaxgen.text.utf8_text import decoded
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null is a value)
+CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+    },
+}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "tokenizer_class": str,
+    "model_max_length": (int, float),
+    "truncation_side": str,
+    "added_tokens_decoder": Mapping,
+    "additional_special_tokens": (list, tuple),
+    **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
+    **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
+}
+_MOST_ADDING = 20_000_000  # added tokens times the runs in which they are added
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Merge the directory's files into the form of a modern tokenizer_config.json."""
+    config = read_json(directory / "tokenizer_config.json") or {}
+    if not config.get("tokenizer_class"):
+        model = read_json(directory / "config.json") or {}
+        family = FAMILIES.get(str(model.get("model_type")))
+        config["tokenizer_class"] = model.get("tokenizer_class") or (family.tokenizer if family else None)
+    if "added_tokens_decoder" not in config:
+        additional = _additional(directory, config)
+        config.update(read_json(directory / "special_tokens_map.json") or {})
+        known = {repr(token) for token in additional}
+        additional += [token for token in _additional(directory, config) if repr(token) not in known]
+        config["additional_special_tokens"] = additional
+        special = [_content(token) for token in (*map(config.get, _SPECIAL_NAMES), *additional)]
+        config["added_tokens_decoder"] = {
+            str(index): {"content": token, "special": token in special, "normalized": token not in special}
+            for token, index in (read_json(directory / "added_tokens.json") or {}).items()
+        }
+    template = directory / "chat_template.jinja"
+    if (data := read_file(template, 4 * chat_template.LARGEST)) is not None:
+        config["chat_template"] = decoded(str(template), data)
+    return config
+
+
+def _additional(directory: Path, config: Mapping[str, Any]) -> list[Any]:
+    tokens = config.get("additional_special_tokens") or []
+    if not isinstance(tokens, list):
+        raise ConfigError(f"{directory}: additional_special_tokens must be a list, got {shown(tokens)}")
+    return list(tokens)
+
+
+def check_types(config: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a setting of another type."""
+    for name, kind in _TYPES.items():
+        value = config.get(name)
+        if value is not None and not isinstance(value, kind):
+            wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ConfigError(f"{name} of the tokenizer's config must be of type {wanted}, got {shown(value)}")
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _added_token(token: Any, special: bool) -> AddedToken:
+    flags = dict(token) if isinstance(token, Mapping) else {"normalized": False}
+    flags = {name: flags[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in flags}
+    if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
+        raise ConfigError(f"{', '.join(wrong)} of the added token {shown(_content(token))} must be true or false")
+    return AddedToken(_content(token) or "", special=special, **flags)
+
+
+def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the config's tokens to the backend as HF does and return its special tokens by name."""
+    named = {name: config[name] for name in _SPECIAL_NAMES if config.get(name) is not None}
+    additional = list(config.get("additional_special_tokens") or ())
+    for name, token in (*named.items(), *(("additional_special_tokens", token) for token in additional)):
+        if not isinstance(_content(token), str):
+            raise ConfigError(f"{name} of the tokenizer's config must be a string, got {shown(token)}")
+    special = {_content(token): token for token in (*named.values(), *additional)}
+
+    listed: dict[int, Mapping[str, Any]] = {}
+    for index, token in (config.get("added_tokens_decoder") or {}).items():
+        is_token = isinstance(token, Mapping) and isinstance(token.get("content"), str)
+        if not is_token or not str(index).isdecimal() or len(str(index)) > 10:
+            raise ConfigError(f"added_tokens_decoder must map ids to tokens, got {shown(index)}: {shown(token)}")
+        listed[int(index)] = token
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    known |= {_content(token) for token in listed.values()}
+    tokens = [
+        _added_token(token, bool(token.get("special")) or _content(token) in special)
+        for _, token in sorted(listed.items())
+    ]
+    tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
+    # In runs, because the order gives the ids and older releases of the library read no flag in add_tokens
+    runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
+    if len(runs) * len(tokens) > _MOST_ADDING:
+        raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")
+    with library_errors("the added tokens"):
+        for is_special, run in runs:
+            (backend.add_special_tokens if is_special else backend.add_tokens)(run)
+    for index, token in listed.items():
+        if backend.token_to_id(token["content"]) != index:
+            raise ConfigError(
+                f"the added token {shown(token['content'])} has the id {index} in tokenizer_config.json and "
+                f"{backend.token_to_id(token['content'])} with this tokenizer.json: the files do not match"
+            )
+    names: dict[str, Any] = {name: _content(token) for name, token in named.items()}
+    if additional:
+        names["additional_special_tokens"] = [_content(token) for token in additional]
+    return names

@@ -1,0 +1,178 @@
+"""Forms for a CPU's compiler: their results, and what the compiler would do without them.
+
+If a test of the second kind fails, the compiler has learnt it, and the form can go once the oldest release of jax that
+the package allows has learnt it too. A number of a release says since when it is known not to be needed.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxgen.model import attention, cache_storage, int8, linear
+from jaxgen.model.causal_lm import CausalLM, forward
+from jaxgen.model.workarounds import cpu, lanes
+from jaxgen.model.workarounds.cpu import in_branch, recomputed
+from tests.support.models import model_config
+
+SIDE = 896  # of a square weight
+
+
+def _temporaries(function, *arguments) -> int:
+    return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_in_a_branch_the_result_is_the_same_and_nan_stays_nan():
+    def double(x, y):
+        return 2 * x + y, y
+
+    x, y = jnp.arange(3.0), jnp.ones(3)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(functools.partial(in_branch, double))(x, y), double(x, y))
+    outs = in_branch(double, jnp.full(3, jnp.nan), y)
+    assert all(bool(jnp.all(jnp.isnan(out))) for out in outs)
+
+
+def test_gradients_of_what_is_recomputed_are_those_of_the_function():
+    def plain(x, index, pair):
+        return (x[index] ** 3) * pair["a"] + pair["b"]
+
+    def looped(x, index, pair):  # a loop of unknown length has no gradient of its own
+        cubed = jax.lax.fori_loop(0, jnp.sum(index) + 1, lambda _, y: y * x[index], jnp.ones(2))
+        return cubed * pair["a"] + pair["b"]
+
+    index = jnp.array([2, 0])
+    arguments = jnp.arange(1.0, 5.0), {"a": jnp.array([1.0, 3.0]), "b": jnp.ones(2)}
+
+    def total(form, x, pair):
+        return jnp.sum(form(x, index, pair) ** 2)
+
+    for form in (recomputed(plain), recomputed(looped, plain)):
+        of_form, wanted = (jax.grad(functools.partial(total, f), argnums=(0, 1)) for f in (form, plain))
+        jax.tree.map(np.testing.assert_allclose, jax.jit(of_form)(*arguments), wanted(*arguments))
+        twice, wanted_twice = (jax.jacrev(gradient)(*arguments) for gradient in (of_form, wanted))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), twice, wanted_twice)
+
+
+def _layer_temporaries(steps: int) -> float:
+    """Return the bytes that the gradient stores for each further layer."""
+    cfg = model_config(num_attention_heads=8, num_key_value_heads=2)
+    ids = jax.ShapeDtypeStruct((1, steps), jnp.int32)
+
+    def temporaries(layers: int) -> int:
+        model = dataclasses.replace(cfg, num_hidden_layers=layers, windows=(None,) * layers)
+        params = jax.eval_shape(lambda: CausalLM(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+        return _temporaries(jax.grad(lambda p, ids: forward(model, p, ids, labels=ids).loss), params["params"], ids)
+
+    return (temporaries(6) - temporaries(2)) / 4
+
+
+@pytest.mark.parametrize(
+    "steps", [pytest.param(256, id="at once"), pytest.param(600, id="in blocks", marks=pytest.mark.slow)]
+)
+def test_a_layer_stores_no_scores_for_its_gradient(steps):
+    assert _layer_temporaries(steps) < 4 * 8 * steps * steps
+
+
+def test_a_layer_stores_scores_after_a_checkpoint(monkeypatch):
+    monkeypatch.setattr(attention, "_recomputed_at_once", jax.checkpoint(attention._short_inputs))
+    jax.clear_caches()  # layers that were traced before
+    stored = _layer_temporaries(256)
+    jax.clear_caches()
+    assert stored >= 4 * 8 * 256 * 256 or jax.__version_info__ >= (0, 12)
+
+
+def _steps(product, rows: int, dtype: str) -> int:
+    """Return the bytes that a loop over products with two weights stores."""
+
+    def steps(x, weights):
+        def step(_, x):
+            for weight in weights:
+                x = product(x, weight).astype(x.dtype)
+            return x
+
+        return lax.fori_loop(0, 3, step, x)
+
+    weights = [jax.ShapeDtypeStruct((SIDE, SIDE), dtype)] * 2
+    return _temporaries(steps, jax.ShapeDtypeStruct((rows, SIDE), jnp.bfloat16), weights)
+
+
+def _converted(rows, values):
+    return int8._converted(rows, values, False)
+
+
+PRODUCTS = {
+    "the lanes' branch, bfloat16": (lanes.product, lanes._product, 1, "bfloat16"),
+    "the lanes' branch, int8": (lanes.product, lanes._product, 1, "int8"),
+    "two rows for one": (functools.partial(cpu.two_rows, linear._plain), linear._plain, 1, "bfloat16"),
+    "8-bit weights converted in a branch": (functools.partial(in_branch, _converted), _converted, 16, "int8"),
+}
+
+
+@pytest.mark.parametrize(("form", "plain", "rows", "dtype"), PRODUCTS.values(), ids=PRODUCTS)
+def test_a_loop_stores_converted_weights_without(form, plain, rows, dtype):
+    assert _steps(form, rows, dtype) < 4 * SIDE * SIDE
+    assert _steps(plain, rows, dtype) >= 4 * SIDE * SIDE
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype"), [(linear._plain, "bfloat16"), (linear._plain, "float32"), (int8._contract, "int8")]
+)
+def test_operands_are_swapped_without_rounding_or_a_barrier(product, dtype):
+    def left_operands(function) -> set[str]:
+        program = jax.jit(function).lower(jnp.ones((8, 64), dtype), jnp.ones((640, 64), dtype)).compile().as_text()
+        return set(re.findall(r"= (?:f32|s32)\[(\d+),\d+\]\S* dot\(", program))
+
+    assert left_operands(functools.partial(cpu.weight_first, product)) == {"640"}
+    assert left_operands(lambda rows, weight: product(weight, rows).T) == {"8"}
+
+
+def test_a_loop_stores_a_converted_table_without_a_branch():
+    def stored(look_up) -> int:
+        def steps(ids, table):
+            return lax.fori_loop(0, 3, lambda _, ids: jnp.argmax(look_up(ids, table), -1).astype(jnp.int32), ids)
+
+        return _temporaries(steps, jnp.zeros((1, 1), jnp.int32), jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16))
+
+    assert stored(functools.partial(cpu.look_up, linear._gather)) < 4 * 4096 * 64
+    assert stored(linear._gather) >= 4 * 4096 * 64 or jax.__version_info__ >= (0, 12)
+
+
+def test_a_loop_converts_a_cache_of_floats(monkeypatch):
+    def conversions() -> int:
+        """Count the conversions of the whole cache to its own dtype, after the write."""
+
+        def steps(buffer, x):
+            def step(slot, carry):
+                buffer, x = carry
+                buffer = cache_storage.write(buffer, cache_storage.as_stored(x, "bfloat16"), jnp.full((2, 1), slot))
+                keys = cache_storage.as_numbers(buffer, "bfloat16")
+                scores = jnp.einsum("bkqh,bksh->bkqs", x, keys, preferred_element_type=jnp.float32)
+                return buffer, scores[..., :32].astype(jnp.bfloat16)
+
+            return lax.fori_loop(0, 9, step, (buffer, x))
+
+        buffer = cache_storage.empty_slots((2, 2, 512, 32), "bfloat16", int8=False)
+        x = jnp.ones((2, 2, 1, 32), jnp.bfloat16)
+        program = jax.jit(steps, donate_argnums=0).lower(buffer, x).compile().as_text()
+        return len(re.findall(r"= bf16\[2,2,512,32\]\S* convert\(", program))
+
+    assert conversions() == 0
+    monkeypatch.setattr(cache_storage, "stored_dtype", np.dtype)
+    assert conversions() > 0 or jax.__version_info__ >= (0, 12)
+
+
+def test_a_slice_of_top_k_is_a_sort_without_a_barrier():
+    def sorts(top_k) -> bool:
+        def some(x):
+            best, place = top_k(x, 4)
+            return best[:, :2], place[:, :3]
+
+        return " sort(" in jax.jit(some).lower(jnp.ones((2, 5000))).compile().as_text()
+
+    assert not sorts(cpu.top_k)
+    assert sorts(lax.top_k)
