@@ -142,7 +142,8 @@ PEAK = """
 import jax, numpy as np
 from jaxgen import GenerationConfig, generate
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.request.memory import call_bytes
+from jaxgen.programs import bytes_taken
+from jaxgen.request.driver import run_whole
 from jaxgen.request.prepare import CallInputs, prepare
 from tests.support.models import random_params
 from tests.test_device import LARGE
@@ -156,7 +157,8 @@ out = generate(params, ids, None, cfg, attention_mask=np.ones_like(ids))
 jax.block_until_ready(out)
 peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"] - before
 inputs = CallInputs(ids, None, attention_mask=np.ones_like(ids))
-print(peak, call_bytes(prepare(params, cfg, inputs, Extensions(), eager=True)))
+call = prepare(params, cfg, inputs, Extensions(), eager=True)
+print(peak, bytes_taken(run_whole.trace(call.run, call.request, mode=call.mode).lower().compile()))
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"errors", "buckets", "shapes", "programs", "program_files", "recompilation", "shadowing"},
+    {"errors", "buckets", "shapes", "memory", "programs", "program_files", "recompilation", "shadowing"},
     {"model", "text"},
     {"config", "grammar"},
     {"logits", "convert"},

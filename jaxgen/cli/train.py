@@ -26,9 +26,9 @@ from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.config.generation_config import warn
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError
+from jaxgen.memory import free_bytes
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
-from jaxgen.request.memory import free_bytes
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
