@@ -16,16 +16,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
-    """Raise an error if so many bytes are not free on each of some devices; all of a CPU have one memory.
+    """Raise an `InputError` if so many bytes are not free on each of some devices; all of a CPU have one memory.
 
-    Args:
-        what: what needs them, with {} for their number.
-        needed: the bytes.
-        devices: those of other processes are left out.
-        remedy: returns what to try if a number of bytes is free.
-
-    Raises:
-        InputError: too little is free.
+    `what` says that something needs {} bytes; `remedy` returns what to try if a number of bytes is free.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     device = min(local, key=lambda device: device.id)

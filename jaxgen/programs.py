@@ -152,9 +152,7 @@ class Program:
 
 
 class _NewProgram:
-    """A program that is compiled, or read from a file, when it is called, and then takes its own place in `PROGRAMS`.
-
-    While its memory is not free, it is not run.
+    """A program that is compiled, or read from a file, when it is called, and runs in place of this.
 
     Args:
         key: its key in `PROGRAMS`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,28 +27,19 @@ _REMEDIES: dict[str, dict[str, Any]] = {
 
 
 def check_memory(
-    path: str | PathLike[str],
-    cfg: GenerationConfig,
-    prompts: int,
-    prompt_width: int,
-    dtype: Any = None,
-    quantize: str | None = None,
-    assistant: str | PathLike[str] | None = None,
+    path: Path, cfg: GenerationConfig, prompts: int, width: int, *, dtype=None, quantize=None, assistant=None
 ) -> None:
     """Raise an error if the device lacks the memory for the weights of a checkpoint and for the caches of a call.
 
     Args:
-        path: the checkpoint's directory.
+        path, assistant: the directories of the model and of the one that drafts, or None.
         cfg: as for `generate`; `max_new_tokens` is set.
-        prompts: B.
-        prompt_width: P, padding included.
+        prompts, width: the number of prompts, and the tokens of the longest.
         dtype, quantize: as for `load_hf`.
-        assistant: the directory of the draft model, or None.
 
     Raises:
         InputError: too little is free; the message names what would help.
-        CheckpointError: a faulty checkpoint; only the weights' values are not checked.
-        ConfigError: a dtype or quantize that `load_hf` does not accept.
+        CheckpointError, ConfigError: as `load_hf`.
     """
     wanted = float_dtype(dtype)
     sources = [open_checkpoint(one) for one in (path, assistant) if one is not None]
@@ -59,7 +50,7 @@ def check_memory(
         quantize=quantize,
         prompts=prompts,
         sequences=mode_of(cfg, assistant is not None).needs(cfg).sequences,
-        width=prompt_bucket(prompt_width),
+        width=prompt_bucket(width),
         capacity=capacity_for(int(np.max(np.asarray(cfg.max_new_tokens))), cfg.records),
         cache_dtype=cfg.cache_dtype,
         slots=cfg.slots,

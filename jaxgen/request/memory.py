@@ -50,14 +50,9 @@ def caches_bytes(
     slots: int | None,
     prefixes: int = 0,
 ) -> int:
-    """Return the bytes of a call's caches.
+    """Return the bytes of a call's caches: of prompts, the rows of all sequences, and an engine's store of prefixes.
 
-    Args:
-        models: the model, and the one that drafts.
-        prompts, sequences: the number of prompts, and of rows for each.
-        width, capacity: the slots for a prompt and for its new tokens.
-        cache_dtype, slots: as in the config; with `slots`, that many rows are in memory, even if there are fewer.
-        prefixes: the bytes of an engine's store of prefixes.
+    With `slots`, that many rows are in memory, even if there are fewer.
     """
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
@@ -65,15 +60,9 @@ def caches_bytes(
 
 
 def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
-    """Raise an error if the device lacks the memory for the caches of a call.
+    """Raise an `InputError` if the device lacks the memory for a call's caches.
 
-    Args:
-        run: the constants of the call.
-        width: the width of the prompts in the program.
-        prefixes: the bytes of an engine's store of prefixes.
-
-    Raises:
-        InputError: too little is free; the message names what would help.
+    `width` is that of the prompts in the program, `prefixes` the bytes of an engine's store of prefixes.
     """
     needed = functools.partial(
         caches_bytes,
@@ -94,12 +83,9 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
 
 
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Name what makes a request fit: single changes that suffice, else a combination.
+    """Name what makes a request fit into `free` bytes: single changes that suffice, else a combination.
 
-    Args:
-        needed: returns the bytes that the request needs, with other arguments too.
-        free: the bytes that are free.
-        more: changes of its arguments, in addition to those of `caches_bytes`.
+    `needed` returns the bytes for other arguments too, and `more` has changes of those that `caches_bytes` lacks.
     """
     remedies = {**(more or {}), **_REMEDIES}
     if needed.keywords["slots"] is None:
@@ -110,10 +96,10 @@ def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[st
 
     if alone := [name for name in remedies if fit([name])]:
         return " or ".join(alone)
-    together = set(remedies)
-    if not fit(together):
+    if not fit(remedies):
         return "a smaller model or a machine with more memory"
+    together = list(remedies)
     for name in remedies:
-        if fit(together - {name}):
-            together.remove(name)
-    return " and ".join(name for name in remedies if name in together)
+        if fit(others := [other for other in together if other != name]):
+            together = others
+    return " and ".join(together)

@@ -35,7 +35,7 @@ def refusal(checkpoint, monkeypatch):
         monkeypatch.setattr(memory, "free_bytes", lambda device: free)
         cfg = load_hf(checkpoint)[1].replace(max_new_tokens=max_new_tokens, **options)
         try:
-            check_memory(checkpoint, cfg, prompts, width, dtype)
+            check_memory(checkpoint, cfg, prompts, width, dtype=dtype)
         except InputError as error:
             return str(error)
         return ""
@@ -74,7 +74,7 @@ def test_mixed_dtypes(tmp_path):
 
 def test_what_load_hf_refuses_is_refused(tmp_path, refusal):
     with pytest.raises(CheckpointError, match="is not a directory"):
-        check_memory(tmp_path / "absent", GenerationConfig(max_new_tokens=8), prompts=1, prompt_width=8)
+        check_memory(tmp_path / "absent", GenerationConfig(max_new_tokens=8), prompts=1, width=8)
     with pytest.raises(ConfigError, match="int8"):
         refusal(10**9, dtype="int8")
 
