@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from jaxgen.cli.arguments import FAILED
+from jaxgen.arguments import FAILED
 from jaxgen.errors import InputError
 
 HEARTBEAT = 10  # seconds without a sign of life after which a process counts as lost

@@ -30,7 +30,6 @@ from jaxgen.config.kinds import (
     StaticInteger,
     Text,
     TokenId,
-    Watermark,
     is_array,
     is_tracer,
 )
@@ -58,6 +57,22 @@ RENORMALIZE, WARP = "renormalize", "warp"
 LENGTH, CHOICE = "Length and end", "Choosing a token"
 SCORES = "Scores, in the order in which they are applied"
 OUTPUT, MODES, REFUSED = "Output and input", "Other decode modes", "Refused by name"
+
+
+class _Watermark(Kind):
+    """A `WatermarkingConfig` or a dict of its fields. Leaf: the config, itself a pytree."""
+
+    traced = True
+    type_name = "WatermarkingConfig or dict"
+
+    def parse(self, name: str, value: Any) -> Any:
+        from jaxgen.config.watermarking import WatermarkingConfig  # a pytree; the import needs jax
+
+        if isinstance(value, Mapping):
+            return WatermarkingConfig.from_hf(value)
+        if not isinstance(value, WatermarkingConfig):
+            raise TypeError(f"{name} must be a WatermarkingConfig or a dict, got {type(value).__name__}")
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +415,7 @@ class GenerationOptions:
         examples=([[5, 20]], [[4, 21], [6, 22]]),
     )
     watermarking_config: Any = _late_score(
-        Watermark(),
+        _Watermark(),
         "a WatermarkingConfig: mark the text statistically",
         hf="WatermarkLogitsProcessor",
         differs="a keyed hash replaces torch's random numbers; jaxgen.WatermarkDetector finds the mark; scheme and "
