@@ -164,10 +164,10 @@ print(peak, bytes_taken(run_whole.trace(call.run, call.request, mode=call.mode).
 
 @pytest.mark.skipif(DEVICE.platform == "tpu", reason="only one process can have a TPU")
 @pytest.mark.skipif(not DEVICE.memory_stats(), reason="this device does not count its memory")
-def test_a_call_takes_the_memory_that_was_estimated():
+def test_a_call_takes_the_memory_that_its_program_reports():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
-    peak, estimate = map(int, done.stdout.split())
-    assert 0.7 * estimate < peak < 1.3 * estimate
+    peak, reported = map(int, done.stdout.split())
+    assert 0.7 * reported < peak < 1.3 * reported
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="there is one device")

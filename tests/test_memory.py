@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxgen import memory
-from jaxgen.memory import free_bytes, size_text
+from jaxgen import InputError, memory
+from jaxgen.memory import check_free, free_bytes, size_text
 
 CPU = SimpleNamespace(platform="cpu")
 
@@ -69,6 +69,20 @@ def test_free_memory_of_this_machine():
     free = free_bytes(jax.local_devices(backend="cpu")[0])
     assert free is not None
     assert 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(("platform", "most"), [("cpu", 50), ("gpu", 100)])
+def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
+    """Each of the two devices needs the bytes; a third one is another process's."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: {1: 100, 2: 90}[device.id])
+    devices = [
+        SimpleNamespace(platform=platform, process_index=process, id=n) for n, process in ((2, 0), (0, 1), (1, 0))
+    ]
+    asked = []
+    check_free("it needs {}", most, devices, lambda free: "less")
+    with pytest.raises(InputError, match=r"^it needs 0.0 MB and only 0.0 MB is free.*: try less$"):
+        check_free("it needs {}", most + 1, devices, lambda free: asked.append(free) or "less")
+    assert asked == [most]  # what each may take
 
 
 def test_sizes():
