@@ -20,8 +20,7 @@ import numpy as np
 
 from benchmarks import measure
 from convert import load_hf
-from jaxgen import GenerationConfig, generate
-from jaxgen.cli import arguments
+from jaxgen import GenerationConfig, arguments, generate
 from jaxgen.model.lowrank import Adapters
 
 BUNDLED = Path(__file__).parent.parent / "jaxgen" / "demo"

@@ -27,8 +27,7 @@ import numpy as np
 from benchmarks import adapters, hlo, measure
 from benchmarks.modes import MODES
 from benchmarks.targets import CHIPS, FORMS, compile_generate, device_for
-from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.cli import arguments
+from jaxgen import GenerationConfig, ModelConfig, arguments
 from jaxgen.config.generation_config import model_of
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.request.memory import cache_bytes

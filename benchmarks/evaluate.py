@@ -25,7 +25,7 @@ from benchmarks import measure
 from benchmarks.measure import Answer
 from benchmarks.program import ROOT, Failed, Kind, Program, Spec
 from demo import corpus
-from jaxgen.cli import arguments
+from jaxgen import arguments
 
 BUNDLED = ROOT / "jaxgen" / "demo"
 KINDS = {

@@ -23,8 +23,7 @@ from benchmarks import measure
 from benchmarks.modes import MODES
 from benchmarks.probe import probe
 from convert import load_hf
-from jaxgen import GenerationConfig, fuse_projections, generate
-from jaxgen.cli import arguments
+from jaxgen import GenerationConfig, arguments, fuse_projections, generate
 from jaxgen.config.generation_config import model_of
 from jaxgen.request.memory import cache_bytes
 

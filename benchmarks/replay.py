@@ -25,8 +25,7 @@ from jax import lax
 
 from benchmarks import measure
 from convert import load_hf
-from jaxgen import GenerateOutput, GenerationConfig, TokenAutomaton, Tokenizer, demo, generate, score
-from jaxgen.cli import arguments
+from jaxgen import GenerateOutput, GenerationConfig, TokenAutomaton, Tokenizer, arguments, demo, generate, score
 from jaxgen.decoding.logprobs import logprobs_of
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import forward

@@ -39,8 +39,7 @@ import numpy as np
 from benchmarks import measure
 from benchmarks.program import ROOT, Failed
 from convert import load_hf
-from jaxgen import GenerationConfig, Tokenizer, generate_many
-from jaxgen.cli import arguments
+from jaxgen import GenerationConfig, Tokenizer, arguments, generate_many
 
 BUNDLED = ROOT / "jaxgen" / "demo"
 ADDRESS = "address"

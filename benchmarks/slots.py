@@ -23,8 +23,7 @@ import numpy as np
 
 from benchmarks import measure
 from convert import load_hf
-from jaxgen import GenerationConfig, generate, generate_many
-from jaxgen.cli import arguments
+from jaxgen import GenerationConfig, arguments, generate, generate_many
 
 BUNDLED = Path(__file__).parent.parent / "jaxgen" / "demo"
 EOS = 1

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import measure, plots
 from benchmarks.measure import Answer, Case, InTurn
 from benchmarks.program import Failed, Program, spec
-from jaxgen.cli import arguments
+from jaxgen import arguments
 from jaxgen.model.causal_lm import param_shapes
 from jaxgen.model.config import ModelConfig
 

@@ -20,7 +20,7 @@ from convert.kv_heads import pool_checkpoint
 from convert.quantized import file_stem, stored_kind
 from convert.shards import checkpoint_directory, find_tensors, in_order, write_checkpoint
 from convert.tensors import DTYPES, same_bits
-from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
+from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED, Parser
 from jaxgen.errors import ConfigError, JaxgenError, one_line
 from jaxgen.model.quantization import CHOICES, all_built_in
 

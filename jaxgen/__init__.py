@@ -3,9 +3,9 @@
 The public names are imported at their first use: `import jaxgen` itself does not import jax or numpy.
 """
 
-TYPE_CHECKING = False  # type checkers take it for True; importing it from typing would take time
+from jaxgen.version import __version__ as __version__
 
-__version__ = "0.1.0"
+TYPE_CHECKING = False  # type checkers take it for True; importing it from typing would take time
 
 _NAMES = {
     "config.constraints": "DisjunctiveConstraint PhrasalConstraint",

@@ -167,7 +167,7 @@ def prefill(
     traced = is_traced(params, cfg, inputs) or under_jit()
     prepared = prepare(params, cfg, inputs, Extensions(), eager=not traced)
     if not traced:
-        check_call_memory(prepared)
+        check_call_memory(prepared.run, prepared.request.ids.shape[1])
     return (loop.continuation_of if traced else prefill_only)(prepared.run, prepared.request)
 
 
@@ -236,7 +236,7 @@ def _run(
     calls: HostCalls | None,
 ) -> GenerateOutput:
     """Run an eager call and raise its failures."""
-    check_call_memory(prepared)
+    check_call_memory(prepared.run, prepared.request.ids.shape[1])
     if streamer is None and seconds is None:
         decoded = run_whole(prepared.run, prepared.request, mode=prepared.mode)
     else:

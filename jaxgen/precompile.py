@@ -78,7 +78,7 @@ def warmup(
         sized = cfg.replace(max_new_tokens=length)
         inputs = CallInputs(np.zeros((rows, width), np.int32), key, attention_mask=np.ones((rows, width), bool))
         prepared = prepare(params, sized, inputs, extensions, eager=True, assistant=draft)
-        check_call_memory(prepared)
+        check_call_memory(prepared.run, width)
         compile_for(prepared, streaming or cfg.max_time is not None)
     return len(columns) * len(capacities)
 

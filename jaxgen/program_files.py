@@ -18,11 +18,10 @@ import hashlib
 import os
 import pickle
 import tempfile
-import threading
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,10 @@ _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
 
 
-class StoredProgram:
-    """A compiled function for arguments of one form, read from a file or written to it at the first call.
+def read_or_compile(
+    directory: Path, device: Any, function: Any, made_from: Iterable[Any], args: tuple, kwargs: dict[str, Any]
+) -> jax.stages.Compiled | None:
+    """Read a program from its file, or compile it and write the file; return None for one that cannot have a file.
 
     Args:
         directory: an existing directory.
@@ -48,34 +49,19 @@ class StoredProgram:
         function: a result of `jax.jit`.
         made_from: what the program depends on, in addition to jaxgen's source and to jax: static arguments, the
             structure of the others, their shapes and dtypes, and the compiler's options.
+        args, kwargs: the arguments.
     """
-
-    def __init__(self, directory: Path, device: Any, function: Any, made_from: Iterable[Any]):
-        self._directory, self._device, self._function = directory, device, function
-        self._made_from = tuple(made_from)
-        self._program: Callable | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, *args, **kwargs):
-        """Run the program."""
-        if self._program is None:
-            with self._lock:
-                self._program = self._program or self._find(args, kwargs)
-        return self._program(*args, **kwargs)
-
-    def _find(self, args: tuple, kwargs: dict[str, Any]) -> Callable:
-        device = self._device
-        try:
-            key = " ".join([_name(self._function), _described([*self._made_from, *_surroundings(device)])])
-        except _UnknownError:
-            return self._function
-        file = self._directory / f"{hashlib.sha256(key.encode()).hexdigest()}.program"
-        found = _read(file, jax.tree.structure((args, kwargs)), device)
-        if found is None:
-            with _compiling_anew():
-                found = self._function.lower(*args, **kwargs).compile()
-            _write(file, found)
-        return found
+    try:
+        key = " ".join([_name(function), _described([*made_from, *_surroundings(device)])])
+    except _UnknownError:
+        return None
+    file = directory / f"{hashlib.sha256(key.encode()).hexdigest()}.program"
+    found = _read(file, jax.tree.structure((args, kwargs)), device)
+    if found is None:
+        with _compiling_anew():
+            found = function.lower(*args, **kwargs).compile()
+        _write(file, found)
+    return found
 
 
 class _UnknownError(Exception):
@@ -130,7 +116,7 @@ def _source() -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path, arguments: Any, device: Any) -> Callable | None:
+def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None:
     """Return the program in a file, None if it has to be compiled; `arguments` is their structure."""
     try:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))

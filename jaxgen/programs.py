@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +21,13 @@ from jax.core import Tracer
 from jax.extend.backend import backends
 from jax.extend.core import get_opaque_trace_state
 
+from jaxgen.memory import SMALL, check_free
 from jaxgen.recompilation import LOG, log_compilation
 
 _MOST = 64  # programs; each takes about 20 MB of a CPU's memory
 _FEW = 8  # are kept even if the caller's own programs take the memory maps
 _PROC = Path("/proc")
+_REMEDY = "fewer prompts or slots at a time, shorter prompts or fewer new tokens"
 
 with jax.ensure_compile_time_eval():  # this module may be imported while the caller's code is traced
     _EAGER = get_opaque_trace_state()
@@ -77,6 +79,12 @@ class Programs:
             log_compilation(key, others, freed)
         return found
 
+    def replace(self, key: tuple, by: Callable) -> None:
+        """Replace the program of a key, unless it has been dropped."""
+        with self._lock:
+            if key in self._programs:
+                self._programs[key] = by
+
 
 PROGRAMS = Programs(_MOST)
 
@@ -119,18 +127,7 @@ class Program:
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
         stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
         key = (self, structure, static, on_cpu, stored, tuple(forms))
-        return PROGRAMS.get(
-            key, lambda: self._in_file(on_cpu, static, structure, forms) if stored else self.jit(on_cpu, static)
-        )(*args, **traced)
-
-    def _in_file(self, on_cpu: bool, static: tuple, structure, forms: list) -> Callable:
-        """Return the program of arguments of this form, which is read from a file, or written to it, when called."""
-        from jaxgen.program_files import StoredProgram  # most processes need not import what it imports
-
-        forms = [f"{form} {getattr(form, 'weak_type', False)}" for form in forms]
-        made_from = structure, static, self._donated, forms, cpu_compiler_options() if on_cpu else None
-        function = self.jit(on_cpu, static)
-        return StoredProgram(cast(Path, PROGRAMS.directory), default_device(), function, made_from)
+        return PROGRAMS.get(key, lambda: _NewProgram(key, self.jit(on_cpu, static), self._donated))(*args, **traced)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
         """Return what `jax.jit(...).trace` does: the program, not compiled yet, for shapes placed on any device."""
@@ -152,6 +149,57 @@ class Program:
 
         options = cpu_compiler_options() if on_cpu else None
         return jax.jit(own, donate_argnames=self._donated, compiler_options=options)
+
+
+class _NewProgram:
+    """A program that is compiled, or read from a file, when it is called, and runs in place of this.
+
+    Args:
+        key: its key in `PROGRAMS`.
+        function: a result of `jax.jit`.
+        donated: the names of its donated arguments.
+    """
+
+    def __init__(self, key: tuple, function: Any, donated: tuple[str, ...]):
+        self._key, self._function, self._donated = key, function, donated
+        self._found: tuple[Callable, int] | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, *args, **kwargs):
+        """Run the program; raise an `InputError` if that takes more memory than is free."""
+        if _is_transformed():  # jit compiles another program
+            return self._function(*args, **kwargs)
+        with self._lock:
+            self._found = self._found or self._find(args, kwargs)
+        run, needed = self._found
+        if needed > SMALL:
+            devices = _devices(jax.tree.leaves((args, kwargs)))
+            check_free("this call needs {}", needed, devices, lambda free: _REMEDY)
+        PROGRAMS.replace(self._key, run)
+        return run(*args, **kwargs)
+
+    def _find(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
+        """Return what runs the program, and the bytes that it takes on each device."""
+        _, structure, static, on_cpu, stored, forms = self._key
+        if stored:
+            from jaxgen.program_files import read_or_compile  # most processes need not import what it imports
+
+            forms = [f"{form} {getattr(form, 'weak_type', False)}" for form in forms]
+            made_from = structure, static, self._donated, forms, cpu_compiler_options() if on_cpu else None
+            directory = cast(Path, PROGRAMS.directory)
+            compiled = read_or_compile(directory, default_device(), self._function, made_from, args, kwargs)
+            if compiled is not None:
+                return compiled, bytes_taken(compiled)
+        # Called with the same arguments, the function takes the program from jax's caches.
+        return self._function, bytes_taken(self._function.lower(*args, **kwargs).compile())
+
+
+def bytes_taken(compiled: jax.stages.Compiled) -> int:
+    """Return the bytes that a program takes on each device while it runs, in addition to its arguments."""
+    memory: Any = compiled.memory_analysis()  # None where the compiler does not tell
+    if memory is None:
+        return 0
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def program(name: str | None = None, **argnames: Iterable[str]) -> Callable[[Callable], Program]:
@@ -181,15 +229,20 @@ def _only_cpus() -> bool:
 
 
 def _runs_on_cpu(leaves: list[Any]) -> bool:
-    """Return True if a program with these arguments runs on a CPU.
+    """Return True if a program with these arguments runs on a CPU."""
+    return next(iter(_devices(leaves))).platform == "cpu"
+
+
+def _devices(leaves: list[Any]) -> Collection[Any]:
+    """Return the devices that a program with these arguments runs on.
 
     jax runs a program on the devices that its arguments are committed to; if there are none, on the default device.
     """
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None and getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct)):
-            return next(iter(sharding.device_set)).platform == "cpu"
-    return default_device().platform == "cpu"
+            return sharding.device_set
+    return [default_device()]
 
 
 def default_device() -> Any:

@@ -1,6 +1,7 @@
 """Imports go one way: each room imports from its own floor and those below."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"errors", "buckets", "shapes", "programs", "program_files", "recompilation", "shadowing"},
-    {"model", "text"},
+    {"errors", "buckets", "shapes", "version", "memory", "programs", "program_files", "recompilation", "shadowing"},
+    {"model", "text", "arguments"},
     {"config", "grammar"},
     {"logits", "convert"},
     {"decoding", "training"},
@@ -24,46 +25,46 @@ FLOORS = (
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 
-def room_of(module: str) -> str:
-    parts = module.split(".")
-    return parts[0] if parts[0] == "convert" else parts[1]
-
-
-def imports(path: Path):
-    """The modules of jaxgen and convert that a file imports, but for the eyes of a type checker alone."""
-    tree = ast.parse(path.read_text())
-    hidden = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if node in hidden or not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        names = [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            names = [f"{module}.{name}" for name in names] if module == "jaxgen" else [module]
-        yield from (name for name in names if name.split(".")[0] in ("jaxgen", "convert") and name != "jaxgen")
-
-
 def sources():
     return [path for package in ("jaxgen", "convert") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def files():
-    for path in sources():
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if module != "convert.__main__":  # a command, whose parser and statuses are those of jaxgen's
-            yield pytest.param(path, room_of(module), id=module)
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sources()}
 
 
-@pytest.mark.parametrize(("path", "room"), list(files()))
-def test_imports_go_down(path, room):
-    for module in imports(path):
-        assert FLOOR[room_of(module)] <= FLOOR[room], f"{path.relative_to(ROOT)} imports {module}"
+def room_of(module: str) -> str:
+    parts = [*module.split("."), "__init__"]
+    return parts[0] if parts[0] == "convert" else parts[1]
+
+
+def imports(module: str) -> set[str]:
+    """The modules of jaxgen and convert that a module imports, in a function or for a type checker too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if names <= MODULES.keys() else {node.module, *names}
+    return found & MODULES.keys()
+
+
+IMPORTS = {module: imports(module) for module in MODULES}
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_imports_go_down(module):
+    for other in IMPORTS[module]:
+        assert FLOOR[room_of(other)] <= FLOOR[room_of(module)], f"{module} imports {other}"
+
+
+def test_no_circles():
+    """Neither of modules nor of rooms, even if some imports are made late."""
+    rooms = {room_of(module): set() for module in MODULES}
+    for module, others in IMPORTS.items():
+        rooms[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
+    for graph in (IMPORTS, rooms):
+        graphlib.TopologicalSorter(graph).prepare()  # raises an error that has the circle
 
 
 def test_8_bits_are_one_kind_of_several():
@@ -80,4 +81,4 @@ def test_8_bits_are_one_kind_of_several():
 
 
 def test_every_room_has_a_floor():
-    assert {room_of(".".join(p.values[0].relative_to(ROOT).with_suffix("").parts)) for p in files()} == set(FLOOR)
+    assert {room_of(module) for module in MODULES} == set(FLOOR)

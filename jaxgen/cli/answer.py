@@ -29,6 +29,7 @@ from jaxgen.cli.fingerprint import fingerprint
 from jaxgen.cli.html import ALTERNATIVES, check_target, write_page
 from jaxgen.cli.input_file import Line, check_vocabulary, digest, prompt_ids, read_lines, stdin_bytes
 from jaxgen.cli.many import slots_for, width_for, write_answers
+from jaxgen.cli.memory import check_memory
 from jaxgen.cli.options import generation_fields, in_flags
 from jaxgen.cli.printing import Printer, generate_and_print
 from jaxgen.cli.session import Session
@@ -44,7 +45,6 @@ from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
 from jaxgen.request.assistant import check_assistant
 from jaxgen.request.checks import check_room, warn_infeasible
-from jaxgen.request.memory import check_memory
 from jaxgen.text.json_file import read_file
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import decoded

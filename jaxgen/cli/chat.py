@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxgen.arguments import suggestion
 from jaxgen.cli import terminal
-from jaxgen.cli.arguments import suggestion
 from jaxgen.cli.input_file import is_conversation
 from jaxgen.cli.options import in_flags, setting
 from jaxgen.cli.printing import Printer, generate_and_print

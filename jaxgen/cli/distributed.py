@@ -12,8 +12,8 @@ import sys
 import threading
 from typing import Any
 
+from jaxgen.arguments import FAILED
 from jaxgen.cli import terminal
-from jaxgen.cli.arguments import FAILED
 from jaxgen.errors import InputError
 
 HEARTBEAT = 10  # seconds without a sign of life after which a process counts as lost

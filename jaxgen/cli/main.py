@@ -10,8 +10,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 
+from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli import distributed, terminal
-from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli.options import in_flags, parse
 from jaxgen.cli.serve_options import parse as parse_serve
 from jaxgen.cli.train_options import parse as parse_train

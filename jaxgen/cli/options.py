@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jaxgen
-from jaxgen.cli import arguments, train_options
+from jaxgen import arguments
+from jaxgen.cli import train_options
 from jaxgen.cli.distributed import wanted
 from jaxgen.config.kinds import Choice, Flag, Layers, Text
 from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
@@ -21,6 +21,7 @@ from jaxgen.config.options import OPTIONS
 from jaxgen.errors import InputError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
+from jaxgen.version import __version__
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)
 _LETTERS = {"max_new_tokens": "n", "temperature": "t", "top_k": "k", "top_p": "p"}
@@ -64,7 +65,7 @@ def _reason(flag: str) -> str:
 
 def _add_sources(command: arguments.Parser) -> None:
     add, text = command.add_argument, arguments.unicode
-    add("--version", action="version", version=f"jaxgen {jaxgen.__version__}")
+    add("--version", action="version", version=f"jaxgen {__version__}")
     add("prompt", metavar="PROMPT", nargs="?", type=text, help="put it in quotes; - (the default in a pipe) is stdin")
     add("-f", "--prompt-file", type=arguments.file, metavar="FILE", help="the prompt is this file's text")
     add("-c", "--chat", action="store_true", help="start a conversation; /help lists its commands")

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-import jaxgen
 from convert import load_adapter, load_hf
 from convert.adapter import read_updates
 from convert.hf import Checkpoint, open_checkpoint
@@ -29,6 +28,7 @@ from jaxgen.errors import InputError
 from jaxgen.model.fused import fuse_projections
 from jaxgen.programs import default_device
 from jaxgen.text.tokenizer import Tokenizer
+from jaxgen.version import __version__
 
 _MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # by default
 _ID_ENTRIES = 320  # of a table of ids: OpenAI's logit_bias has up to 300
@@ -75,9 +75,7 @@ def serve(options: argparse.Namespace) -> None:
         with engine:
             engine.warmup()
             name = options.name or (_BUNDLED if options.model is None else Path(options.model).name or options.model)
-            weights = (
-                f"{fingerprint(source, adapters.values())} {options.dtype} {options.quantize} {jaxgen.__version__}"
-            )
+            weights = f"{fingerprint(source, adapters.values())} {options.dtype} {options.quantize} {__version__}"
             service = Service(
                 engine,
                 params,

@@ -25,9 +25,9 @@ from jaxgen.cli.input_file import check_vocabulary
 from jaxgen.cli.train_options import EPOCHS, FULL_RATE, LORA_RATE, WIDTH
 from jaxgen.config.tables import eos_list
 from jaxgen.errors import ConfigError, InputError, warn
+from jaxgen.memory import check_free, size_text
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
-from jaxgen.request.memory import free_bytes
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
@@ -196,17 +196,13 @@ def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
 
 def _check_memory(job: _TrainJob) -> None:
     """Raise an error if the weights, their moments and the logits need more memory than is free."""
-    free = free_bytes(default_device())
     count = sum(math.prod(tensor.shape) for tensor in job.source.tensors.values())
     weights = sum(tensor.nbytes for tensor in job.source.tensors.values()) if job.rank else 16 * count
     rows, width = job.batch // job.cfg.accumulate, job.rows.ids.shape[1]
     logits = 2 * 4 * rows * width * job.model.vocab_size
-    if free is not None and weights + logits > free:
-        raise InputError(
-            f"training needs more than {(weights + logits) / 1e9:.1f} GB ({weights / 1e9:.1f} for weights, "
-            f"{logits / 1e9:.1f} for the logits of {rows} rows) and only {free / 1e9:.1f} GB is free: try "
-            f"{'' if job.rank else '--lora 16, '}a larger --accumulate or a smaller --width"
-        )
+    parts = f"{size_text(weights)} for weights, {size_text(logits)} for the logits of {rows} rows"
+    remedy = f"{'' if job.rank else '--lora 16, '}a larger --accumulate or a smaller --width"
+    check_free(f"training needs more than {{}} ({parts})", weights + logits, [default_device()], lambda free: remedy)
 
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):

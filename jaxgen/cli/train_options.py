@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from jaxgen.cli import arguments
+from jaxgen import arguments
 from jaxgen.model.config import DTYPES
 
 EPOCHS, WIDTH, WARMUP = 3, 1024, 0.03

@@ -416,22 +416,6 @@ class DecayPair(Kind):
         return np.int32(INT32_MAX), np.float32(1)
 
 
-class Watermark(Kind):
-    """A `WatermarkingConfig` or a dict of its fields. Leaf: the config, itself a pytree."""
-
-    traced = True
-    type_name = "WatermarkingConfig or dict"
-
-    def parse(self, name: str, value: Any) -> Any:
-        from jaxgen.config.watermarking import WatermarkingConfig  # a pytree; the import needs jax
-
-        if isinstance(value, Mapping):
-            return WatermarkingConfig.from_hf(value)
-        if not isinstance(value, WatermarkingConfig):
-            raise TypeError(f"{name} must be a WatermarkingConfig or a dict, got {type(value).__name__}")
-        return value
-
-
 def _is_real(dtype: np.dtype) -> bool:
     """Return True if a dtype is a float; numpy does not count bfloat16 as one."""
     return dtype.kind == "f" or "float" in dtype.name

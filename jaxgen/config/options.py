@@ -24,12 +24,12 @@ from jaxgen.config.kinds import (
     DecayPair,
     Flag,
     Integer,
+    Kind,
     Layers,
     Number,
     Real,
     StaticInteger,
     TokenId,
-    Watermark,
 )
 from jaxgen.config.option import (
     AFTER_GRAMMAR,
@@ -61,6 +61,22 @@ _output = functools.partial(declare, group=OUTPUT)
 _beams = functools.partial(declare, group=MODES, modes=BEAMS)
 _assisted = functools.partial(declare, group=MODES, modes=(ASSISTED,), command=True)
 _refused = functools.partial(declare, Anything(), "", group=REFUSED)
+
+
+class _Watermark(Kind):
+    """A `WatermarkingConfig` or a dict of its fields. Leaf: the config, itself a pytree."""
+
+    traced = True
+    type_name = "WatermarkingConfig or dict"
+
+    def parse(self, name: str, value: Any) -> Any:
+        from jaxgen.config.watermarking import WatermarkingConfig  # a pytree; the import needs jax
+
+        if isinstance(value, Mapping):
+            return WatermarkingConfig.from_hf(value)
+        if not isinstance(value, WatermarkingConfig):
+            raise TypeError(f"{name} must be a WatermarkingConfig or a dict, got {type(value).__name__}")
+        return value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -207,7 +223,7 @@ class GenerationOptions(ChoosingOptions):
         examples=([[5, 20]], [[4, 21], [6, 22]]),
     )
     watermarking_config: Any = _late_score(
-        Watermark(),
+        _Watermark(),
         "a WatermarkingConfig: mark the text statistically",
         hf="WatermarkLogitsProcessor",
         differs="a keyed hash replaces torch's random numbers; jaxgen.WatermarkDetector finds the mark; scheme and "

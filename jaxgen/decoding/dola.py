@@ -38,7 +38,7 @@ class Dola(Sample):
 
     def needs(self, cfg: GenerationConfig) -> Needs:
         """The states of all layers; the head is applied to the candidates too."""
-        return Needs(sequences=cfg.num_return_sequences, heads=1 + len(candidate_layers(cfg)), layer_states=True)
+        return Needs(sequences=cfg.num_return_sequences, layer_states=True)
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
         """Choose each row's token by its contrasted scores, and append it to the live rows."""

@@ -12,13 +12,11 @@ class Needs:
     Attributes:
         sequences: rows in the loop per prompt.
         candidates: tokens that it reads per row and step, to choose one of them.
-        heads: how often it applies the model's head per row and step.
         layer_states: it reads the hidden states of all layers at each row's last token.
         final_states: it reads the last layer's normed hidden states of all tokens.
     """
 
     sequences: int = 1
     candidates: int = 1
-    heads: int = 1
     layer_states: bool = False
     final_states: bool = False

@@ -13,14 +13,13 @@ from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.continuous import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.decoding.run import Run, Sizes
 from jaxgen.engine.forms import Form
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, replicate
 from jaxgen.programs import Program, default_device
 from jaxgen.request.checks import check_slots
 from jaxgen.request.memory import check_call_memory
-from jaxgen.request.prepare import Prepared
 
 _STATIC = ("mode", "key_impl")
 _open = Program(open_queue, "Engine (state)", static_argnames=[*_STATIC, "places", "steps", "stored"])
@@ -96,15 +95,10 @@ class Device:
 
     def __init__(self, params: Any, loop: Loop, store_bytes: int = 0):
         self._loop, self._mesh = loop, mesh_of(params)
-        self._check_memory(params, store_bytes)
+        run = self._run(params, {})
+        in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
+        check_call_memory(in_slots, loop.form.width, store_bytes)
         self._state: Any = None
-
-    def _check_memory(self, params: Any, store_bytes: int) -> None:
-        form, mode = self._loop.form, self._loop.mode
-        ids = jax.ShapeDtypeStruct((mode.slots, form.width), np.int32)
-        run = dataclasses.replace(self._run(params, {}), cfg=form.full.replace(slots=mode.slots))
-        request = Request(ids, ids, ids, {})
-        check_call_memory(Prepared(mode, run, request, ids, ids, form.width, form.capacity), store_bytes)
 
     def open(self, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> None:
         """Make the state: all slots are free."""

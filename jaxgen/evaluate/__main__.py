@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxgen.cli import arguments
-from jaxgen.cli.arguments import BAD_INPUT
+from jaxgen import arguments
+from jaxgen.arguments import BAD_INPUT
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES

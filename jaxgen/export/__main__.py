@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from convert import load_hf
 from convert.hf import load_shapes
-from jaxgen.cli import arguments
-from jaxgen.cli.arguments import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, Parser
+from jaxgen import arguments
+from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, INTERRUPTED, Parser
 from jaxgen.cli.options import add_generation, generation_fields, in_flags
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.errors import JaxgenError, JaxgenWarning, one_line

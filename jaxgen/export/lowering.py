@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax import export
 
-import jaxgen
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import OPTIONS
 from jaxgen.decoding.stopping import StopReason
@@ -20,6 +19,7 @@ from jaxgen.export.file import FORMAT, forms
 from jaxgen.export.plain import KEYS, flat_params
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.model.sharding import mesh_of
+from jaxgen.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 _ALLOWED = (*PLATFORMS, "rocm")
@@ -137,7 +137,7 @@ def description(
         "programs": {name: _call(kind, name) for name in programs},
         "platforms": list(first.platforms),
         "devices": first.nr_devices,
-        "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"jaxgen": jaxgen.__version__},
+        "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"jaxgen": __version__},
         "calling_convention_version": first.calling_convention_version,
         "loads_with": f"jaxlib from 3 weeks before to 6 months after the release of {version('jaxlib')}",
         "random": f"{KEYS}, jax_threefry_partitionable={getattr(jax.config, 'jax_threefry_partitionable', True)}",

@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import jaxgen
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import News
@@ -47,6 +46,7 @@ from jaxgen.serving.scored import Scored, TokenTexts
 from jaxgen.serving.stream import EventStream, leaves
 from jaxgen.serving.text import Answer, Delta
 from jaxgen.serving.tools import Tools
+from jaxgen.version import __version__
 
 _PREPARING = 2  # threads that read requests
 _ALTERNATIVES = 5  # the most likely tokens that the page shows
@@ -394,7 +394,7 @@ class Service:
         return Response(status_code=200 if self._engine.is_open else 503)
 
     async def _version(self, _: Request) -> Response:
-        return _json(200, {"version": jaxgen.__version__})
+        return _json(200, {"version": __version__})
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

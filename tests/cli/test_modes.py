@@ -374,7 +374,7 @@ def test_system(run, refused, talking, checkpoint, monkeypatch):
 
 
 def test_a_request_that_memory_cannot_hold(refused, checkpoint, monkeypatch):
-    monkeypatch.setattr("jaxgen.request.memory.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 1000)
     assert "is free" in refused("--model", checkpoint, "A")
 
 

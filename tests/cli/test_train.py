@@ -336,9 +336,9 @@ class TestMistakes:
         assert f"produced the id {VOCABULARY}, but the model has {VOCABULARY} tokens" in run(model=base)[1]
 
     def test_too_little_memory(self, run, monkeypatch):
-        monkeypatch.setattr(finetune, "free_bytes", lambda device: 1000)
+        monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 1000)
         err = run()[1]
-        assert "0.0 GB is free: try --lora 16, a larger --accumulate or a smaller --width" in err
+        assert "0.0 MB is free: try --lora 16, a larger --accumulate or a smaller --width" in err
 
     def test_a_rate_that_is_too_high(self, run, tmp_path):
         status, err = run(steps=50, learning_rate=1e30, warmup=0, report_every=5)

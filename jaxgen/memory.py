@@ -1,0 +1,76 @@
+"""The memory that is free on a device, and the refusal of what needs more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxgen.errors import InputError
+
+SMALL = 2**28  # bytes; to read what is free would take longer than some calls that need less
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
+    """Raise an `InputError` if so many bytes are not free on each of some devices; all of a CPU have one memory.
+
+    `what` says that something needs {} bytes; `remedy` returns what to try if a number of bytes is free.
+    """
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    device = min(local, key=lambda device: device.id)
+    count, where = (len(local), "") if device.platform == "cpu" else (1, f" on {device}")
+    free = free_bytes(device)
+    if free is not None and needed * count > free:
+        raise InputError(
+            f"{what.format(size_text(needed * count))} and only {size_text(free)} is free{where}: try "
+            f"{remedy(free // count)}"
+        )
+
+
+def free_bytes(device) -> int | None:
+    """Return the bytes that can still be allocated on a `jax.Device`; None if unknown.
+
+    For a CPU it is the memory that Linux calls available, or less if a control group (version 2) sets a limit.
+    """
+    if device.platform == "cpu":
+        return min([*_available(), *_left_in_control_groups()], default=None)
+    statistics = device.memory_stats() or {}
+    limit, used = statistics.get("bytes_limit", -1), statistics.get("bytes_in_use", -1)
+    return limit - used if limit > 0 and used >= 0 else None
+
+
+def _available() -> Iterator[int]:
+    """Yield the bytes that the kernel can allocate without swapping."""
+    for line in _lines(_PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _left_in_control_groups() -> Iterator[int]:
+    """Yield the bytes left in each limited control group of this process; the page cache counts as free."""
+    for line in _lines(_PROC / "self" / "cgroup"):
+        if not line.startswith("0::/"):
+            continue
+        own = _CGROUPS / line.removeprefix("0::/")
+        for group in (own, *own.parents):
+            limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+            if limit and used and limit[0] != "max":
+                statistics = dict(entry.split() for entry in _lines(group / "memory.stat"))
+                pages = sum(int(statistics.get(name, 0)) for name in ("active_file", "inactive_file"))
+                yield max(0, int(limit[0]) - int(used[0]) + pages)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes in words."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,140 @@
+"""Requests of the command that memory cannot hold are refused before the weights are read."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from convert import CheckpointError, load_hf, save_hf
+from convert.hf import float_dtype, open_checkpoint
+from jaxgen import ConfigError, GenerationConfig, InputError, generate, memory
+from jaxgen.cli.memory import check_memory
+from tests.support.checkpoints import LLAMA, QWEN2, weights, write
+
+WIDE = QWEN2 | {"vocab_size": 4000}  # 0.26 MB of weights
+
+
+def nbytes(tree) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+def weights_bytes(path: Path, dtype: str | None = None, quantize: str | None = None) -> int:
+    return sum(open_checkpoint(path).quantize(quantize).sizes(float_dtype(dtype)).values())
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    return write(tmp_path / "model", WIDE, weights(WIDE))
+
+
+@pytest.fixture
+def refusal(checkpoint, monkeypatch):
+    """Check a request of the tiny model with so many bytes free; return what the error says, "" without one."""
+
+    def refusal(free: int | None, *, prompts=1, width=8, max_new_tokens=8, dtype=None, **options) -> str:
+        monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+        cfg = load_hf(checkpoint)[1].replace(max_new_tokens=max_new_tokens, **options)
+        try:
+            check_memory(checkpoint, cfg, prompts, width, dtype=dtype)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    return refusal
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_weights(tmp_path, stored, dtype):
+    path = write(tmp_path / "model", LLAMA, weights(LLAMA, stored), shards=3)
+    assert weights_bytes(path, dtype) == nbytes(load_hf(path, dtype=dtype)[0])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_quantised_weights(tmp_path, dtype):
+    path = write(tmp_path / "model", LLAMA, weights(LLAMA))
+    params, cfg = load_hf(path, dtype=dtype, quantize="int8")
+    assert weights_bytes(path, dtype, "int8") == nbytes(params)
+    save_hf(params, cfg, tmp_path / "int8")
+    assert weights_bytes(tmp_path / "int8") == nbytes(params)
+    assert weights_bytes(tmp_path / "int8", dtype, "none") == weights_bytes(path, dtype)
+
+
+def test_a_tied_head_is_counted_once(tmp_path, checkpoint):
+    tensors = weights(WIDE)
+    twice = write(tmp_path / "twice", WIDE, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert weights_bytes(twice) == weights_bytes(checkpoint) == nbytes(load_hf(twice)[0])
+
+
+def test_mixed_dtypes(tmp_path):
+    mixed = weights(QWEN2, "bfloat16") | {"model.norm.weight": weights(QWEN2)["model.norm.weight"]}
+    path = write(tmp_path / "mixed", QWEN2, mixed)
+    assert weights_bytes(path) == nbytes(load_hf(path)[0])
+
+
+def test_what_load_hf_refuses_is_refused(tmp_path, refusal):
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        check_memory(tmp_path / "absent", GenerationConfig(max_new_tokens=8), prompts=1, width=8)
+    with pytest.raises(ConfigError, match="int8"):
+        refusal(10**9, dtype="int8")
+
+
+def test_enough_or_unknown(refusal):
+    assert refusal(10**9) == ""
+    assert refusal(None) == ""
+
+
+def test_what_is_counted_is_needed(checkpoint, refusal):
+    """The weights and the cache that `generate` returns."""
+    params, cfg = load_hf(checkpoint)
+    out = generate(params, [[1, 2, 3]] * 2, None, cfg.replace(max_new_tokens=5))
+    needed = nbytes(params) + nbytes(out.cache.kv)
+    assert refusal(needed - 1, prompts=2, width=3, max_new_tokens=5)
+    lengths = 2 * 4  # that part of the cache is there for the prompts and for the rows
+    assert refusal(needed + lengths, prompts=2, width=3, max_new_tokens=5) == ""
+
+
+def test_the_text(refusal, checkpoint):
+    size = weights_bytes(checkpoint) / 1e6
+    text = refusal(1000)
+    assert text.startswith("this request needs 0.")
+    assert f"({size:.1f} MB of weights) and only 0.0 MB is free: try a smaller model or a machine with more" in text
+
+
+@pytest.mark.parametrize(
+    ("request_", "remedy"),
+    [
+        ({"max_new_tokens": 30_000}, "a smaller max_new_tokens"),
+        ({"num_return_sequences": 1000, "do_sample": True}, "a smaller num_return_sequences or num_beams"),
+        ({"prompts": 1000}, "fewer prompts at once"),
+        ({"width": 20_000}, "a shorter prompt"),
+        ({"max_new_tokens": 30_000, "width": 20_000}, "a smaller max_new_tokens and a shorter prompt"),
+        ({"prompts": 16, "width": 1500}, "fewer prompts at once or a shorter prompt"),
+    ],
+)
+def test_a_remedy_for_what_is_large(refusal, request_, remedy):
+    assert refusal(1_000_000) == ""
+    assert refusal(1_000_000, **request_).endswith(f": try {remedy}")
+
+
+def test_bfloat16_where_it_helps(refusal, checkpoint):
+    free = weights_bytes(checkpoint)  # which leaves nothing for the rest
+    for dtype in (None, "float32"):
+        assert refusal(free, dtype=dtype).endswith("is free: try --dtype bfloat16 or --quantize int8")
+    assert refusal(free, dtype="bfloat16") == refusal(free, dtype="float16") == ""
+    assert "bfloat16" not in refusal(free, dtype="bfloat16", width=20_000)
+
+
+def test_the_accelerator_is_named(checkpoint, monkeypatch):
+    class Device:
+        platform, process_index, id = "gpu", 0, 0
+
+        def memory_stats(self):
+            return {"bytes_limit": 150_000, "bytes_in_use": 50_000}
+
+        def __str__(self):
+            return "cuda:0"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    with pytest.raises(InputError, match=r"0\.1 MB is free on cuda:0: try"):
+        check_memory(checkpoint, load_hf(checkpoint)[1].replace(max_new_tokens=8), 1, 8)

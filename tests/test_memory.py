@@ -1,0 +1,90 @@
+"""The memory that is free."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxgen import InputError, memory
+from jaxgen.memory import check_free, free_bytes, size_text
+
+CPU = SimpleNamespace(platform="cpu")
+
+
+def test_free_memory_of_an_accelerator():
+    def device(statistics):
+        return SimpleNamespace(platform="gpu", memory_stats=lambda: statistics)
+
+    assert free_bytes(device({"bytes_limit": 100, "bytes_in_use": 30, "peak_bytes_in_use": 50})) == 70
+    for unknown in (None, {}, {"bytes_in_use": 30}, {"bytes_limit": -1, "bytes_in_use": -1}):
+        assert free_bytes(device(unknown)) is None
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A made-up /proc and /sys: 4 GB available, and a process in the control group a/b."""
+    monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  8000000 kB\nMemFree: 1000 kB\nMemAvailable:  4000000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("1:name=systemd:/\n0::/a/b\n")
+    (tmp_path / "cgroup" / "a" / "b").mkdir(parents=True)
+    return tmp_path
+
+
+def limit(group: Path, maximum: str, current: int, pages: int = 0):
+    (group / "memory.max").write_text(f"{maximum}\n")
+    (group / "memory.current").write_text(f"{current}\n")
+    (group / "memory.stat").write_text(f"anon 7\nfile {pages}\ninactive_file {pages // 2}\nactive_file {pages // 2}\n")
+
+
+def test_free_memory_of_the_host(machine):
+    assert free_bytes(CPU) == 4_000_000 * 1024
+    limit(machine / "cgroup" / "a" / "b", "max", 10**9)
+    assert free_bytes(CPU) == 4_000_000 * 1024
+
+
+@pytest.mark.parametrize("group", [".", "a", "a/b"])
+def test_a_control_group_limits(machine, group):
+    limit(machine / "cgroup" / group, "1000000", 300_000)
+    assert free_bytes(CPU) == 700_000
+    limit(machine / "cgroup" / group, "1000000", 300_000, pages=200_000)  # which the kernel gives up when needed
+    assert free_bytes(CPU) == 900_000
+    limit(machine / "cgroup" / group, "1000000", 1_200_000)
+    assert free_bytes(CPU) == 0
+    limit(machine / "cgroup" / group, str(10**13), 0)
+    assert free_bytes(CPU) == 4_000_000 * 1024
+
+
+def test_nothing_is_known_without_proc(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_PROC", tmp_path / "absent")
+    assert free_bytes(CPU) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+def test_free_memory_of_this_machine():
+    free = free_bytes(jax.local_devices(backend="cpu")[0])
+    assert free is not None
+    assert 0 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(("platform", "most"), [("cpu", 50), ("gpu", 100)])
+def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
+    """Each of the two devices needs the bytes; a third one is another process's."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: {1: 100, 2: 90}[device.id])
+    devices = [
+        SimpleNamespace(platform=platform, process_index=process, id=n) for n, process in ((2, 0), (0, 1), (1, 0))
+    ]
+    asked = []
+    check_free("it needs {}", most, devices, lambda free: "less")
+    with pytest.raises(InputError, match=r"^it needs 0.0 MB and only 0.0 MB is free.*: try less$"):
+        check_free("it needs {}", most + 1, devices, lambda free: asked.append(free) or "less")
+    assert asked == [most]  # what each may take
+
+
+def test_sizes():
+    assert size_text(31_250_000_000) == "31.2 GB"
+    assert size_text(31_250_000) == "31.2 MB"
