@@ -1,6 +1,5 @@
 import os
 import signal
-import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +15,8 @@ os.environ.setdefault(
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from tests.support.slow_tests import Choice
 
 # A shell's background jobs ignore interrupts, and so would the processes that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -37,13 +38,9 @@ DATA = _find_data()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out slow tests: with JAXGEN_SLOW_TESTS=N:SEED, one in N remains, which one is up to the seed."""
-    every, _, seed = os.environ.get("JAXGEN_SLOW_TESTS", "1:0").partition(":")
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("slow") and zlib.crc32(f"{item.nodeid} {seed}".encode()) % int(every)
-    ]
+    """Leave out the slow tests that JAXGEN_SLOW_TESTS does not choose."""
+    choice = Choice.of_environment()
+    left_out = [item for item in items if item.get_closest_marker("slow") and not choice.has(item.nodeid)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

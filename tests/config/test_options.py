@@ -19,13 +19,12 @@ from jaxgen import (
 )
 from jaxgen.config.options import OPTIONS
 from jaxgen.config.reference import reference
-from tests.support.models import counting_config, counting_params, generated, left_pad, model_config, random_params
+from tests.support import counting
+from tests.support.models import generated, left_pad, model_config, random_params
 from tests.support.tokenizers import byte_level
 
-CFG = counting_config(max_new_tokens=4, pad_token_id=0)
-PARAMS = counting_params(CFG)
-# The most likely token is the last one plus one, the next most likely the one after it.
-PARAMS["lm_head"]["weight"] += 0.5 * jnp.roll(PARAMS["lm_head"]["weight"], 1, axis=0)
+CFG = counting.CFG.replace(max_new_tokens=4)
+PARAMS = counting.with_second_best(CFG)
 
 
 def run(prompt=3, **fields):

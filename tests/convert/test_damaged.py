@@ -16,22 +16,19 @@ from convert.errors import SHOWN_PROBLEMS
 from jaxgen.errors import LONGEST, ConfigError, InputError, JaxgenError, one_line
 from jaxgen.text import json_file
 from tests.support.damage import cases
+from tests.support.slow_tests import Choice
 from tests.support.templates import HOSTILE
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS, BYTES = 2.0, 500 << 20
+SEED = Choice.of_environment().seed
 # Faults of the conversation, not of a file.
 OF_THE_CONVERSATION = ("prompt 0 has no tokens", "this tokenizer has no chat template")
 
 
-def seed() -> int:
-    """CI's seed, else 0."""
-    return int(os.environ.get("JAXGEN_SLOW_TESTS", "1:0").partition(":")[2] or 0)
-
-
 def outcomes(folder: Path, count: int) -> list[dict]:
     """Try `count` cases of each group, or all, in one process of their own."""
-    command = [sys.executable, "-m", "tests.support.damage", str(seed()), str(count), str(folder)]
+    command = [sys.executable, "-m", "tests.support.damage", str(SEED), str(count), str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RUST_BACKTRACE": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]
@@ -64,7 +61,7 @@ def check_all(found: list[dict], tried: int, record_property) -> None:
 
 @pytest.mark.slow
 def test_some_of_each_group(tmp_path, record_property):
-    expected = cases(seed(), 15)
+    expected = cases(SEED, 15)
     assert len(expected) > 100
     assert len({case.group for case in expected}) == 8
     check_all(outcomes(tmp_path, 15), len(expected), record_property)
@@ -72,7 +69,7 @@ def test_some_of_each_group(tmp_path, record_property):
 
 @pytest.mark.slow
 def test_all(tmp_path, record_property):
-    expected = cases(seed(), 0)
+    expected = cases(SEED, 0)
     assert len(expected) > 9000
     check_all(outcomes(tmp_path, 0), len(expected), record_property)
 

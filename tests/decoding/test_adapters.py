@@ -10,7 +10,7 @@ from jaxgen import Engine, GenerationConfig, InputError, generate, prefill, scor
 from jaxgen.model.lowrank import Adapters
 from tests.support.adapters import factors, merged, write
 from tests.support.compilations import compilations
-from tests.support.models import model_config, random_params
+from tests.support.models import model_config, random_params, slow
 
 MODEL = model_config(vocab_size=61)
 CFG = GenerationConfig(model=MODEL, max_new_tokens=10, pad_token_id=0)
@@ -33,17 +33,20 @@ MODES = [
     {"do_sample": True, "num_return_sequences": 2},
     {"slots": 2},
     {"num_beams": 3, "num_return_sequences": 2},
-    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     {"penalty_alpha": 0.6, "top_k": 4},
     {"prompt_lookup_num_tokens": 3},
     {"guidance_scale": 1.5},
+]
+# Groups order rows as beams do, and chunks keep the adapter of their rows: tests/decoding/test_forward.py.
+LIKE_OTHERS = [
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     {"prefill_chunk_size": 3},
     {"cache_dtype": "int8"},
     {"dola_layers": "low", "repetition_penalty": 1.2},
 ]
 
 
-@pytest.mark.parametrize("options", MODES, ids=lambda options: ",".join(options) or "greedy")
+@pytest.mark.parametrize("options", [*MODES, *slow(*LIKE_OTHERS)], ids=lambda options: ",".join(options) or "greedy")
 def test_each_row_has_its_adapter(params, options):
     cfg = CFG.replace(**options)
     keys = KEYS if cfg.on("do_sample") else None

@@ -13,6 +13,7 @@ from convert import load_hf
 from jaxgen import ConfigError, GenerationConfig, InputError, Tokenizer, generate as generate_, prefill, score
 from jaxgen.decoding.drafting import first_occurrence
 from tests.support.compilations import compiled_by_other_values
+from tests.support.digits import MODEL, PROMPTS
 from tests.support.models import (
     all_generated,
     counting_config,
@@ -24,10 +25,8 @@ from tests.support.models import (
 )
 from tests.support.streamers import Collector, RowCollector
 
-MODEL = model_config(vocab_size=61)
 PARAMS = random_params(MODEL, scale=0.25)
 SMALL = model_config(vocab_size=61, num_hidden_layers=1, hidden_size=16)
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
 NEW = 12
 CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, eos_token_id=[7, 20])
 SAMPLED = CFG.replace(do_sample=True, top_k=0, temperature=1.5)

@@ -18,14 +18,10 @@ from jaxgen import (
 )
 from jaxgen.decoding.sample import draw_distinct
 from tests.support.compilations import compiled_by_other_values
+from tests.support.digits import IDS, MASK, MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import generated, last_logits, left_pad, model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 
-MODEL = model_config(vocab_size=61)
-PARAMS = random_params(MODEL)
-TABLE = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
-IDS, MASK = left_pad(PROMPTS)
 NEW = 7
 CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, num_beams=3, num_return_sequences=3)
 

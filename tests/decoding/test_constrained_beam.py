@@ -16,9 +16,10 @@ from jaxgen import (
     generate,
     prefill,
 )
-from tests.decoding.test_beam import MODEL, NEW, PARAMS, PROMPTS, PlainSearch, check, rows_of, run
+from tests.decoding.test_beam import NEW, PlainSearch, check, rows_of, run
 from tests.decoding.test_constraints import bank_of, follow, proposals_of
 from tests.support.compilations import compiled_by_other_values
+from tests.support.digits import MODEL, PARAMS, PROMPTS
 from tests.support.models import generated, random_params
 from tests.support.tokenizers import byte_level
 

@@ -7,24 +7,21 @@ import pytest
 
 from convert import load_hf
 from jaxgen import CausalLM, GenerationConfig, InputError, KVCache, Tokenizer, demo, generate, prefill
+from tests.support import small
 from tests.support.models import (
     all_generated,
     counting_config,
     counting_params,
     generated,
     left_pad,
-    model_config,
-    random_params,
     slow,
     with_layers,
 )
+from tests.support.small import MODEL, PARAMS, PROMPTS
 from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
 
-MODEL = model_config()
-PARAMS = random_params(MODEL)
-CFG = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0)
-PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
+CFG = small.CFG.replace(max_new_tokens=8)
 FOLLOWING = [[30], [31, 32, 33], [34, 35]]
 
 

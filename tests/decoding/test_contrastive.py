@@ -23,14 +23,11 @@ from jaxgen import (
 from jaxgen.config.tables import eos_list
 from jaxgen.model.causal_lm import hidden
 from tests.support.compilations import compiled_by_other_values
+from tests.support.digits import MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.models import all_generated, generated, left_pad, model_config, padded, random_params
 from tests.support.streamers import Collector
 from tests.support.tokenizers import byte_level
 
-MODEL = model_config(vocab_size=61)
-PARAMS = random_params(MODEL)
-TABLE = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
 NEW = 9
 CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, penalty_alpha=0.6, top_k=4)
 EOS = CFG.replace(eos_token_id=[7, 20, 33, 48, 50])

@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 
 from jaxgen import ConfigError, GenerationConfig, compute_transition_scores, generate, score
-from tests.support.models import model_config, random_params, slow
+from tests.support.letters import IDS, MODEL, PARAMS
+from tests.support.models import slow
 
-MODEL = model_config(vocab_size=320, hidden_size=32)
-PARAMS = random_params(MODEL, scale=0.3)
-IDS = np.random.default_rng(0).integers(40, 120, (6, 9), np.int32)
 SAMPLES = np.array([True, False, False, True, False, True])
 CFG = GenerationConfig(
     **{"model": MODEL, "max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": 1, "output_logprobs": "scores"},

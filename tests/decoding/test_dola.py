@@ -20,12 +20,12 @@ from jaxgen import (
 )
 from jaxgen.decoding.dola import contrasted
 from tests.support.compilations import compiled_by_other_values
+from tests.support.digits import PROMPTS
 from tests.support.models import all_generated, generated, left_pad, model_config, random_params
 from tests.support.tokenizers import byte_level
 
 MODEL = model_config(vocab_size=61, num_hidden_layers=7)
 PARAMS = random_params(MODEL)
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
 NEW = 6
 CFG = GenerationConfig(
     model=MODEL, max_new_tokens=NEW, pad_token_id=0, dola_layers=[0, 2, 4, 5], repetition_penalty=1.2

@@ -11,11 +11,10 @@ import pytest
 
 from jaxgen import GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, Tokenizer, demo, generate
 from tests.support.compilations import compilations
-from tests.support.models import all_generated, counting_config, counting_params, generated, left_pad
+from tests.support.counting import CFG, PARAMS
+from tests.support.models import all_generated, generated, left_pad
 from tests.support.streamers import Collector
 
-CFG = counting_config(max_new_tokens=6, pad_token_id=0)
-PARAMS = counting_params(CFG)
 IDS = [[3], [7]]
 
 

@@ -22,10 +22,10 @@ from jaxgen import (
     score,
 )
 from jaxgen.request.inputs import mask_of
+from tests.support.counting import CFG, PARAMS, count, with_second_best
 from tests.support.models import (
     all_generated,
     counting_config,
-    counting_params,
     generated,
     left_pad,
     model_config,
@@ -34,21 +34,7 @@ from tests.support.models import (
 )
 from tests.support.streamers import Collector, RowCollector
 
-CFG = counting_config(max_new_tokens=6, pad_token_id=0)
-PARAMS = counting_params(CFG)
 IDS = np.asarray([[1]], np.int32)
-
-
-def count(rows, cfg=CFG, key=None, **kwargs):
-    ids, mask = left_pad(rows)
-    return generate(PARAMS, ids, key, cfg, attention_mask=mask, **kwargs)
-
-
-def with_second_best(cfg):
-    """The counting model with a second choice: the token after the next."""
-    params = counting_params(cfg)
-    params["lm_head"]["weight"] += 0.5 * jnp.roll(params["lm_head"]["weight"], 1, axis=0)
-    return params
 
 
 def test_counts():

@@ -14,14 +14,11 @@ from jaxgen.decoding.modes import mode_of
 from jaxgen.generation import extensions_of
 from jaxgen.request.driver import prefill_only, run_whole
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
-from tests.support.models import model_config, random_params, slow
+from tests.support.letters import IDS, MASK, MODEL, PARAMS
+from tests.support.models import slow
 from tests.support.tokenizers import byte_level
 
-MODEL = model_config(vocab_size=320, hidden_size=32)
-PARAMS = random_params(MODEL, scale=0.3)
 CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0, eos_token_id=[1, 2])
-IDS = np.random.default_rng(0).integers(40, 120, (6, 9), np.int32)
-MASK = np.arange(9)[None, :] >= np.array([0, 3, 5, 0, 1, 2])[:, None]
 CHOSEN = [4, 1, 3]
 """The prompts that are cut out, in this order."""
 

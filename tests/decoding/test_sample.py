@@ -8,10 +8,9 @@ import pytest
 from jaxgen import GenerationConfig, generate
 from jaxgen.decoding.rng import prompt_keys, sequence_keys
 from jaxgen.decoding.sample import draw
-from tests.support.models import generated, left_pad, model_config, random_params, slow
+from tests.support.models import generated, left_pad, slow
+from tests.support.small import MODEL, PARAMS
 
-MODEL = model_config()
-PARAMS = random_params(MODEL)
 CFG = GenerationConfig(
     model=MODEL, do_sample=True, temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1, max_new_tokens=12,
     eos_token_id=[5, 6], pad_token_id=0,

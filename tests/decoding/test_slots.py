@@ -18,11 +18,10 @@ from jaxgen import (
     generate,
     prefill,
 )
+from tests.support.letters import MODEL, PARAMS
 from tests.support.models import model_config, random_params, slow
 from tests.support.tokenizers import byte_level
 
-MODEL = model_config(vocab_size=320, hidden_size=32)
-PARAMS = random_params(MODEL, scale=0.3)
 PROMPTS, WIDTH = 12, 9
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(40, 120, (PROMPTS, WIDTH), np.int32)

@@ -14,11 +14,9 @@ from jaxgen.engine.many import generate_many
 from jaxgen.engine.results import EngineClosed, QueueFull
 from tests.support import slot_loops
 from tests.support.compilations import compilations
-from tests.support.models import model_config, random_params
+from tests.support.letters import MODEL, PARAMS
 from tests.support.tokenizers import byte_level
 
-MODEL = model_config(vocab_size=320, hidden_size=32)
-PARAMS = random_params(MODEL, scale=0.3)
 TOK = byte_level()
 KEY = jax.random.key(3)
 CFG = GenerationConfig(

@@ -16,7 +16,8 @@ from tests.support.models import model_config, random_params
 CHUNK, WIDTH, NEW = 16, 90, 5
 
 
-def config(dtype: str = "float32", **options) -> GenerationConfig:
+def config(dtype: str = "bfloat16", **options) -> GenerationConfig:
+    """Of one dtype if possible, so that engines share their programs."""
     model = model_config(torch_dtype=dtype, hidden_size=64)
     fields = {"do_sample": True, "output_logprobs": "scores", "top_logprobs": 2, "eos_token_id": 1, "pad_token_id": 0}
     return GenerationConfig(model=model, max_new_tokens=NEW, prefill_chunk_size=CHUNK, **fields | options)

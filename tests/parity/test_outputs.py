@@ -7,13 +7,9 @@ import pytest
 
 from jaxgen import CausalLM, ConfigError, GenerationConfig, compute_transition_scores, generate, score
 from tests.support.goldens import GOLDENS, load
-from tests.support.models import generated, left_pad, model_config, random_params
+from tests.support.models import generated
+from tests.support.small import CFG, IDS, MASK, MODEL, PARAMS, PROMPTS
 
-MODEL = model_config()
-PARAMS = random_params(MODEL)
-CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0)
-PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
-IDS, MASK = left_pad(PROMPTS)
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
 
 

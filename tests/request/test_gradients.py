@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, generate, score
+from tests.support import counting
 from tests.support.compilations import compilations
-from tests.support.models import counting_config, counting_params
+from tests.support.counting import PARAMS
 
-CFG = counting_config(max_new_tokens=4, pad_token_id=0, repetition_penalty=1.1)
-PARAMS = counting_params(CFG)
+CFG = counting.CFG.replace(max_new_tokens=4, repetition_penalty=1.1)
 IDS = jnp.asarray([[3], [7]], jnp.int32)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen import ConfigError, GenerationConfig, InputError, StepHook, generate, prefill, score
+from jaxgen import ConfigError, InputError, StepHook, generate, prefill, score
 from tests.support.models import (
     all_generated,
     counting_config,
@@ -19,14 +19,8 @@ from tests.support.models import (
     random_params,
     slow,
 )
+from tests.support.small import CFG, IDS, MASK, MODEL, PARAMS, PROMPTS, TABLE
 from tests.support.streamers import Collector
-
-MODEL = model_config(num_hidden_layers=2)
-PARAMS = random_params(MODEL)
-TABLE = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])
-CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0)
-PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24]]
-IDS, MASK = left_pad(PROMPTS)
 
 
 def run(cfg=CFG, ids=IDS, **options):

@@ -9,11 +9,12 @@ from hypothesis import given, settings, strategies as st
 from jaxgen import ConfigError, GenerationConfig, InputError, score, score_many
 from jaxgen.scoring import many
 from tests.support.compilations import compilations
-from tests.support.models import model_config, random_params
+from tests.support.models import last_logits, model_config, random_params
 
 MODEL = model_config(vocab_size=61)
 CFG = GenerationConfig(model=MODEL)
 PARAMS = random_params(MODEL, scale=0.3)
+TABLE = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])
 
 
 def requests(seed: int, contexts: int, longest: int = 40):
@@ -59,16 +60,10 @@ def test_any_requests(seed, contexts, batch_tokens):
 def test_greedy_continuations_are_found():
     ids = [3]
     for _ in range(6):
-        ids.append(int(jnp.argmax(score_all(ids))))
+        ids.append(int(jnp.argmax(last_logits(MODEL, PARAMS, TABLE[ids]))))
     (found, other) = score_many(PARAMS, [(ids[:1], ids[1:]), (ids[:1], [(ids[1] + 1) % 61, *ids[2:]])], CFG)
     assert found.is_greedy.all()
     assert not other.is_greedy[0]
-
-
-def score_all(ids):
-    from jaxgen.model.causal_lm import forward
-
-    return forward(MODEL, PARAMS, jnp.asarray([ids])).logits[0, -1]
 
 
 def test_of_equal_scores_the_first_is_greedy():

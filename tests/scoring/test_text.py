@@ -12,10 +12,9 @@ from jaxgen import CausalLM, GenerationConfig, compute_transition_scores, genera
 from jaxgen.errors import ConfigError, InputError, JaxgenWarning
 from tests.support.compilations import compilations
 from tests.support.models import left_pad, model_config, random_params, slow
+from tests.support.small import MODEL, PARAMS
 from tests.support.tokenizers import byte_level
 
-MODEL = model_config()
-PARAMS = random_params(MODEL)
 CFG = GenerationConfig(model=MODEL)
 ROWS = [[5, 3, 8, 1, 90, 7, 7], [2, 96], [11], [4, 4, 4, 61, 0, 12]]
 

@@ -37,7 +37,7 @@ def test_no_text_ends_the_settings():
 
 
 def test_the_service_has_the_page_and_needs_no_key_for_it():
-    with running(keys=[KEY]) as service, urllib.request.urlopen(service.url) as response:
+    with running(keys=[KEY], warm=False) as service, urllib.request.urlopen(service.url) as response:
         assert response.headers["content-type"] == "text/html; charset=utf-8"
         assert response.headers["content-security-policy"] == "frame-ancestors 'none'"
         settings = settings_of(response.read().decode())

@@ -54,9 +54,10 @@ def running(
     limits: Limits | None = None,
     template=TEMPLATE,
     adapters=(),
+    warm: bool = True,
     **engine,
 ):
-    """Yield a service; `adapters`: names with folders of adapters."""
+    """Yield a service; `adapters`: names with folders of adapters. Unless it is `warm`, nothing is compiled for it."""
     tokenizer = byte_level(chat_template=template)
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
     params = random_params(model, scale=0.3)
@@ -74,7 +75,8 @@ def running(
     )
     sizes = {"slots": slots, "prompt_width": WIDTH, "stop_in_prompt": False, "id_entries": 320, "grammar_states": 4096}
     with Engine(params, cfg, jax.random.key(0), tokenizer=tokenizer, **sizes | engine) as made:
-        made.warmup()
+        if warm:
+            made.warmup()
         names = [name for name, _ in adapters]
         more = {"adapters": names, "fingerprint": "fp_1", "keys": keys, "limits": limits}
         service = Service(made, params, "tiny", context=WIDTH, **more)

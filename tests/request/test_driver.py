@@ -1,0 +1,186 @@
+"""The driver of a run in chunks, with a mode that has no model: what a streamer gets, when, and when it ends."""
+
+import dataclasses
+import time
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgen.decoding.loop import Decoded, Mode, Progress
+from jaxgen.decoding.recording import Recording
+from jaxgen.decoding.stopping import StopReason
+from jaxgen.request.driver import compile_for, has_methods, prefill_only, run_watched, run_whole
+from tests.support.compilations import compilations
+from tests.support.streamers import Collector, RowCollector
+from tests.support.trunk import prepared
+
+CAPACITY = 10
+
+
+@flax.struct.dataclass
+class Ticks:
+    """The number of steps so far, and the budget of each row."""
+
+    step: jax.Array
+    budget: jax.Array
+
+    @property
+    def finished(self):
+        return jnp.all(self.step >= self.budget)
+
+
+class Clock(Mode):
+    """Row r has the tokens 10 * r + 1, 10 * r + 2, ...; the first comes with the prompt, and two with each step."""
+
+    watched = 2
+
+    def start(self, run, request):
+        return Ticks(jnp.int32(1), request.budget)
+
+    def begin(self, run, prefilled):
+        raise AssertionError("it reads no prompts")
+
+    def step(self, run, state):
+        return dataclasses.replace(state, step=state.step + 2)
+
+    def finish(self, run, state):
+        now = self.progress(run, state)
+        reasons = jnp.where(now.ended, jnp.int32(StopReason.LENGTH), StopReason.NONE)
+        return Decoded(now.tokens, now.lengths, reasons, Recording(), None)
+
+    def progress(self, run, state):
+        column = jnp.arange(CAPACITY)[None, :]
+        lengths = jnp.minimum(state.step, state.budget)
+        tokens = 10 * jnp.arange(2)[:, None] + column + 1
+        tokens = jnp.where(column < lengths[:, None], tokens, 0)
+        ended = state.step >= state.budget
+        return Progress(tokens, lengths, ended, jnp.max(lengths), state.finished)
+
+
+CLOCK = Clock()
+ROWS = [[1, 2, 3], [11, 12, 13, 14, 15, 16, 17]]
+
+
+def call(budget=(3, 7)):
+    given = prepared([[8, 9], [7]])
+    request = dataclasses.replace(given.request, budget=np.asarray(budget, np.int32))
+    return dataclasses.replace(given, mode=CLOCK, request=request)
+
+
+def test_steps_come_once_each_after_the_prompts():
+    streamer = Collector()
+    decoded = run_watched(call(), streamer, None)
+    assert streamer.prompts.tolist() == [[8, 9], [0, 7]]
+    assert streamer.tokens.tolist() == [[*ROWS[0], 0, 0, 0, 0], ROWS[1]]
+    assert decoded.lengths.tolist() == [3, 7]
+    assert decoded.reasons.tolist() == [StopReason.LENGTH] * 2
+
+
+def test_rows_come_in_parts_and_end_once():
+    streamer = RowCollector()
+    run_watched(call(), streamer, None)
+    assert [streamer.rows[row] for row in range(2)] == ROWS
+    assert streamer.calls == {0: 2, 1: 3}  # 1 token, then those of up to two steps
+    assert streamer.over == [0, 1]
+
+
+def test_a_row_that_ends_without_another_token():
+    class Late(Clock):
+        def progress(self, run, state):
+            now = super().progress(run, state)
+            return dataclasses.replace(now, ended=state.step >= jnp.maximum(state.budget, 5))
+
+    calls = []
+
+    class Rows:
+        def put_row(self, row, ids, ended):
+            calls.append((row, ids.tolist(), ended))
+
+    run_watched(dataclasses.replace(call((1, 7)), mode=Late()), Rows(), None)
+    assert [call for call in calls if call[0] == 0] == [(0, [1], False), (0, [], True)]
+    assert [call for call in calls if call[0] == 1] == [
+        (1, [11], False),
+        (1, [12, 13, 14, 15], False),
+        (1, [16, 17], True),
+    ]
+
+
+class Order:
+    """Writes down when it is given tokens, among the chunks that are dispatched."""
+
+    def __init__(self, monkeypatch):
+        from jaxgen.request import driver
+
+        self.seen, advance = [], driver._advance
+
+        def noted(*arguments, **keywords):
+            self.seen.append("chunk")
+            return advance(*arguments, **keywords)
+
+        monkeypatch.setattr(driver, "_advance", noted)
+
+    def put_row(self, row, ids, ended):
+        if row == 1:
+            self.seen.append(len(ids))
+
+
+def test_a_chunk_is_dispatched_before_the_last_one_is_read_and_the_first_token_is_read_at_once(monkeypatch):
+    streamer = Order(monkeypatch)
+    run_watched(call(), streamer, None)
+    assert streamer.seen == [1, "chunk", "chunk", 4, "chunk", 2]
+
+
+def test_the_time_ends_rows_that_have_not_ended():
+    streamer = RowCollector()
+    decoded = run_watched(call((1, 7)), streamer, time.monotonic() - 1)
+    assert decoded.lengths.tolist() == [1, 1]
+    assert decoded.reasons.tolist() == [StopReason.LENGTH, StopReason.TIME]
+    assert streamer.rows == {0: [1], 1: [11]}
+    assert streamer.over == [0]
+
+
+def test_a_time_that_is_not_over_ends_nothing():
+    decoded = run_watched(call(), None, time.monotonic() + 600)
+    assert decoded.reasons.tolist() == [StopReason.LENGTH] * 2
+
+
+def test_a_run_that_is_over_with_its_prompts_takes_no_step_and_is_not_late(monkeypatch):
+    streamer = Order(monkeypatch)
+    decoded = run_watched(call((1, 1)), streamer, time.monotonic() - 1)
+    assert streamer.seen == [1]
+    assert decoded.reasons.tolist() == [StopReason.LENGTH] * 2
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_what_is_compiled_in_advance_is_all(watched):
+    class Other(Clock):
+        """Of its own, so that nothing is compiled for it yet."""
+
+    given = dataclasses.replace(call(), mode=Other())
+    compile_for(given, watched)
+    with compilations() as compiled:
+        decoded = (
+            run_watched(given, Collector(), None) if watched else run_whole(given.run, given.request, mode=given.mode)
+        )
+        jax.block_until_ready(decoded)
+    assert compiled == [0]
+    assert decoded.lengths.tolist() == [3, 7]
+
+
+def test_only_the_prompts():
+    given = prepared([[8, 9], [7]])
+    continuation = prefill_only(given.run, given.request)
+    assert continuation.count.tolist() == continuation.kv.total_length.tolist() == [2, 1]
+
+
+def test_methods_may_be_passed_on():
+    class Proxy:
+        def __getattr__(self, name):
+            return getattr(Collector(), name)
+
+    assert has_methods(Proxy(), "put", "end")
+    assert not has_methods(Proxy(), "put_row", "end")
+    assert not has_methods(None, "put_row")

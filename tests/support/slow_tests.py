@@ -1,0 +1,32 @@
+"""The part of the slow tests that a run takes: JAXGEN_SLOW_TESTS=PART/PARTS:SEED, all of them unless it is set."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import zlib
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of `parts` parts, counted from 1. Each test is in exactly one; in which one is up to the seed."""
+
+    part: int = 1
+    parts: int = 1
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        found = re.fullmatch(r"(\d+)/(\d+):(\d+)", text)
+        choice = cls(*map(int, found.groups())) if found else None
+        if choice is None or not 1 <= choice.part <= choice.parts:
+            raise ValueError(f"JAXGEN_SLOW_TESTS must be PART/PARTS:SEED, as 1/12:0, got {text!r}")
+        return choice
+
+    @classmethod
+    def of_environment(cls) -> Choice:
+        return cls.parse(os.environ.get("JAXGEN_SLOW_TESTS", "1/1:0"))
+
+    def has(self, test: str) -> bool:
+        return zlib.crc32(f"{test} {self.seed}".encode()) % self.parts == self.part - 1

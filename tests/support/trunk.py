@@ -1,0 +1,24 @@
+"""Calls that are prepared and not run, for tests of what runs them."""
+
+from jaxgen.decoding.extensions import Extensions
+from jaxgen.decoding.rows import Rows
+from jaxgen.decoding.tokens import Tokens
+from jaxgen.request.prepare import CallInputs, Prepared, prepare
+from tests.support import counting
+from tests.support.models import left_pad
+
+
+def prepared(
+    prompts, cfg=counting.CFG, params=counting.PARAMS, extensions=None, eager=False, assistant=None, **inputs
+) -> Prepared:
+    """A call for these prompts; unless it is eager, its arrays have the prompts' width and `max_new_tokens` steps."""
+    ids, mask = left_pad(prompts)
+    given = CallInputs(**{"ids": ids, "attention_mask": mask, **inputs})
+    return prepare(params, cfg, given, extensions or Extensions(), eager=eager, assistant=assistant)
+
+
+def begun(given: Prepared) -> tuple[Tokens, Rows]:
+    """The prompts of a call and their rows, with nothing generated."""
+    request = given.request.complete()
+    tokens = Tokens.align(request.ids, request.mask, request.embeds)
+    return tokens, Rows.begin(given.run, request, tokens, tokens.ids, tokens.length)

@@ -1,0 +1,34 @@
+"""Parts of the slow tests: together they are all, and no test is in two."""
+
+import pytest
+
+from tests.support.slow_tests import Choice
+
+TESTS = [f"tests/test_{number // 9}.py::test_it[{number}]" for number in range(500)]
+
+
+@pytest.mark.parametrize("parts", [1, 4, 12])
+@pytest.mark.parametrize("seed", [0, 876543210])
+def test_each_test_is_in_exactly_one_part(parts, seed):
+    chosen = [[test for test in TESTS if Choice(part + 1, parts, seed).has(test)] for part in range(parts)]
+    assert sorted(test for part in chosen for test in part) == sorted(TESTS)
+    assert min(map(len, chosen)) > len(TESTS) / parts / 2
+
+
+def test_another_seed_chooses_others():
+    first, second = ({test for test in TESTS if Choice(1, 4, seed).has(test)} for seed in (0, 1))
+    assert first - second
+    assert second - first
+
+
+def test_a_choice_is_written_as_part_of_parts_and_seed(monkeypatch):
+    monkeypatch.delenv("JAXGEN_SLOW_TESTS", raising=False)
+    assert all(map(Choice.of_environment().has, TESTS))
+    monkeypatch.setenv("JAXGEN_SLOW_TESTS", "3/12:77")
+    assert Choice.of_environment() == Choice(3, 12, 77)
+
+
+@pytest.mark.parametrize("text", ["", "12:0", "0/4:0", "5/4:0", "1/0:0", "1/4", "1/4:x"])
+def test_what_would_choose_nothing_by_mistake_is_an_error(text):
+    with pytest.raises(ValueError, match="must be PART/PARTS:SEED"):
+        Choice.parse(text)
