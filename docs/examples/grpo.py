@@ -23,52 +23,38 @@ GROUP, PROMPTS, TOKENS, WIDTH = 8, 8, 48, 24
 ANIMALS = ("owl", "fox", "hen", "stork", "goat", "mouse", "wolf", "heron", "cat", "dog", "bear", "frog")
 base, cfg = load_hf(demo.PATH, dtype="float32")
 tok = Tokenizer.from_pretrained(demo.PATH)
-cfg = cfg.replace(
-    do_sample=True, temperature=1.0, top_k=0, top_p=0.95, max_new_tokens=TOKENS, num_return_sequences=GROUP, slots=32,
-    output_logprobs="scores",
-)  # fmt: skip
+sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.95, "output_logprobs": "scores"}
+cfg = cfg.replace(**sampling, max_new_tokens=TOKENS, num_return_sequences=GROUP, slots=32)
 pieces = [tok.decode([token], skip_special_tokens=False) for token in range(cfg.model.vocab_size)]
-BEGINS_WORD = jnp.array([piece.startswith(" ") and piece[1:2].isalpha() for piece in pieces])
-BEGINS_WITH_S = jnp.array([piece.lower().startswith(" s") for piece in pieces])
+begins_word = jnp.array([piece.startswith(" ") and piece[1:2].isalpha() for piece in pieces])
+begins_with_s = jnp.array([piece.lower().startswith(" s") for piece in pieces])
 
 
 def reward(tokens, mask):
     """Return the share of words that begin with "s", float32[B]."""
-    words, with_s = (jnp.sum(table[tokens] & mask, axis=1) for table in (BEGINS_WORD, BEGINS_WITH_S))
+    words, with_s = (jnp.sum(table[tokens] & mask, axis=1) for table in (begins_word, begins_with_s))
     return with_s / jnp.maximum(words, 1)
 
 
-class Trainer:
-    """GRPO with one step for each batch of answers; the weights are all parameters, or low-rank updates."""
+def trainer(rank=None, one_program=False):
+    """Return the weights, the optimizer's state, and a function that takes one step; `rank` is that of updates."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4 if rank is None else 2e-3))
+    weights = jax.tree.map(jnp.array, base) if rank is None else lora.init(base, rank, jax.random.key(0))
 
-    def __init__(self, rank: int | None):
-        self.weights = jax.tree.map(jnp.array, base) if rank is None else lora.init(base, rank, jax.random.key(0))
-        self.rank = rank
-        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4 if rank is None else 2e-3))
-        self.state = self.optimizer.init(self.weights)
-        self.step = jax.jit(self.update, donate_argnums=(0, 1))
-        self.iteration = jax.jit(
-            lambda weights, state, *prompts: self.update(weights, state, self.answers(weights, *prompts)),
-            donate_argnums=(0, 1),
-        )
+    def params_of(weights):
+        return weights if rank is None else lora.attach(base, weights, scale=2.0)
 
-    def params(self, weights):
-        """Return the model's parameters."""
-        return weights if self.rank is None else lora.attach(base, weights, scale=2.0)
+    def answers(weights, ids, mask, keys):
+        return generate(params_of(weights), ids, keys, cfg, attention_mask=mask)
 
-    def answers(self, weights, ids, mask, keys):
-        """Draw GROUP answers to each prompt."""
-        return generate(self.params(weights), ids, keys, cfg, attention_mask=mask)
-
-    def update(self, weights, state, out):
-        """Return the weights and the optimizer's state after one step; the mean reward, and KL(sampler || trainer)."""
+    def update(weights, state, out):
         mask = policy.answer_mask(out.lengths, TOKENS)
         rewards = reward(out.generated(out.sequences), mask)
         advantage = policy.group_advantage(rewards, GROUP)
 
         def loss(weights):
             given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}
-            scores = score(self.params(weights), out.sequences, cfg, of="scores", **given)
+            scores = score(params_of(weights), out.sequences, cfg, of="scores", **given)
             logprobs = out.generated(scores).logprobs
             old = jax.lax.stop_gradient(logprobs)  # one step for each batch: the ratio is 1, and its gradient is not 0
             weight = policy.importance_weight(old, out.logprobs)
@@ -77,12 +63,22 @@ class Trainer:
 
         (_, drift), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-            updates, state = self.optimizer.update(gradients, state, weights)
+            updates, state = optimizer.update(gradients, state, weights)
             return optax.apply_updates(weights, updates), state, jnp.mean(rewards), drift
 
+    def whole(weights, state, *prompts):
+        return update(weights, state, answers(weights, *prompts))
 
-def prompts(number: int):
-    """Return a batch of prompts, always as wide, so that everything is compiled once; and a key for each."""
+    step, iteration = (jax.jit(function, donate_argnums=(0, 1)) for function in (update, whole))
+
+    def in_two(weights, state, *prompts):
+        return step(weights, state, answers(weights, *prompts))
+
+    return weights, optimizer.init(weights), iteration if one_program else in_two
+
+
+def prompts(number):
+    """Return a batch of prompts, always of one width, so that everything is compiled once; and a key for each."""
     names = np.random.default_rng(number).choice(ANIMALS, PROMPTS, replace=False)
     batch = tok.chat([[{"role": "user", "content": f"Tell me a story about a {name}"}] for name in names])
     padding = ((0, 0), (WIDTH - batch.ids.shape[1], 0))
@@ -90,31 +86,25 @@ def prompts(number: int):
     return np.pad(batch.ids, padding), np.pad(batch.attention_mask, padding), keys
 
 
-def train(trainer: Trainer, iterations: int, one_program: bool = False) -> list[float]:
-    """Return the mean reward of each iteration."""
-    weights, state, curve = trainer.weights, trainer.state, []
+def train(weights, state, step, iterations):
+    """Return the trained weights, the optimizer's state, and the mean reward of each iteration."""
+    curve = []
     for number in range(iterations):
-        given = prompts(number)
-        if one_program:
-            weights, state, mean, drift = trainer.iteration(weights, state, *given)
-        else:
-            weights, state, mean, drift = trainer.step(weights, state, trainer.answers(weights, *given))
+        weights, state, mean, drift = step(weights, state, *prompts(number))
         curve.append(float(mean))
         print(f"{number:4d}  reward {curve[-1]:.3f}  KL(sampler || trainer) {float(drift):.1e}", flush=True)
-    trainer.weights, trainer.state = weights, state
-    return curve
+    return weights, state, curve
 
 
-def plot(curve: list[float], file: Path) -> None:
+def plot(curve, file):
     """Draw the rewards as SVG."""
-    x = np.linspace(40, 590, len(curve))
-    y = 180 - 160 * np.array(curve) / max(0.01, *curve)
-    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+    step = 550 / (len(curve) - 1)
+    points = " ".join(f"{40 + step * i:.1f},{180 - 160 * y / max(curve):.1f}" for i, y in enumerate(curve))
     file.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 210" font-family="sans-serif" font-size="12">'
-        f'<rect width="600" height="210" fill="white"/><polyline points="{points}" fill="none" stroke="#2757c4" '
-        f'stroke-width="2"/><path d="M40 20V180H590" fill="none" stroke="#889"/><text x="40" y="14">mean reward, up to '
-        f'{max(curve):.2f}</text><text x="590" y="200" text-anchor="end">{len(curve)} iterations</text></svg>\n'
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 210" font-family="sans-serif" font-size="12">'
+        f'<rect width="600" height="210" fill="white"/><polyline points="{points}" fill="none" stroke="#2757c4"/>'
+        f'<path d="M40 20V180H590" fill="none" stroke="#889"/><text x="40" y="14">mean reward, up to {max(curve):.2f}'
+        f'</text><text x="590" y="200" text-anchor="end">{len(curve)} iterations</text></svg>\n'
     )
 
 
@@ -125,9 +115,6 @@ if __name__ == "__main__":
     parser.add_argument("--one-program", action="store_true", help="compile a whole iteration as one function")
     parser.add_argument("--plot", type=Path, help="an SVG file for the rewards")
     options = parser.parse_args()
-    trainer = Trainer(options.lora)
-    rewards = train(trainer, options.iterations, options.one_program)
-    out = trainer.answers(trainer.weights, *prompts(-1 % 2**31))
-    print(tok.decode_batch(out)[0])
+    *_, curve = train(*trainer(options.lora, options.one_program), options.iterations)
     if options.plot:
-        plot(rewards, options.plot)
+        plot(curve, options.plot)
