@@ -18,9 +18,9 @@ import jinja2.visitor
 from jinja2 import nodes
 
 SECONDS = 1.0  # of CPU time, plus the same per million input characters
-LARGEST = 1_000_000  # characters of a value and of the output
-_PER_INPUT = 60  # characters more per input character
-_ALL = 5  # times the largest value: the sum of all
+# Characters of a value or the output, and of all values; and more of them per input character.
+LARGEST, _ALL = 1_000_000, 50_000_000
+_PER_INPUT, _ALL_PER_INPUT = 60, 300
 _OBJECT = 50  # characters that count as much as an object
 _LARGEST_INTEGER = 100_000  # bits
 
@@ -44,7 +44,8 @@ class _Limits:
     def __init__(self, given: Any):
         size = size_of(given, 10**9)
         self.largest = LARGEST + _PER_INPUT * size
-        self.left, self.steps = _ALL * self.largest, 0
+        self.all = self.left = _ALL + _ALL_PER_INPUT * size
+        self.steps = 0
         self.seconds = SECONDS * (1 + size / 1e6)
         self.deadline = time.thread_time() + self.seconds
 
@@ -55,7 +56,7 @@ class _Limits:
             raise TooMuch(f"takes longer than {self.seconds:.3g} s")
         self.left -= 0 if value is None else size_of(value, self.largest)
         if self.left < 0:
-            raise TooMuch(f"makes more than {_ALL * self.largest:,} characters in all")
+            raise TooMuch(f"makes more than {self.all:,} characters in all")
         return value
 
     def check(self, size: int) -> None:
