@@ -18,18 +18,19 @@ import jinja2.visitor
 from jinja2 import nodes
 
 SECONDS = 1.0  # of CPU time, plus the same per million input characters
-LARGEST = 1_000_000  # characters of a value and of the output, plus these per input character:
-_PER_INPUT = 60
-_ALL = 5  # times the largest value: the sum of all
+# Characters of a value or the output, and of all values; and more of them per input character.
+LARGEST, _ALL = 1_000_000, 50_000_000
+_PER_INPUT, _ALL_PER_INPUT = 60, 300
 _OBJECT = 50  # characters that count as much as an object
 _LARGEST_INTEGER = 100_000  # bits
 
 # Fields whose width has four digits or is a value, and fields with attributes, which are not measured.
 _WIDE = {"%": re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)"), "{": re.compile(r"\{[^{}]*(:[^{}]*\d{4}|\{)|\{[^{}:!]*\.")}
-# Filters and methods that may write their arguments once for each part of a value, and those that write so many parts.
+# Filters and methods that may write their arguments once for each part of a value.
 _MULTIPLYING = {"expandtabs", "indent", "join", "replace", "tojson"}
+# Those with a number of characters or items as an argument.
 _LENGTHENING = {"batch", "center", "ljust", "rjust", "round", "slice", "zfill"}
-# Filters that look for an attribute of each item.
+# Filters that may read an attribute, or an attribute of an attribute, of each item.
 _BY_ATTRIBUTE = {"groupby", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique"}
 # These may take quadratic time, and no known template uses them.
 _REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwrap xmlattr".split())
@@ -43,7 +44,8 @@ class _Limits:
     def __init__(self, given: Any):
         size = size_of(given, 10**9)
         self.largest = LARGEST + _PER_INPUT * size
-        self.left, self.steps = _ALL * self.largest, 0
+        self.all = self.left = _ALL + _ALL_PER_INPUT * size
+        self.steps = 0
         self.seconds = SECONDS * (1 + size / 1e6)
         self.deadline = time.thread_time() + self.seconds
 
@@ -54,7 +56,7 @@ class _Limits:
             raise TooMuch(f"takes longer than {self.seconds:.3g} s")
         self.left -= 0 if value is None else size_of(value, self.largest)
         if self.left < 0:
-            raise TooMuch(f"makes more than {_ALL * self.largest:,} characters in all")
+            raise TooMuch(f"makes more than {self.all:,} characters in all")
         return value
 
     def check(self, size: int) -> None:

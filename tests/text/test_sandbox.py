@@ -67,7 +67,7 @@ def test_a_long_conversation_is_no_attack():
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes longer than 0.1 s"),
         ("{{ 'a' * 10**12 }}", "makes a value of more than"),
         ("{% set a = 'a' * 999999 %}{{ a }}{{ a }}", "makes a value of more than"),
-        ("{% set a = 'a' * 999999 %}" * 8, "in all"),
+        ("{% set a = 'a' * 999999 %}" * 60, "in all"),
         ("{{ 3 ** (10 ** 9) }}", "makes an integer of more than"),
         ("{{ [[]]|tojson(indent=99999) }}", "makes a value of more than"),
         ("{{ '%9999d' % 1 }}", "a width of more than 999"),
@@ -75,7 +75,6 @@ def test_a_long_conversation_is_no_attack():
         ("{{ ('é.' * 400000).encode('idna') }}", "encode"),
         ("{{ ('a-' * 400000)|wordwrap(1) }}", "wordwrap"),
         ("{{ '{0.x}{0.x}'.format(namespace(x='a' * 999999)) }}", "attribute"),
-        ("{% set ns = namespace(x=1) %}{% for i in range(999) %}{% set ns.x = [ns.x] %}{% endfor %}", "in all"),
     ],
 )
 def test_limits(template, reason, monkeypatch):
@@ -89,6 +88,8 @@ def test_a_template_that_cannot_be_compiled_or_fails():
         render("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
     with pytest.raises(InputError, match="of DIR fails on this conversation: division by zero"):
         render("{{ 1 / 0 }}")
+    with pytest.raises(InputError, match="of DIR fails on this conversation: maximum recursion depth"):
+        render("{% set ns = namespace(x=1) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}")
     with pytest.raises(ConfigError, match="chat_template has 100,001 characters"):
         chat_template.named("x" * 100_001)
 
