@@ -30,8 +30,7 @@ from jaxgen import GenerationConfig
 from jaxgen.config.generation_config import model_of
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
-from jaxgen.model import cache_storage
-from jaxgen.model.workarounds import cpu, lanes, products
+from jaxgen.model import cache_storage, workarounds
 from jaxgen.request.driver import run_whole
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 
@@ -84,11 +83,11 @@ def _no_lanes(rows: int, columns: int) -> bool:
     return False
 
 
-_BRANCH = (lanes, "in_branch", _in_the_open)
-_ROUNDED = (lanes, "_sum", _plain_sum)
-_ZEROS = (lanes, "_sum", lambda x, axis, _, sum=lanes._sum: sum(x, axis, 0.0))
-_LANES = (lanes, "fits", _no_lanes)
-_ORDER = (cpu, "rounded", _same)
+_BRANCH = (workarounds, "in_branch", _in_the_open)
+_ROUNDED = (workarounds, "_lane_sum", _plain_sum)
+_ZEROS = (workarounds, "_lane_sum", lambda x, axis, _, sum=workarounds._lane_sum: sum(x, axis, 0.0))
+_LANES = (workarounds, "fits_lanes", _no_lanes)
+_ORDER = (workarounds, "rounded", _same)
 _NO_BARRIER = mock.Mock(wraps=jax.lax, optimization_barrier=_same)
 
 WORKAROUNDS = (
@@ -101,16 +100,16 @@ WORKAROUNDS = (
     Workaround("rounding of the lanes' sums", (_ROUNDED,), quantize="int8"),
     Workaround("different zeros of the lanes' sums", (_ZEROS,)),
     Workaround("different zeros of the lanes' sums", (_ZEROS,), quantize="int8"),
-    Workaround("two rows for one, without lanes", ((products, "two_rows", _in_the_open),), also=(_LANES,)),
-    Workaround("weights first, rounded", ((products, "weight_first", _in_the_open),), rows=8),
-    Workaround("weights first, rounded", ((products, "weight_first", _in_the_open),), rows=8, dtype="float32"),
+    Workaround("two rows for one, without lanes", ((workarounds, "two_rows", _in_the_open),), also=(_LANES,)),
+    Workaround("weights first, rounded", ((workarounds, "weight_first", _in_the_open),), rows=8),
+    Workaround("weights first, rounded", ((workarounds, "weight_first", _in_the_open),), rows=8, dtype="float32"),
     Workaround("rounding of weights first", (_ORDER,), rows=8),
     Workaround("rounding of weights first", (_ORDER,), rows=8, dtype="float32"),
-    Workaround("embeddings read in a branch", ((cpu, "_look_up_in_branch", _in_the_open),)),
+    Workaround("embeddings read in a branch", ((workarounds, "_look_up_in_branch", _in_the_open),)),
     Workaround("16-bit caches as whole numbers", ((cache_storage, "stored_dtype", np.dtype),)),
-    Workaround("barrier around 8-bit products", ((cpu, "lax", _NO_BARRIER),), rows=4, quantize="int8"),
-    Workaround("8-bit weights converted in a branch", ((cpu, "in_branch", _in_the_open),), rows=16, quantize="int8"),
-    Workaround("barrier around top-k", ((cpu, "lax", _NO_BARRIER),), options=(("num_beams", 4),)),
+    Workaround("barrier around 8-bit products", ((workarounds, "lax", _NO_BARRIER),), rows=4, quantize="int8"),
+    Workaround("8-bit weights converted in a branch", (_BRANCH,), rows=16, quantize="int8"),
+    Workaround("barrier around top-k", ((workarounds, "lax", _NO_BARRIER),), options=(("num_beams", 4),)),
 )
 
 

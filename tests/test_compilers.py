@@ -14,9 +14,8 @@ import pytest
 from benchmarks import hlo
 from benchmarks.targets import compile_generate, device_for, mesh_for
 from jaxgen import GenerationConfig, ModelConfig
-from jaxgen.model import cache_storage
+from jaxgen.model import cache_storage, workarounds
 from jaxgen.model.linear import _plain
-from jaxgen.model.workarounds import gpu, products
 from jaxgen.programs import Program
 from tests.support.communication import MODEL, check_communication
 from tests.support.models import CONFIG
@@ -90,12 +89,12 @@ def test_no_loop_of_an_engine_copies_a_cache_on_an_h100():
 
 # What is done for the GPU's compiler: a place, a name, and what the compiler would have without it.
 FOR_GPUS = {
-    "rows as sums": (products, "row_sums", lambda row, weight, in_parts: _plain(row, weight)),
-    "scores and values as sums": (gpu, "_is_read_by_one_query", lambda part, rows, steps: False),
-    "values as sums": (gpu, "_ONE_KERNEL_SLOTS", 0),
-    "norms of two rows": (gpu, "_norm_of_two", lambda plain, row, weight: plain(row, weight)),
+    "rows as sums": (workarounds, "row_sums", lambda row, weight, in_parts: _plain(row, weight)),
+    "scores and values as sums": (workarounds, "_CACHED_BYTES", -1),
+    "values as sums": (workarounds, "_ONE_KERNEL_SLOTS", 0),
+    "norms of two rows": (workarounds, "_norm_of_two", lambda plain, row, weight: plain(row, weight)),
     "signed 16-bit caches": (cache_storage, "stored_dtype", lambda dtype: np.dtype(np.uint16)),
-    "sums in equal parts": (gpu, "_LONGEST_SUM", 1 << 30),
+    "sums in equal parts": (workarounds, "_LONGEST_SUM", 1 << 30),
 }
 
 

@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.model import workarounds
 from jaxgen.model.cache_storage import ScaledSlots, Slots, as_numbers
 from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
-from jaxgen.model.workarounds import cpu, gpu
-from jaxgen.model.workarounds.cpu import recomputed
 from jaxgen.shapes import repeat_rows
 
 # All scores at once up to this many queries and slots.
@@ -275,7 +274,7 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
     if isinstance(keys, ScaledSlots):
         return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
     products = functools.partial(_product, equation="bkqh,bksh->bkqs")
-    return gpu.scores(products, q, keys)
+    return workarounds.one_query(products, q, keys, values=False)
 
 
 def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
@@ -284,7 +283,7 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
         scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
         return _weighted(weights * scales, values.values)
     products = functools.partial(_product, equation="bkqs,bksh->bkqh")
-    return gpu.weighted(products, weights, values)
+    return workarounds.one_query(products, weights, values, values=True)
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
@@ -301,13 +300,13 @@ def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
         jnp.einsum, equation, precision=precision(part.dtype), preferred_element_type=jnp.float32
     )
     single = x.shape[2] == 1 and part.dtype != jnp.float32
-    out = cpu.two_rows(contract, x, part, axis=2) if single else contract(x, part)
+    out = workarounds.two_rows(contract, x, part, axis=2) if single else contract(x, part)
     out = out.reshape(owners, kv_heads, -1, batch // owners, steps, out.shape[-1])
     return jnp.moveaxis(out, 3, 1).reshape(batch, kv_heads, -1, steps, out.shape[-1])
 
 
-_recomputed_at_once = recomputed(_short_inputs)
-_recomputed_in_blocks = recomputed(_in_blocks, _over_queries)
+_recomputed_at_once = workarounds.recomputed(_short_inputs)
+_recomputed_in_blocks = workarounds.recomputed(_in_blocks, _over_queries)
 
 
 def _cut_queries(q: jax.Array, size: int) -> jax.Array:

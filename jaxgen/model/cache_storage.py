@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxgen.model.workarounds.cpu import stored_dtype
+from jaxgen.model.workarounds import stored_dtype
 
 SCALED = jnp.dtype(jnp.int8)  # the dtype of a cache whose numbers have scales
 _LARGEST = 127  # -128 is not used, so that negation is exact

@@ -27,6 +27,7 @@ import numpy as np
 from jax import lax
 
 from jaxgen.errors import InputError
+from jaxgen.model import workarounds
 from jaxgen.model.activations import activation
 from jaxgen.model.attention import Part, attention
 from jaxgen.model.cache import KVCache
@@ -35,11 +36,9 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.linear import linear, look_up
 from jaxgen.model.loss import mean_loss
-from jaxgen.model.placement import Placement, place
+from jaxgen.model.masks import Placement, place
 from jaxgen.model.rope import rotate
 from jaxgen.model.weights import Weight, parameter
-from jaxgen.model.workarounds import gpu
-from jaxgen.model.workarounds.cpu import recomputed
 from jaxgen.shapes import short_repr
 
 
@@ -74,7 +73,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm `x [..., D]`."""
         weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
-        return gpu.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
+        return workarounds.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
 
     def _normed(self, rows: jax.Array, weight: jax.Array) -> jax.Array:
         wide = rows.astype(jnp.float32)
@@ -187,7 +186,7 @@ class MLP(nn.Module):
 @functools.cache
 def _gated(name: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
     act = activation(name)
-    return recomputed(lambda gate, up: act(gate) * up)
+    return workarounds.recomputed(lambda gate, up: act(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -375,12 +374,14 @@ def forward(
     cfg: ModelConfig, params, ids: jax.Array | None, *, remat: bool = False, rngs=None, **inputs
 ) -> ModelOutput:
     """Run `CausalLM(cfg)` as a function of its parameters."""
-    return _apply(CausalLM(cfg, remat), params, ids, rngs=rngs, **inputs)
+    module: Any = CausalLM(cfg, remat)  # flax says that `apply` may return a pair
+    return module.apply({"params": params}, ids, rngs=rngs, **inputs)
 
 
 def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
     """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in the vocabulary."""
-    return _apply(CausalLM(cfg), params, ids, method="embed")
+    module: Any = CausalLM(cfg)
+    return module.apply({"params": params}, ids, method="embed")
 
 
 def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[jax.Array, KVCache | None]:
@@ -393,11 +394,8 @@ def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[j
 
 def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
     """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
-    return _apply(CausalLM(cfg), params, x, context=context, method="head")
-
-
-def _apply(module: CausalLM, params, x: jax.Array | None, **inputs) -> Any:  # flax's annotation allows a pair too
-    return module.apply({"params": params}, x, **inputs)
+    module: Any = CausalLM(cfg)
+    return module.apply({"params": params}, x, context, method="head")
 
 
 @functools.lru_cache

@@ -14,17 +14,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxgen.errors import InputError
+from jaxgen.model import workarounds
 from jaxgen.model.context import Context
 from jaxgen.model.linear import product
-from jaxgen.model.workarounds import cpu, lanes
-from jaxgen.model.workarounds.products import NEW_CPU_PRODUCTS, in_one_piece
 from jaxgen.shapes import at_most
 
 LARGEST = 127  # -128 is not used, so that negation is exact
 # Up to this many rows, 16-bit activations are multiplied as pairs of 8-bit numbers on a CPU.
 _FEW_ROWS = 8
 # Since jax 0.11, a product whose left operand has more 8-bit numbers than this takes four times as long on a CPU.
-_LARGEST_LEFT = 2**24 if NEW_CPU_PRODUCTS else math.inf
+_LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 
 
 @flax.struct.dataclass
@@ -87,10 +86,10 @@ class Int8:
 def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Array:
     """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in the rows."""
     converted = functools.partial(_converted, divided=divided)
-    if in_one_piece(divided) and lanes.fits(*rows.shape):
-        on_cpu = lanes.product
+    if workarounds.in_one_piece(divided) and workarounds.fits_lanes(*rows.shape):
+        on_cpu = workarounds.in_lanes
     elif rows.dtype == jnp.float32 or not at_most(rows.shape[0], _FEW_ROWS):
-        on_cpu = functools.partial(cpu.in_branch, converted)
+        on_cpu = functools.partial(workarounds.in_branch, converted)
     else:
         on_cpu = functools.partial(_split, values_first=not divided and values.size <= _LARGEST_LEFT)
     return lax.platform_dependent(rows, values, cpu=on_cpu, default=converted)
@@ -124,7 +123,7 @@ def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
     scaled = rows / jnp.where(scale == 0, 1, scale)
     whole = jnp.round(scaled)
     pairs = jnp.concatenate([whole, jnp.round((scaled - whole) * 254)]).astype(jnp.int8)
-    sums = cpu.weight_first(_contract, pairs, values) if values_first else _contract(pairs, values)
+    sums = workarounds.weight_first(_contract, pairs, values) if values_first else _contract(pairs, values)
     whole, parts = jnp.split(sums.astype(jnp.float32), 2)
     return (whole + parts / 254) * scale
 

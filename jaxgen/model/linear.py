@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.model import workarounds
 from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.weights import Weight
-from jaxgen.model.workarounds import cpu, products
 
 
 def linear(
@@ -39,7 +39,7 @@ def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
     if isinstance(table, Weight):
         return table.look_up(ids)
     ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap
-    return cpu.look_up(_gather, ids, table)
+    return workarounds.look_up(_gather, ids, table)
 
 
 def precision(dtype) -> lax.Precision | None:
@@ -53,7 +53,7 @@ def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Ar
 
     jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
     """
-    return products.product(_plain, rows, weight, divided)
+    return workarounds.product(_plain, rows, weight, divided)
 
 
 def _keep_operands(rows: jax.Array, weight: jax.Array, divided: bool | None):

@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxgen.model import workarounds
 from jaxgen.model.context import Context
 from jaxgen.model.linear import look_up, precision, product
 from jaxgen.model.weights import Weight
-from jaxgen.model.workarounds import gpu
 from jaxgen.shapes import repeat_rows
 
 
@@ -120,7 +120,7 @@ class Adapters(_Updated):
         chosen = repeat_rows(context.adapter, rows.shape[0])
         if context.divided is not False:
             return self._add_of_all(out, narrow, chosen)
-        return gpu.add_updates(self._add_of_all, out, narrow, chosen, self.b, self.ends)
+        return workarounds.add_updates(self._add_of_all, out, narrow, chosen, self.b, self.ends)
 
     def _add_of_all(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
         """Add the product of `narrow [rows, n, p, r]` with all updates, in which those of other rows are zero."""

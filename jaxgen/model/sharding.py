@@ -23,10 +23,10 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgen.errors import InputError
+from jaxgen.model import workarounds
 from jaxgen.model.causal_lm import FUSED, param_shapes
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.weights import Weight
-from jaxgen.model.workarounds import cpu
 
 _AXES = ("data", "model", "copies")
 _ALL = ("model", "copies")
@@ -191,7 +191,7 @@ def sharded_top_k(
     """
     rows, beams, vocab = x.shape
     if mesh is None:
-        best, place = cpu.top_k(x.reshape(rows, -1), count)
+        best, place = workarounds.top_k(x.reshape(rows, -1), count)
         return best if values is None else jnp.take_along_axis(values.reshape(rows, -1), place, axis=1), place
 
     def of_part(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -129,16 +129,11 @@ def prepare(
         run = with_draft(run, assistant)
     # The program's arguments must be arrays, so Python numbers become arrays.
     run, options = _without_options(run, np.asarray if eager else jnp.asarray)
-    request = Request(ids, mask, budget, options, key=key, cache=cache, embeds=embeds, **_starts(extensions))
-    request = dataclasses.replace(request, negative_ids=negative_ids, negative_mask=negative_mask)
-    return Prepared(mode, run, request, *given, width, new_tokens)
-
-
-def _starts(extensions: Extensions) -> dict[str, Array | None]:
-    """Return the first states of the prompts in their automata."""
     grammar = extensions.allowed.start if isinstance(extensions.allowed, TokenAutomaton) else None
     stops = None if extensions.stop_strings is None else extensions.stop_strings.start
-    return {"grammar": grammar, "stop_strings": stops}
+    request = Request(ids, mask, budget, options, grammar, stops, key=key, cache=cache, embeds=embeds)
+    request = dataclasses.replace(request, negative_ids=negative_ids, negative_mask=negative_mask)
+    return Prepared(mode, run, request, *given, width, new_tokens)
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:

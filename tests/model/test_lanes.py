@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxgen.model import workarounds
 from jaxgen.model.context import Context
 from jaxgen.model.linear import linear
-from jaxgen.model.workarounds import lanes
 
 # Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, Llama 1B and 8B.
 SIZES = [896, 4864, 1536, 8960, 2048, 11008, 3584, 18944, 5120, 13824, 27648, 8192, 29568, 4096, 14336]
@@ -15,13 +15,13 @@ SIZES = [896, 4864, 1536, 8960, 2048, 11008, 3584, 18944, 5120, 13824, 27648, 81
 
 @pytest.mark.parametrize("columns", SIZES)
 def test_real_sizes_fit(columns):
-    assert lanes.fits(1, columns)
-    assert lanes.fits(2, columns)
+    assert workarounds.fits_lanes(1, columns)
+    assert workarounds.fits_lanes(2, columns)
 
 
 @pytest.mark.parametrize("size", [(3, 896), (1, 96), (1, 130), (1, 7 * 32), (2, 37 * 64)])
 def test_other_sizes_do_not_fit(size):
-    assert not lanes.fits(*size)
+    assert not workarounds.fits_lanes(*size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
@@ -31,7 +31,7 @@ def test_product(columns, rows, dtype):
     rng = np.random.default_rng(columns)
     weight = jnp.asarray(rng.integers(-127, 128, (24, columns)), dtype)
     x = jnp.asarray(rng.normal(size=(rows, columns)), jnp.bfloat16)
-    found = jax.jit(lanes.product)(x, weight)
+    found = jax.jit(workarounds.in_lanes)(x, weight)
     wide = [np.asarray(value, np.float64) for value in (x, weight)]
     size = np.abs(wide[0]) @ np.abs(wide[1]).T
     assert found.dtype == jnp.float32
@@ -42,10 +42,10 @@ def test_product(columns, rows, dtype):
 def test_rows_with_infinity_and_without_a_number(rows):
     weight = jnp.ones((8, 128), jnp.bfloat16)
     x = jnp.ones((rows, 128), jnp.bfloat16)
-    assert bool(jnp.all(jnp.isposinf(lanes.product(x.at[:, 5].set(jnp.inf), weight))))
-    assert bool(jnp.all(jnp.isnan(lanes.product(x.at[:, 5].set(jnp.nan), weight))))
-    assert bool(jnp.all(jnp.isnan(lanes.product(x * jnp.nan, weight))))
-    assert np.all(np.isnan(lanes.product(x.at[0].set(jnp.nan), weight)[0]))
+    assert bool(jnp.all(jnp.isposinf(workarounds.in_lanes(x.at[:, 5].set(jnp.inf), weight))))
+    assert bool(jnp.all(jnp.isnan(workarounds.in_lanes(x.at[:, 5].set(jnp.nan), weight))))
+    assert bool(jnp.all(jnp.isnan(workarounds.in_lanes(x * jnp.nan, weight))))
+    assert np.all(np.isnan(workarounds.in_lanes(x.at[0].set(jnp.nan), weight)[0]))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -59,7 +59,7 @@ def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
     def steps(x, weights):
         def step(_, x):
             for weight in weights:
-                x = x + jnp.sum(lanes.product(x, weight), axis=1, keepdims=True).astype(x.dtype)
+                x = x + jnp.sum(workarounds.in_lanes(x, weight), axis=1, keepdims=True).astype(x.dtype)
             return x
 
         return jax.lax.fori_loop(0, 3, step, x)
@@ -72,7 +72,7 @@ def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
 
 
 def test_a_plain_sum_is_given_to_the_library():
-    """If this fails, jax has changed, and `_sum` in workarounds/lanes.py may no longer need its rounding."""
+    """If this fails, jax has changed, and `_lane_sum` in workarounds.py may no longer need its rounding."""
     x, weight = jnp.ones((1, 896), jnp.bfloat16), jnp.ones((512, 896), jnp.bfloat16)
     multiply = jax.jit(lambda x, weight: jnp.sum(weight.astype(jnp.float32) * x.astype(jnp.float32), axis=1))
     assert given_to_the_library(multiply.lower(x, weight).compile().as_text(), "[512,896]")
@@ -80,8 +80,8 @@ def test_a_plain_sum_is_given_to_the_library():
 
 @pytest.mark.parametrize(("initial", "sums"), [(0.0, 1), (-0.0, 2)])
 def test_sums_are_joined_unless_their_initial_values_differ(initial, sums):
-    """If this fails, jax has changed, and `_product` in workarounds/lanes.py may need another form."""
-    double = jax.jit(lambda x: lanes._sum(lanes._sum(x, 2, 0.0), 1, initial))
+    """If this fails, jax has changed, and `_in_lanes` in workarounds.py may need another form."""
+    double = jax.jit(lambda x: workarounds._lane_sum(workarounds._lane_sum(x, 2, 0.0), 1, initial))
     assert double.lower(jnp.ones((4, 5, 6))).compile().as_text().count(" reduce(") == sums
 
 

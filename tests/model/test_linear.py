@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxgen.model import linear as linear_module
+from jaxgen.model import linear as linear_module, workarounds
 from jaxgen.model.context import Context
 from jaxgen.model.linear import linear, look_up, product
-from jaxgen.model.workarounds import gpu, products
-from jaxgen.model.workarounds.cpu import in_branch
+from jaxgen.model.workarounds import in_branch
 from tests.support.compilations import compilations
 
 DIVIDED = [False, True, None]
@@ -37,10 +36,10 @@ def test_product(shape, divided, dtype):
 )
 def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkeypatch):
     """As on a GPU. Parts are equal if a number of them near the smallest divides the columns: 5 for 25, none for 23."""
-    monkeypatch.setattr(gpu, "_LONGEST_SUM", 8)
+    monkeypatch.setattr(workarounds, "_LONGEST_SUM", 8)
     rng = np.random.default_rng(2)
     row, weight = (jnp.asarray(rng.normal(size=s), dtype) for s in ((1, columns), (40, columns)))
-    sums = functools.partial(gpu.row_sums, in_parts=in_parts)
+    sums = functools.partial(workarounds.row_sums, in_parts=in_parts)
     assert str(jax.make_jaxpr(sums)(row, weight)).count("reduce_sum") == parts
     expected = np.asarray(row, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(sums(row, weight), expected, rtol=1e-5, atol=1e-5)
@@ -68,7 +67,7 @@ def weight_is_first(x, weight, platform="cpu", divided=None):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "first"), [(1, False), (3, True), (32, True), (33, False)])
 def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype, monkeypatch):
-    monkeypatch.setattr(products, "_ROWS_FIRST", 0)
+    monkeypatch.setattr(workarounds, "_ROWS_FIRST", 0)
     x, weight = jnp.ones((rows, 24), dtype), jnp.ones((40, 24), dtype)
     for platform in ("cpu", "cuda", "tpu"):
         for divided in DIVIDED:
@@ -81,7 +80,7 @@ def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype, monke
     [(8, 40, "bfloat16", False), (8, 40, "float32", True), (9, 40, "bfloat16", True), (8, 20, "bfloat16", True)],
 )
 def test_few_16_bit_rows_are_the_left_operand_unless_they_are_wide(rows, features, dtype, first, monkeypatch):
-    monkeypatch.setattr(products, "_ROWS_FIRST", 8)
+    monkeypatch.setattr(workarounds, "_ROWS_FIRST", 8)
     assert weight_is_first(jnp.ones((rows, 24), dtype), jnp.ones((features, 24), dtype)) == first
 
 

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxgen.model import attention, cache_storage, int8, linear
+from jaxgen.model import attention, cache_storage, int8, linear, workarounds
 from jaxgen.model.causal_lm import CausalLM, forward
-from jaxgen.model.workarounds import cpu, lanes
-from jaxgen.model.workarounds.cpu import in_branch, recomputed
+from jaxgen.model.workarounds import in_branch, recomputed
 from tests.support.models import model_config
 
 SIDE = 896  # of a square weight
@@ -106,9 +105,9 @@ def _converted(rows, values):
 
 
 PRODUCTS = {
-    "the lanes' branch, bfloat16": (lanes.product, lanes._product, 1, "bfloat16"),
-    "the lanes' branch, int8": (lanes.product, lanes._product, 1, "int8"),
-    "two rows for one": (functools.partial(cpu.two_rows, linear._plain), linear._plain, 1, "bfloat16"),
+    "the lanes' branch, bfloat16": (workarounds.in_lanes, workarounds._in_lanes, 1, "bfloat16"),
+    "the lanes' branch, int8": (workarounds.in_lanes, workarounds._in_lanes, 1, "int8"),
+    "two rows for one": (functools.partial(workarounds.two_rows, linear._plain), linear._plain, 1, "bfloat16"),
     "8-bit weights converted in a branch": (functools.partial(in_branch, _converted), _converted, 16, "int8"),
 }
 
@@ -127,7 +126,7 @@ def test_operands_are_swapped_without_rounding_or_a_barrier(product, dtype):
         program = jax.jit(function).lower(jnp.ones((8, 64), dtype), jnp.ones((640, 64), dtype)).compile().as_text()
         return set(re.findall(r"= (?:f32|s32)\[(\d+),\d+\]\S* dot\(", program))
 
-    assert left_operands(functools.partial(cpu.weight_first, product)) == {"640"}
+    assert left_operands(functools.partial(workarounds.weight_first, product)) == {"640"}
     assert left_operands(lambda rows, weight: product(weight, rows).T) == {"8"}
 
 
@@ -138,7 +137,7 @@ def test_a_loop_stores_a_converted_table_without_a_branch():
 
         return _temporaries(steps, jnp.zeros((1, 1), jnp.int32), jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16))
 
-    assert stored(functools.partial(cpu.look_up, linear._gather)) < 4 * 4096 * 64
+    assert stored(functools.partial(workarounds.look_up, linear._gather)) < 4 * 4096 * 64
     assert stored(linear._gather) >= 4 * 4096 * 64 or jax.__version_info__ >= (0, 12)
 
 
@@ -174,5 +173,5 @@ def test_a_slice_of_top_k_is_a_sort_without_a_barrier():
 
         return " sort(" in jax.jit(some).lower(jnp.ones((2, 5000))).compile().as_text()
 
-    assert not sorts(cpu.top_k)
+    assert not sorts(workarounds.top_k)
     assert sorts(lax.top_k)
