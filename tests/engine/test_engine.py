@@ -255,7 +255,8 @@ def test_the_error_of_a_prompt_is_its_result():
     ends = TokenAutomaton.from_regex("[a-c]", TOK, vocab_size=320)
     banned = {"ids": [51], "allowed": ends, "suppress_tokens": [TOK.encode(c)[0] for c in "abc"]}
     prompts = [{"ids": [50, 999]}, {"ids": [50, 60]}, banned, [], [70] * 30, [[1, 2], [3]]]
-    done = list(generate_many(PARAMS, prompts, None, cfg, slots=2, prompt_width=WIDTH, ordered=True))
+    sizes = {"slots": 2, "prompt_width": WIDTH, "prompt_options": ["suppress_tokens"]}
+    done = list(generate_many(PARAMS, prompts, None, cfg, **sizes, ordered=True))
     assert [completion.index for completion in done] == [0, 1, 2, 3, 4, 5]
     assert "ids must be a list" in done[5].error
     assert "the prompt has the id 999" in done[0].error
