@@ -98,7 +98,8 @@ def test_programs_run_where_jaxgen_cannot_be_imported(sampled, engine, tmp_path)
     assert results["0.7"] != results["1.5"]
     for temperature in (0.7, 1.5):
         assert results[str(temperature)] == tokens(SAMPLED.replace(temperature=temperature)).tolist()
-    with Engine(PARAMS, SAMPLED, jax.random.key(4), slots=2, prompt_width=6) as running:
+    sizes = {"slots": 2, "prompt_width": 6, "prompt_options": ["repetition_penalty"]}
+    with Engine(PARAMS, SAMPLED, jax.random.key(4), **sizes) as running:
         answers = [handle.result()[0].tokens for handle in [running.submit(request) for request in REQUESTS]]
     assert results["engine"] == [list(answer) for answer in answers]
 

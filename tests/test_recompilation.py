@@ -142,7 +142,7 @@ def test_a_stream(logged):
 
 def test_an_engine(logged):
     def run(slots):
-        with Engine(PARAMS, CFG, slots=slots, prompt_width=32) as engine:
+        with Engine(PARAMS, CFG, slots=slots, prompt_width=32, prompt_options=()) as engine:
             engine.submit([1, 2, 3]).result()
 
     messages = logged(lambda: run(1), lambda: run(1), lambda: run(2))

@@ -107,7 +107,7 @@ def test_scores(params, of):
 def test_an_engine_serves_all_adapters(params):
     prompts = [np.tile(IDS[0], 6).tolist() for _ in range(8)]  # long enough for the store of prefixes
     cfg = CFG.replace(max_new_tokens=6, prefill_chunk_size=8)
-    with Engine(params, cfg, None, slots=2, prompt_width=48) as engine:
+    with Engine(params, cfg, None, slots=2, prompt_width=48, prompt_options=["adapter"]) as engine:
         engine.warmup()
         with compilations() as count:
             handles = [engine.submit(ids, adapter=i % 4 - 1) for i, ids in enumerate(prompts)]

@@ -17,13 +17,11 @@ from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.stopping import StopReason
-from jaxgen.model.sharding import divide
 from tests.support.counting import CFG, PARAMS
-from tests.support.trunk import prepared
+from tests.support.trunk import MESH, prepared
 
 MODEL = CFG.model
 PROMPTS = [[3], [7, 8, 9], [30, 31]]
-MESH = divide(MODEL, jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2]))
 
 
 @flax.struct.dataclass

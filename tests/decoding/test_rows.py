@@ -14,10 +14,9 @@ from jaxgen.decoding.loop import prefill
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.stopping import StopReason
-from jaxgen.model.sharding import divide
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
-from tests.support.trunk import begun, prepared
+from tests.support.trunk import MESH, begun, prepared
 
 MODEL = model_config(num_hidden_layers=1)
 PARAMS = random_params(MODEL)
@@ -202,9 +201,8 @@ def test_a_sequence_has_the_key_that_it_has_among_several():
 
 
 def test_rows_that_a_mesh_adds_have_ended():
-    mesh = divide(COUNTING.model, jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2]))
     run, rows = begun_rows([[1], [2], [3]])
-    padded = rows.pad(dataclasses.replace(run, mesh=mesh))
+    padded = rows.pad(dataclasses.replace(run, mesh=MESH))
     assert padded.live.tolist() == [True, True, True, False]
     assert padded.reasons.tolist() == [0, 0, 0, StopReason.LENGTH]
     assert padded.history.ids[:, 0].tolist() == [1, 2, 3, 1]

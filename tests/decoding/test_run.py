@@ -11,12 +11,10 @@ from jaxgen import StepHook
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.run import Request, Run, Sizes, is_expanded
-from jaxgen.model.sharding import divide
 from tests.support.counting import CFG
-from tests.support.trunk import prepared
+from tests.support.trunk import MESH, prepared
 
 PROMPTS = [[3], [7, 8, 9, 20], [30, 31]]
-MESH = divide(CFG.model, jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2]))
 
 
 def run_of(extensions=None, mesh=None, prompts: int = 3, needs: Needs | None = None, **options) -> Run:

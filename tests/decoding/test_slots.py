@@ -180,7 +180,7 @@ def test_a_streamer_of_rows_and_a_time_limit():
 
 
 def test_the_time_may_end_before_a_prompt_has_been_read():
-    out = call(CFG.replace(slots=2, max_time=1e-9))
+    out = call(CFG.replace(**SEVERAL, max_time=1e-9))
     assert StopReason.TIME in np.asarray(out.stop_reasons)
     assert np.asarray(out.lengths).min() == 0
 
@@ -266,4 +266,4 @@ def test_other_inputs_that_are_refused():
 
 
 def test_there_is_no_cache_to_continue_from():
-    assert call(CFG.replace(slots=5)).cache is None
+    assert call(CFG.replace(slots=4)).cache is None

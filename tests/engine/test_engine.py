@@ -32,6 +32,9 @@ CFG = GenerationConfig(
 )
 GRAMMARS = [TokenAutomaton.from_regex(p, TOK, vocab_size=320) for p in ("[a-c]+", "(yes|no)", "[0-9]{2,4}", "z+x")]
 WIDTH = 24
+# One small program for the tests in which it does not matter what is generated.
+SIMPLE = CFG.replace(output_logprobs=None, top_logprobs=0)
+SMALL = {"slots": 1, "prompt_width": 8, "prompt_options": ()}
 
 
 def random_prompts(count: int, seed: int, plain: bool = False) -> list[dict]:
@@ -248,11 +251,12 @@ def test_prompts_that_are_refused(engine, prompt, error, words):
 
 
 def test_the_error_of_a_prompt_is_its_result():
-    cfg = CFG.replace(do_sample=False, output_logprobs=None, top_logprobs=0)
+    cfg = SIMPLE.replace(do_sample=False)
     ends = TokenAutomaton.from_regex("[a-c]", TOK, vocab_size=320)
     banned = {"ids": [51], "allowed": ends, "suppress_tokens": [TOK.encode(c)[0] for c in "abc"]}
     prompts = [{"ids": [50, 999]}, {"ids": [50, 60]}, banned, [], [70] * 30, [[1, 2], [3]]]
-    done = list(generate_many(PARAMS, prompts, None, cfg, slots=2, prompt_width=WIDTH, ordered=True))
+    sizes = {"slots": 2, "prompt_width": WIDTH, "prompt_options": ["suppress_tokens"]}
+    done = list(generate_many(PARAMS, prompts, None, cfg, **sizes, ordered=True))
     assert [completion.index for completion in done] == [0, 1, 2, 3, 4, 5]
     assert "ids must be a list" in done[5].error
     assert "the prompt has the id 999" in done[0].error
@@ -413,7 +417,7 @@ def test_prompts_without_an_index_get_different_ones(engine):
 
 
 def test_an_engine_that_is_closed_does_not_wait():
-    small = Engine(PARAMS, CFG, KEY, slots=1, prompt_width=8)
+    small = Engine(PARAMS, SIMPLE, KEY, **SMALL)
     handles = [small.submit([50 + n]) for n in range(5)]
     closing = threading.Thread(target=small.close)
     closing.start()
@@ -427,7 +431,7 @@ def test_an_engine_that_is_closed_does_not_wait():
 
 
 def test_a_queue_that_is_full_and_an_engine_that_is_closed():
-    with Engine(PARAMS, CFG, KEY, slots=1, prompt_width=8, most_waiting=2) as small:
+    with Engine(PARAMS, SIMPLE, KEY, **SMALL, most_waiting=2) as small:
         small.pause()
         handles = [small.submit([50 + n]) for n in range(2)]
         with pytest.raises(QueueFull, match="2 prompts wait"):
@@ -440,7 +444,7 @@ def test_a_queue_that_is_full_and_an_engine_that_is_closed():
     with pytest.raises(EngineClosed, match="the engine is closed"):
         small.submit([50])
 
-    dropped = Engine(PARAMS, CFG, KEY, slots=1, prompt_width=8)
+    dropped = Engine(PARAMS, SIMPLE, KEY, **SMALL)
     dropped.pause()
     handle = dropped.submit([50])
     dropped.close(drain=False)
@@ -509,10 +513,9 @@ def test_an_unbounded_iteration_is_read_as_needed():
             read.append(number)
             yield {"ids": [40 + number % 50, 60], "max_new_tokens": 3}
 
-    cfg = CFG.replace(output_logprobs=None, top_logprobs=0)
-    answers = generate_many(PARAMS, prompts(), KEY, cfg, slots=2, prompt_width=8)
+    answers = generate_many(PARAMS, prompts(), KEY, SIMPLE, **SMALL)
     first = [next(answers) for _ in range(20)]
     assert len({completion.index for completion in first}) == 20
-    assert len(read) < 20 + 4 * 2 + 2
+    assert len(read) < 20 + 4 * SMALL["slots"] + 2
     answers.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "jaxgen engine" and thread.is_alive()][1:]

@@ -26,7 +26,7 @@ def counting():
 
 def test_a_row_draws_from_its_own_key_whoever_is_last():
     """tpu-inference, pull request 3401: all rows were seeded again from the last one."""
-    with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16) as made:
+    with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16, prompt_options=()) as made:
         alone = [made.submit([3, 4], index=index).result(300)[0].tokens for index in range(9)]
         assert len(set(map(tuple, alone))) == 9
         for order in (range(9), reversed(range(9)), [4, 4, 4, 4, 8, 4]):

@@ -24,7 +24,8 @@ def config(dtype: str = "bfloat16", **options) -> GenerationConfig:
 
 
 def engine(cfg: GenerationConfig, **arguments) -> Engine:
-    return Engine(random_params(cfg.model), cfg, jax.random.key(0), **{"slots": 3, "prompt_width": WIDTH} | arguments)
+    sizes = {"slots": 3, "prompt_width": WIDTH, "prompt_options": ()}
+    return Engine(random_params(cfg.model), cfg, jax.random.key(0), **sizes | arguments)
 
 
 def related_prompts(count: int, seed: int) -> list[dict]:

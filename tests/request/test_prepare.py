@@ -88,6 +88,8 @@ def test_max_length_counts_prompt_and_cache_without_padding():
     assert after.request.budget.tolist() == [10, 15, 14]
     shared = prepared(PROMPTS, cfg, eager=True, cache=cache_of([10]))
     assert shared.request.budget.tolist() == [10, 7, 9]
+    pairs = prepared([*PROMPTS, [5]], cfg, eager=True, cache=cache_of([10, 2]))
+    assert pairs.request.budget.tolist() == [10, 7, 17, 18]
 
 
 def test_under_jit_max_length_leaves_what_is_sure():

@@ -1,20 +1,26 @@
-"""Calls that are prepared and not run, for tests of what runs them."""
+"""Calls of the counting model that are prepared and not run, for tests of what runs them."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.tokens import Tokens
+from jaxgen.model.sharding import divide
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 from tests.support import counting
 from tests.support.models import left_pad
 
+MESH = divide(counting.CFG.model, Mesh(np.array(jax.devices()[:2]), ("data",)))
+"""Two devices, over which the rows are divided."""
 
-def prepared(
-    prompts, cfg=counting.CFG, params=counting.PARAMS, extensions=None, eager=False, assistant=None, **inputs
-) -> Prepared:
+
+def prepared(prompts, cfg=counting.CFG, params=counting.PARAMS, extensions=None, eager=False, **inputs) -> Prepared:
     """A call for these prompts; unless it is eager, its arrays have the prompts' width and `max_new_tokens` steps."""
     ids, mask = left_pad(prompts)
     given = CallInputs(**{"ids": ids, "attention_mask": mask, **inputs})
-    return prepare(params, cfg, given, extensions or Extensions(), eager=eager, assistant=assistant)
+    return prepare(params, cfg, given, extensions or Extensions(), eager=eager)
 
 
 def begun(given: Prepared) -> tuple[Tokens, Rows]:
