@@ -1,4 +1,4 @@
-"""Requirements of a decode mode, which the trunk reads."""
+"""Requirements of a decode mode, read by the shared loop."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Needs:
 
     Attributes:
         sequences: rows in the loop per prompt.
-        candidates: tokens that it reads per row and step, to choose one of them.
-        heads: how often it applies the model's head per row and step.
-        layer_states: it reads the hidden states of all layers at each row's last token.
-        final_states: it reads the last layer's normed hidden states of all tokens.
+        candidates: tokens that the model reads per row and step, of which one is chosen.
+        heads: how often the model's head is applied per row and step.
+        layer_states: the mode reads the hidden states of all layers at each row's last token.
+        final_states: the mode reads the last layer's normed hidden states of all tokens.
     """
 
     sequences: int = 1
