@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of any text, in one forward pass."""
+"""Log-probabilities of the tokens of any text, using one forward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxgen.programs import under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
 
-# Logits in memory at a time unless `chunk` says otherwise: 128 MiB of float32.
+# Logits in memory at a time unless `chunk` is set: 128 MiB of float32.
 LOGITS_AT_ONCE = 2**25
 
 
@@ -51,27 +51,26 @@ def score(
     >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
     >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
 
-    One forward pass. Logits are computed for a few positions at a time, and again for their gradient, so that all
-    logits are never in memory together. `score` can be differentiated with respect to `params` and called under the
+    This takes one forward pass. Logits are computed for a few positions at a time, and recomputed for the gradient, so
+    they are never all in memory together. `score` can be differentiated with respect to `params`, and called under the
     caller's jit, where an id outside the vocabulary gives NaN. Called eagerly, it rounds the width up to buckets, as
     `generate` does, so that few programs are compiled.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], text padded to one width.
-        cfg: with `of="logits"` only `cfg.model`, `cfg.adapter` and the pad and eos ids, from which the mask is
-            inferred, are read.
-            With `of="scores"` it is the config passed to `generate`; a value given per prompt then applies to R rows,
+        cfg: with `of="logits"`, only `cfg.model`, `cfg.adapter`, and the pad and eos ids (to infer the mask) are read.
+            With `of="scores"`, it is the config passed to `generate`; a per-prompt value then applies to R rows,
             R = `num_return_sequences`. To score rows that `generate` did not return, set that to 1 and pass one value
             per row.
-        attention_mask: `[B, L]`, 0 where ids is padding, anywhere. If left out, it is inferred as in `generate`.
-        of: "logits" for the model's own distribution; "scores" for the one that greedy search, contrastive search or
-            sampling chooses from, after all processors and warpers of `cfg`. `output_logprobs` has the same names.
-            Warpers never remove the token that is scored; one that a processor or a grammar bans has -inf.
-        prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` they are the prompts,
+        attention_mask: `[B, L]`, 0 for padding, which may be anywhere. If left out, it is inferred as in `generate`.
+        of: "logits" for the model's own distribution; "scores" for the distribution from which greedy search,
+            contrastive search or sampling chooses, after all processors and warpers of `cfg`. `output_logprobs` has the
+            same names. Warpers never remove the scored token; a token banned by a processor or a grammar gets -inf.
+        prompt_width: the number of columns on the left that are not scored. With `of="scores"` they are the prompts,
             and the columns after them are generated tokens, one per column until the row's end. The budget, on which
-            `forced_eos_token_id` and an automaton depend, is `max_new_tokens`, else what `max_length` leaves, else the
-            number of these columns.
+            `forced_eos_token_id` and an automaton depend, is `max_new_tokens`; without it, the remainder of
+            `max_length`; without either, the number of generated columns.
         logits_processor: as in `generate`, for `of="scores"`.
         prefix_allowed_tokens_fn: a `TokenAutomaton`, for `of="scores"`.
         top_logprobs: n, also return the n most likely tokens for each position.
@@ -79,9 +78,10 @@ def score(
             128 MiB.
 
     Raises:
-        InputError: params, ids or mask that do not fit the model or each other; rows that `generate` cannot return.
-        ConfigError: `cfg` without a model or for another mode; `top_logprobs`, `chunk` or `prompt_width` out of range.
-        TypeError: an argument of the wrong type.
+        InputError: params, ids or mask do not fit the model or each other; or `generate` cannot return these rows.
+        ConfigError: `cfg` has no model or an unsupported mode; or `top_logprobs`, `chunk` or `prompt_width` is out of
+            range.
+        TypeError: an argument has the wrong type.
     """
     check_call(params, cfg)
     model = cfg.model
@@ -113,12 +113,12 @@ def score(
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:
         return scores
-    # Cut on the host: a slice of a jax array would compile for each width.
+    # Cut on the host, because a slice of a jax array would be compiled for each width.
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
 
 
 def _adapter_of_rows(cfg: GenerationConfig, rows: int) -> jax.Array | None:
-    """int32[rows]: the adapter of each row; None if there are none."""
+    """int32[rows]: the adapter of each row; None without adapters."""
     return repeat_values({"adapter": cfg.adapter}, rows)["adapter"].astype(jnp.int32) if cfg.on("adapter") else None
 
 
@@ -134,8 +134,8 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
     """Return the rules that produce the scores, in addition to `cfg`; None for the model's own distribution."""
     if of not in ("logits", "scores"):
         raise ConfigError(
-            "of must be 'logits', for the model's own distribution, or 'scores', for the one that generate chooses "
-            f"from, got {of!r}"
+            "of must be 'logits', for the model's own distribution, or 'scores', for the distribution that generate "
+            f"chooses from, got {of!r}"
         )
     if of == "logits":
         for name, value in {"logits_processor": processors, "prefix_allowed_tokens_fn": allowed}.items():
@@ -143,7 +143,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
                 raise ConfigError(f"{name} has no effect on the model's own distribution: set of='scores'")
         return None
     if not mode_of(cfg).replays:
-        raise ConfigError(f"of='scores' is for one row per prompt and step, and cfg is for {cfg.mode}: use of='logits'")
+        raise ConfigError(f"of='scores' does not support the mode of cfg, {cfg.mode}: use of='logits'")
     refuse_unavailable(cfg)
     if cfg.on("guidance_scale"):
         raise ConfigError("of='scores' does not offer guidance_scale, which needs negative prompts: use of='logits'")
