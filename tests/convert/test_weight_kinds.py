@@ -167,7 +167,7 @@ def test_one_kind_becomes_another(qwen2, quantised, tmp_path):
 
 def test_what_is_refused(qwen2, quantised, saved, tmp_path):
     params, cfg = quantised
-    with pytest.raises(InputError, match="params are quantised, and training changes them"):
+    with pytest.raises(InputError, match="params are quantised, and cannot be trained"):
         TrainState.create(params, TrainConfig(steps=1))
     with pytest.raises(ConfigError, match="quantised, and their heads cannot be pooled"):
         pool_kv_heads(params, cfg, 1)
