@@ -17,8 +17,8 @@ from jaxgen.text.streaming import TextStreamer
 class Printer(TextStreamer):
     """Streamer that prints an answer, in the place of the status line, and remembers its text.
 
-    On a terminal, lines are broken at words, except in constrained text: a newline would make a JSON string invalid.
-    When `stop` is set, the next token raises KeyboardInterrupt.
+    On a terminal, lines are wrapped at words, except in constrained text, where a newline would make a JSON string
+    invalid. When `stop` is set, the next token raises KeyboardInterrupt.
     """
 
     def __init__(self, session: Session, stop: threading.Event | None = None):
@@ -38,7 +38,7 @@ class Printer(TextStreamer):
         """Print text, and remember it."""
         self.text += text
         if self._wrapper is not None:
-            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # 0 where it is not known
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # 0 if unknown
             text = self._wrapper.put(text, columns) + (self._wrapper.end() if stream_end else "")
         if text or stream_end:
             terminal.erase()
@@ -46,13 +46,13 @@ class Printer(TextStreamer):
 
 
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:
-    """Print the answers to one prompt: a single one as it is generated, unless it comes from beams.
+    """Print the answers to one prompt; stream a single answer unless it comes from beam search.
 
     Args:
         session: the model, the options and the key.
         ids: int32[1, P], the prompt.
-        printer: prints what is generated.
-        **more: keywords of `generate`, in addition to the session's.
+        printer: prints the generated text.
+        **more: keyword arguments of `generate`, in addition to those of the session.
     """
     terminal.show("compiling, and reading the prompt")
     cfg = session.cfg
@@ -60,7 +60,7 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
         try:
             return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)
-        except BaseException:  # Ctrl-C too: what was generated is shown to its last word
+        except BaseException:  # also for Ctrl-C: print the generated text to its last word
             if printer.text:
                 printer.end()
             raise

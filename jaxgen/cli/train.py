@@ -40,10 +40,10 @@ def train_and_save(options: argparse.Namespace) -> None:
     """Run the command with the options that `train_options.parse` returned.
 
     Raises:
-        JaxgenError: bad input; nothing was written to --out.
-        OSError: a file that cannot be read or written.
+        JaxgenError: the input is bad; nothing was written to --out.
+        OSError: a file cannot be read or written.
     """
-    # All input is checked before the weights are read, which can take long.
+    # All input is checked before the weights are read, which can take a long time.
     _check_out(options)
     job = _prepare(options)
     out = options.out.resolve()
@@ -67,10 +67,10 @@ def train_and_save(options: argparse.Namespace) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainJob:
-    """A checked training job; the weights have not been read yet.
+    """A checked training job, before the weights are read.
 
-    `config` and `generation` are the JSON files of the new checkpoint, `rows` the data. `run` identifies everything
-    else that the result depends on, in addition to `model` and `cfg`.
+    `config` and `generation` are the JSON files of the new checkpoint, and `rows` is the data. `run` identifies
+    everything that the result depends on in addition to `model` and `cfg`.
     """
 
     source: Checkpoint
@@ -90,7 +90,7 @@ class _NothingToWriteYet(Exception):
 
 
 def _check_out(options: argparse.Namespace) -> None:
-    """Raise now if --out could not be written at the end."""
+    """Raise an error now if --out cannot be written at the end."""
     if Path(options.model).is_dir() and options.out.resolve() == Path(options.model).resolve():
         raise InputError(f"--model and --out are both {options.out}: choose another --out")
     with contextlib.suppress(_NothingToWriteYet), new_directory(options.out, overwrite=options.overwrite):
@@ -101,8 +101,8 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
     source = open_checkpoint(local_directory(options.model))
     if source.kind:
         raise ConfigError(
-            f"{source.path} is quantised, and training changes weights: train the original checkpoint, or what "
-            "python -m convert --quantize none makes of this one"
+            f"{source.path} is quantised, and cannot be trained: train the original checkpoint, or convert this one "
+            "with python -m convert --quantize none"
         )
     model = source.cfg.model
     tokenizer = Tokenizer.from_pretrained(source.path)
@@ -135,9 +135,7 @@ def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -
     check_vocabulary((max(example.ids, default=0) for example in examples), model)
     rows, cut = pack(examples, width)
     if not np.any(rows.labels != IGNORED):
-        raise InputError(
-            f"{file}: there is nothing to learn from in the first {width} tokens of any line: raise --width"
-        )
+        raise InputError(f"{file}: no line has anything to learn from in its first {width} tokens: raise --width")
     if cut:
         warn(
             f"{file}: {cut:,} of {len(examples):,} examples are longer than {width} tokens and were truncated: "
@@ -167,7 +165,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
     """Return both configs, with the tokens that end the examples added to the eos ids.
 
-    A base model's chat template may end answers with a token that is missing in its generation_config.json.
+    A base model's chat template may end answers with a token that is missing from its generation_config.json.
     """
     config, generation = source.config, source.generation
     known = eos_list(source.cfg.eos_token_id)
@@ -205,13 +203,13 @@ def _check_memory(job: _TrainJob) -> None:
     if free is not None and weights + logits > free:
         raise InputError(
             f"training needs more than {(weights + logits) / 1e9:.1f} GB ({weights / 1e9:.1f} for weights, "
-            f"{logits / 1e9:.1f} for the logits of {rows} rows) and only {free / 1e9:.1f} GB is free: try "
+            f"{logits / 1e9:.1f} for the logits of {rows} rows), but only {free / 1e9:.1f} GB is free: try "
             f"{'' if job.rank else '--lora 16, '}a larger --accumulate or a smaller --width"
         )
 
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
-    """Return the trained parameters, in the dtypes of the source; with --save-adapter, updates are attached to them."""
+    """Return the trained parameters in the dtypes of the source; with --save-adapter, with the updates attached."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
         _begin(job, frozen),

@@ -387,7 +387,7 @@ class TestMeshes:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--mesh", "2x2"], "--mesh 2x2 needs 4 devices, and there are 8"),
+            (["--mesh", "2x2"], "--mesh 2x2 needs 4 devices, but there are 8"),
             (["--mesh", "8"], "'8' must be DATAxMODEL, such as 1x8"),
             (["--mesh", "0x8"], "'0x8' must be DATAxMODEL, such as 1x8"),
             (["--mesh", "1x8"], "axis 'model' has size 8, which does not divide the model's sizes"),
