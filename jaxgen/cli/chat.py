@@ -145,7 +145,7 @@ class Chat:
         texts = all(isinstance(message.get("content"), str) for message in messages)
         if not texts or roles != ["user", "assistant"] * (len(turns) // 2):
             raise InputError(
-                f"{path}: messages must alternate between user and assistant, after at most one system message"
+                f"{path}: messages must be texts, alternating between user and assistant after at most one of system"
             )
         self.reset(system)
         self.turns = turns

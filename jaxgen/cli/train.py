@@ -135,7 +135,9 @@ def _rows(file: Path, examples: list[Example], width: int, model: ModelConfig) -
     check_vocabulary((max(example.ids, default=0) for example in examples), model)
     rows, cut = pack(examples, width)
     if not np.any(rows.labels != IGNORED):
-        raise InputError(f"{file}: no line has anything to learn from in its first {width} tokens: raise --width")
+        raise InputError(
+            f"{file}: there is nothing to learn from in the first {width} tokens of any line: raise --width"
+        )
     if cut:
         warn(
             f"{file}: {cut:,} of {len(examples):,} examples are longer than {width} tokens and were truncated: "

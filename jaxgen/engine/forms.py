@@ -214,8 +214,8 @@ class Form:
             raise InputError(f"the prompt has the id {wrong[0]}, but the vocabulary is 0 to {vocab - 1}")
         if len(ids) > self.width:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, more than the engine's prompt_width={self.width}: raise it, or "
-                "shorten the prompt"
+                f"the prompt has {len(ids)} tokens, more than prompt_width={self.width}: raise it, or shorten "
+                "the prompt"
             )
         return ids.astype(np.int32)
 

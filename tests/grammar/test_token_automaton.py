@@ -303,7 +303,7 @@ def test_too_small_a_capacity(tok):
     table = TokenAutomaton.stack([first], capacity=(8, 8))
     assert table.transitions.shape == (8, 8)
     with pytest.raises(
-        InputError, match=r"need \d+ states and \d+ classes of tokens together, and .* is 8 and 8: stack"
+        InputError, match=r"need \d+ states and \d+ classes of tokens together, but .* is 8 and 8: stack"
     ):
         table.add(second)
     with pytest.raises(InputError, match="capacity is 3 and 8: stack with a larger capacity, or add fewer"):
