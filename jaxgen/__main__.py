@@ -7,8 +7,8 @@ import sys
 
 
 def main() -> None:
-    """Run the command and end the process with its status."""
-    gc.disable()  # the many objects of imported modules are not garbage; `cli.main` enables it again
+    """Run the command and exit with its status."""
+    gc.disable()  # imports create many objects but no garbage; `cli.main` enables collection again
     try:
         from jaxgen.cli import interrupts
 
@@ -18,7 +18,7 @@ def main() -> None:
     from jaxgen.cli.main import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not abort the output
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot encode
     sys.exit(run())
 
 

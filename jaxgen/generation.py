@@ -1,8 +1,8 @@
 """generate(): check the request, prepare it, run the decode mode, assemble the output.
 
-Called eagerly, it rounds prompt width and length up to buckets, so that few programs serve all requests, and passes
-the numbers of the config to the program as arguments. Inside the caller's own `jax.jit` it is traced with the shapes
-of its arguments.
+Called eagerly, generate() rounds prompt width and length up to buckets, so that few programs serve all requests, and
+passes the numbers of the config to the program as arguments. Inside the caller's own `jax.jit`, it is traced with the
+shapes of its arguments.
 """
 
 from __future__ import annotations
@@ -74,44 +74,43 @@ def generate(
         params: the parameters, a tree with Hugging Face's names, as `load_hf` returns.
         ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation begins
             with `bos_token_id`.
-        key: None for greedy decoding; for sampling one `jax.random.key`, or `key[B]`, one per prompt. With one
-            key, prompt b uses `fold_in(key, b)`.
-        cfg: the options, with the model's config in `cfg.model`. Options are set with `cfg.replace`.
-        attention_mask: `[B, P]`, 0 where ids is padding, on either side. If left out, it follows from the pad id as
-            in transformers: pad tokens are padding unless the pad id is also an eos id.
+        key: None for greedy decoding. For sampling, one `jax.random.key`, or `key[B]`, one per prompt. With one key,
+            prompt b uses `fold_in(key, b)`.
+        cfg: the options, with the model's config in `cfg.model`. Set options with `cfg.replace`.
+        attention_mask: `[B, P]`, 0 for padding, on either side. If left out, it is inferred from the pad id as in
+            transformers: pad tokens are padding unless the pad id is also an eos id.
         inputs_embeds: `[B, P, D]`, read by the model in place of the embeddings of `ids`. Without ids, the processors
             and the output see only generated tokens.
-        cache: the `cache` of an earlier output, or of `prefill`, to continue from: `ids` are then the new tokens only,
-            and the result is that of a run from the beginning. The cache has B rows, or a divisor of B, and then
-            B / rows prompts share each row; it is not modified.
-        logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`, with `history` a
+        cache: the `cache` of an earlier output, or of `prefill`, to continue from. `ids` are then only the new tokens,
+            and the result is the same as for a run from the beginning. The cache has B rows, or a divisor of B, in
+            which case B / rows prompts share each row. It is not modified.
+        logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`, where `history` is a
             `jaxgen.History`. They are applied after those of the config and before the warpers. A function is part of
-            the compiled program: passing the same object again compiles nothing. If it closes over arrays, pass a
-            pytree, such as `jax.tree_util.Partial` or a `flax.struct.dataclass`: its arrays become arguments.
+            the compiled program; passing the same object again does not recompile. If it closes over arrays, pass a
+            pytree, such as `jax.tree_util.Partial` or a `flax.struct.dataclass`, so that its arrays become arguments.
         stopping_criteria: pure functions `(history, scores) -> bool[rows]` that return the rows to end; the history
             already has the new token.
-        prefix_allowed_tokens_fn: a `TokenAutomaton`; or a Python function `(row, ids) -> list of ids` that is called on
-            the host in each step for each unfinished row, with its ids, int32[n], without padding.
+        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids`, which is called
+            on the host in each step for each unfinished row, with its ids, int32[n], without padding.
         negative_prompt_ids: int32[B, Q], the prompts that `guidance_scale` guides away from; by default the last token
             of each prompt.
-        negative_prompt_attention_mask: `[B, Q]`; if left out, nothing is padding.
-        streamer: its `put` receives the prompts and then each step's tokens, or its `put_row` a row's next tokens, and
-            finally `end` is called.
+        negative_prompt_attention_mask: `[B, Q]`; if left out, there is no padding.
+        streamer: its `put` receives the prompts and then each step's tokens, or its `put_row` receives a row's next
+            tokens; finally, `end` is called.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
         hook: a `StepHook`.
-        assistant: `(params, cfg)` of a smaller model with the same vocabulary, which drafts tokens: see
+        assistant: `(params, cfg)` of a smaller model with the same vocabulary, which drafts tokens; see
             docs/modes.md. The result is the same, with fewer passes of the model.
 
     Raises:
-        InputError: ids, mask or key that do not fit the model, each other or the config.
-        ConfigError: an option that cannot be honoured.
-        GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN; its `output`
-            has the other rows. Under the caller's own jit nothing raises: see `stop_reasons` of the output.
-        TypeError: an argument of the wrong type, or one that this function does not have, with what it has in its
-            place.
+        InputError: ids, mask or key do not fit the model, each other or the config.
+        ConfigError: an option is not valid or not supported.
+        GenerationError: a row cannot continue because all tokens are banned or the scores are NaN; its `output` has the
+            other rows. Under the caller's own jit, no error is raised: see `stop_reasons` of the output.
+        TypeError: an argument has the wrong type or does not exist; the message names the alternative.
 
-    It cannot be differentiated, because tokens are integers; `score` and `CausalLM` can. Inside a function that jax
-    differentiates, call it with `jax.lax.stop_gradient(params)`.
+    generate() cannot be differentiated, because tokens are integers; `score` and `CausalLM` can. Inside a function that
+    jax differentiates, call it with `jax.lax.stop_gradient(params)`.
     """
     check_call(params, cfg)
     refuse_unavailable(cfg)
@@ -148,8 +147,8 @@ def prefill(
 ) -> Continuation:
     """Run prompts through the model and return their cache, for `generate(..., cache=)` to continue from.
 
-    A prefix that many requests share, a system prompt for example, is computed once and read from one place: a cache of
-    one row serves any number of prompts, a cache of n rows any multiple of n.
+    A prefix shared by many requests, for example a system prompt, is computed once and read from one place. A cache of
+    one row serves any number of prompts; a cache of n rows serves any multiple of n.
 
     >>> prefix = tok.chat_prefix([{"role": "system", "content": text}])                          # doctest: +SKIP
     >>> shared = prefill(params, [prefix], cfg)                                                  # doctest: +SKIP
@@ -159,18 +158,18 @@ def prefill(
     Args:
         params: the parameters.
         ids: int32[B, P], the prompts.
-        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size`, `cache_dtype` and `adapter` are read. What is
-            read with one adapter is to be continued with it.
+        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size`, `cache_dtype` and `adapter` are read. Continue
+            the cache with the same adapter.
         attention_mask: `[B, P]`, as in `generate`.
         cache: the tokens before the prompts, as in `generate`.
 
     Raises:
-        InputError, ConfigError, TypeError: as `generate`.
+        InputError, ConfigError, TypeError: as for `generate`.
     """
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype", "adapter")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # eos ids given per prompt belong to the prompts of another call
+    if not is_traced(cfg):  # per-prompt eos ids belong to the prompts of another call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -221,7 +220,7 @@ def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> 
 
 @contextlib.contextmanager
 def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
-    """Yield what computes the allowed tokens, and the record of its host calls."""
+    """Yield the function or automaton that computes the allowed tokens, and the record of its host calls."""
     if given is None or isinstance(given, TokenAutomaton):
         yield given, None
         return
@@ -229,7 +228,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
     check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
-    # As in transformers, all beams of a prompt have its number.
+    # As in transformers, all beams of a prompt are passed its number.
     calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls

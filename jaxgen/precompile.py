@@ -1,4 +1,4 @@
-"""Programs compiled before the first request needs them."""
+"""Compilation of programs before the first request needs them."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def warmup(
     assistant=None,
     hook=None,
 ) -> int:
-    """Compile what calls of `generate` will need, so that the first of them do not wait.
+    """Compile the programs that calls of `generate` will need, so that the first calls do not wait.
 
     >>> warmup(params, cfg, widths=range(1, 513), lengths=[256], key=jax.random.key(0))         # doctest: +SKIP
     6
 
-    Each program serves all widths and lengths that round to the same sizes, and all values of traced options. One is
-    compiled for each pair of sizes, three with `streaming`, and runs for one token. At most 64 programs are kept.
+    Each program serves all widths and lengths that round to the same sizes, and all values of traced options. For each
+    pair of sizes, one program is compiled (three with `streaming`) and run for one token. At most 64 programs are kept.
 
     Args:
         params: the parameters, as later calls pass them.
         cfg: the options, as later calls set them; `max_new_tokens` may differ.
-        widths: numbers of columns that prompts will have.
-        lengths: values that `max_new_tokens` will have.
+        widths: the widths that prompts will have.
+        lengths: the values that `max_new_tokens` will have.
         prompts: the number of prompts per call.
         key: None for greedy decoding, or any key.
         streaming: compile the programs of calls with a streamer or `max_time`.
@@ -60,7 +60,7 @@ def warmup(
         The number of pairs of sizes.
 
     Raises:
-        InputError, ConfigError, TypeError: as `generate`; widths, lengths or prompts below 1.
+        InputError, ConfigError, TypeError: as for `generate`; or widths, lengths or prompts are below 1.
     """
     check_call(params, cfg)
     refuse_unavailable(cfg)
