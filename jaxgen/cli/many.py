@@ -1,4 +1,4 @@
-"""Answering of --input: in slots, each of which goes to the next prompt when its answer ends, or in batches."""
+"""Answers to --input: in slots, which go to the next prompt when an answer ends, or in batches."""
 
 from __future__ import annotations
 

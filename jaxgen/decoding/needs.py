@@ -11,7 +11,7 @@ class Needs:
 
     Attributes:
         sequences: rows in the loop per prompt.
-        candidates: tokens that the model reads per row and step, of which one is chosen.
+        candidates: tokens that the model reads per row and step, to choose one of them.
         heads: how often the model's head is applied per row and step.
         layer_states: the mode reads the hidden states of all layers at each row's last token.
         final_states: the mode reads the last layer's normed hidden states of all tokens.

@@ -45,7 +45,7 @@ def build_transform(
     """Return transformers' processors and warpers as one function. Rows that do not sample get no warpers.
 
     Args:
-        cfg: the options; those that are on are applied.
+        cfg: the options; only enabled ones are applied.
         values: the values of the options for each row.
         custom: the caller's own processors.
         allowed: a `TokenAutomaton`, or a function from the history to the tokens that may follow, bool[rows, V].

@@ -190,7 +190,7 @@ def largest(
     """
     rows, beams, vocab = x.shape
     if mesh is None:
-        # Without the barrier, XLA takes a slice of the result for a part of a sort, and then sorts everything.
+        # Without the barrier, XLA mistakes a slice of the result for part of a sort, and sorts everything.
         best, place = lax.optimization_barrier(lax.top_k(x.reshape(rows, -1), count))
         return best if values is None else jnp.take_along_axis(values.reshape(rows, -1), place, axis=1), place
 

@@ -24,7 +24,7 @@ _PADDING = 0.01
 
 @flax.struct.dataclass
 class Assistant:
-    """A draft model: its parameters and its config, of which only the model and the drafting settings are used."""
+    """A draft model: its parameters and its config. Only the model and the drafting settings of the config are used."""
 
     params: Any
     cfg: GenerationConfig

@@ -64,7 +64,7 @@ def check_adapter(adapter: Any, count: int) -> None:
     """Raise an error if a value of the option `adapter` is not below the number of adapters."""
     if not is_tracer(adapter) and (largest := int(np.max(adapter))) >= count:
         has = f"params have {count} adapters" if count else "params have no adapters to choose from"
-        raise InputError(f"adapter={largest}, and {has}: load_adapter attaches a list of them, the first of which is 0")
+        raise InputError(f"adapter={largest}, and {has}: load_adapter attaches a list, numbered from 0")
 
 
 def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions, mode: Mode) -> None:
