@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face directories to parameters and back, read tensor by tensor, without torch."""
+"""Loading and saving of checkpoints: Hugging Face directories to parameters and back, tensor by tensor, no torch."""
 
 from convert.adapter import load_adapter, save_adapter
 from convert.errors import CheckpointError

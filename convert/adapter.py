@@ -28,32 +28,32 @@ from jaxgen.model.sharding import mesh_of, shard_params
 
 _CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
-# Fields of adapter_config.json that do not change what a trained adapter computes.
+# Fields of adapter_config.json that do not affect the results of a trained adapter.
 _WITHOUT_EFFECT = set(
     "peft_type r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules layers_to_transform "
     "layers_pattern base_model_name_or_path revision task_type inference_mode auto_mapping peft_version lora_dropout "
     "loftq_config eva_config corda_config megatron_core megatron_config runtime_config qalora_group_size "
     "ensure_weight_tying".split()
 )
-# Values of init_lora_weights that only choose where training starts: others change the model's own weights too.
+# Values of init_lora_weights that only determine where training starts; others also change the model's own weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict[str, Any]:
-    """Return parameters with one LoRA adapter, or several, attached as PEFT stores them (arXiv 2106.09685).
+    """Attach one or several LoRA adapters (arXiv 2106.09685), stored in PEFT's format, to parameters.
 
     >>> params, cfg = load_hf("Qwen2.5-0.5B-Instruct")                                           # doctest: +SKIP
     >>> tuned = load_adapter("my-adapter", params, cfg)                                          # doctest: +SKIP
     >>> several = load_adapter(["adapter-0", "adapter-1"], params, cfg)                          # doctest: +SKIP
     >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))                             # doctest: +SKIP
 
-    The update of a matrix is scale * B A, with the scale alpha / rank of its module, or alpha / sqrt(rank) with
-    `use_rslora`. It is applied in the dtype of the weights, and not added to them: `python -m convert --merge-adapter`
-    does that.
+    The update of a matrix is scale * B A, where the scale is alpha / rank of its module, or alpha / sqrt(rank) with
+    `use_rslora`. It is applied in the dtype of the weights, but not added to them; for that, use
+    `python -m convert --merge-adapter`.
 
-    One adapter is always applied. Of several, each prompt has its own: `cfg.adapter` is its place in the list, for each
-    prompt or for all, and -1, the default, is the model without one. Ranks are padded to the largest of them. Adapters
-    of the same number, rank and modules as others need no other program.
+    A single adapter is always applied. With several, `cfg.adapter` selects one for each prompt or for all: its place in
+    the list, or -1 (the default) for the model without an adapter. Ranks are padded to the largest rank. Adapters with
+    the same number, rank and modules use the same program.
 
     Args:
         path: the directory of an adapter, or a list of several.
@@ -61,9 +61,9 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
         cfg: the model's config.
 
     Raises:
-        CheckpointError: all problems: files that cannot be read, tensors that do not fit the model, and whatever a
-            LoRA adapter may have that is not offered, by name (DoRA, trained biases, other saved modules, ...).
-        InputError: an empty list, or parameters with fused projections or an adapter.
+        CheckpointError: all problems: files that cannot be read, tensors that do not fit the model, and unsupported
+            features of LoRA adapters, by name (DoRA, trained biases, other saved modules, ...).
+        InputError: the list is empty, or the parameters have fused projections or already have an adapter.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     if not paths:
@@ -82,10 +82,10 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
 
 def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return the updates of each adapter: A float32[r, in] and B float32[out, r], times the scale, by module.
+    """Return the updates of each adapter by module: A float32[r, in], and B float32[out, r] times the scale.
 
     Raises:
-        CheckpointError: as `load_adapter`.
+        CheckpointError: as for `load_adapter`.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in param_shapes(model).items() if len(shape) == 2}
     problems: list[str] = []
@@ -96,15 +96,15 @@ def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[s
 
 
 def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
-    """Return a checkpoint whose matrices have an adapter added to them, in float32, when they are read.
+    """Return a checkpoint that adds an adapter to its matrices, in float32, when they are read.
 
     Raises:
-        CheckpointError: as `load_adapter`.
-        ConfigError: a quantised checkpoint.
+        CheckpointError: as for `load_adapter`.
+        ConfigError: the checkpoint is quantised.
     """
     if checkpoint.kind:
         raise ConfigError(
-            f"{checkpoint.path} is quantised, and an adapter is added to the original matrices: convert it back with "
+            f"{checkpoint.path} is quantised, but an adapter is added to the original matrices: convert it back with "
             "--quantize none first"
         )
     (updates,) = read_updates([path], checkpoint.cfg.model)
@@ -132,26 +132,26 @@ class _MergedTensor(Tensor):
 
 
 def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base: str = "", overwrite=False) -> None:
-    """Write the adapter that is attached to parameters to a directory that PEFT loads.
+    """Write the adapter attached to parameters to a directory that PEFT can load.
 
     The scale is part of B, so `lora_alpha` is the rank. `params` have one adapter: each updated matrix is a `LowRank`,
-    as `load_adapter` and `jaxgen.training.lora.attach` make them.
+    as `load_adapter` and `jaxgen.training.lora.attach` create them.
 
     Args:
         params: the parameters.
         cfg: the model's config.
-        path: the directory; it appears complete or not at all.
-        base: the model that the adapter is for, for `base_model_name_or_path`: a directory or an id on the hub.
+        path: the directory, which appears complete or not at all.
+        base: the adapter's base model, for `base_model_name_or_path`: a directory or an id on the hub.
         overwrite: replace an existing directory.
 
     Raises:
-        InputError: no adapter is attached, or several are.
+        InputError: no adapter or more than one is attached.
         CheckpointError: `path` exists and may not be replaced.
     """
     model_of(cfg)
     weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
     if any(isinstance(weight, Adapters) for weight in weights.values()):
-        raise InputError("params have several adapters, and a directory has one: attach the one to save")
+        raise InputError("params have several adapters, but a directory has one: attach the one to save")
     updates = {name.removesuffix(".weight"): x for name, x in weights.items() if isinstance(x, LowRank)}
     if not updates:
         raise InputError("params have no adapter: attach one with load_adapter or jaxgen.training.lora.attach")
@@ -183,7 +183,7 @@ def _check_params(weights: Mapping[str, Any]) -> None:
 
 
 def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | None], is_stack: bool) -> Any:
-    """Return a weight with its updates, those of adapters without one being zero."""
+    """Return a weight with its updates, which are zero for adapters without an update."""
     found = [update for update in updates if update is not None]
     dtype = weight.dtype
     if not is_stack:
@@ -202,7 +202,7 @@ def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | Non
 def _read(
     path: Path, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, problems: list[str]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the updates of an adapter; add what is wrong with it to `problems`."""
+    """Return the updates of an adapter, and add its problems to `problems`."""
     file = path / _CONFIG
     config, faults = read_json(file)
     if config is None:
@@ -259,9 +259,9 @@ def _mismatch(name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tup
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
-    """Return what a config has that is not offered."""
+    """Return the problems of a config: values that are not valid or not supported."""
     if config.get("peft_type") != "LORA":
-        return [f"peft_type is {shown(config.get('peft_type'))}, and only LORA is offered"]
+        return [f"peft_type is {shown(config.get('peft_type'))}, but only LORA is offered"]
     faults = []
     init = config.get("init_lora_weights", True)
     if (init.lower() if isinstance(init, str) else init) not in _INITS:
@@ -298,7 +298,7 @@ def _is_pattern(key: str) -> bool:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of an update; patterns name the ends of modules' names, as regular expressions."""
+    """Return the factor of an update; patterns match the ends of module names, as regular expressions."""
     patterns = config.get("alpha_pattern") or {}
     matching = (own for key, own in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
     alpha = next(matching, config.get("lora_alpha", 8))

@@ -1,6 +1,6 @@
 """A directory that appears complete or not at all, even if its writer is killed at any moment.
 
-During writing or after a kill, the parent directory of a target `out` may also contain:
+During writing, or after a kill, the parent directory of a target `out` may also contain:
   .out.<8 hex digits>.partial   unfinished or discarded; locked while its writer runs, removed by the next writer
   .out.replaced                 the complete earlier `out`, while the new one takes its place
 """
@@ -21,13 +21,13 @@ from convert.errors import CheckpointError
 
 @contextlib.contextmanager
 def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden directory to fill; it takes the name `target` when the block ends without an error.
+    """Yield a hidden directory to fill, which is renamed to `target` when the block exits without an error.
 
-    After an error the hidden directory is removed and `target` is unchanged. An existing `target` is replaced if it
-    is an empty directory or, with `overwrite`, a checkpoint, and never otherwise.
+    After an error, the hidden directory is removed and `target` is unchanged. An existing `target` is replaced only if
+    it is an empty directory or, with `overwrite`, a checkpoint.
 
     Raises:
-        CheckpointError: `target` exists and is not replaced, or its parent directory is missing.
+        CheckpointError: `target` exists and may not be replaced, or its parent directory is missing.
     """
     target = target.resolve()
     if not target.parent.is_dir():
@@ -54,7 +54,7 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def replaced(target: Path) -> Path:
-    """Return where the complete earlier directory is kept while a new one takes its name."""
+    """Return where the complete earlier directory is kept while a new one replaces it."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -90,7 +90,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise CheckpointError([f"{target} is a file: name a directory"])
+        raise CheckpointError([f"{target} is a file: pass a directory"])
     inside = list(target.iterdir())
     if not inside:
         return

@@ -1,4 +1,4 @@
-"""A model's directory: a local one, or one downloaded from the Hugging Face Hub by its id.
+"""A model's directory, which is local, or downloaded from the Hugging Face Hub by its id.
 
 huggingface_hub does the downloading, with its cache and its environment variables: HF_HOME, HF_HUB_CACHE,
 HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
@@ -26,9 +26,9 @@ WEIGHTS = ("*.safetensors",)
 
 _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
-_LONGEST_ID = 96  # as on the hub
+_LONGEST_ID = 96  # the hub's limit
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+=-]{,199}", re.ASCII)
-# What a server sends and the library uses as the name of a file in its cache.
+# Values that a server sends and the library uses as file names in its cache.
 _COMMIT, _ETAG = re.compile(r"[0-9a-f]{40}"), re.compile(r"(W/)?\"?[\w-][\w.+=-]{,199}\"?", re.ASCII)
 _LOG_IN = "log in (hf auth login) or set HF_TOKEN"
 # Offline, older releases of huggingface_hub return a model's directory even if only some of its files are cached.
@@ -44,8 +44,8 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
     downloaded last, and only if the model's config is supported.
 
     Raises:
-        InputError: neither a directory nor an id, or a model that cannot be downloaded; the text says why.
-        ConfigError: a model that is not supported.
+        InputError: `model` is neither a directory nor an id, or cannot be downloaded; the message says why.
+        ConfigError: the model is not supported.
     """
     model = os.fspath(model)
     if os.path.isdir(model):
@@ -60,14 +60,14 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
         raise InputError(f"{shown(revision)} is not a revision of {name[:100]}: name a branch, a tag or a commit")
     directory = _fetch(name, revision, SMALL_FILES)
     _check_config(model, directory)
-    directory = _fetch(name, directory.name, WEIGHTS)  # of the same commit, which is the directory's name
+    directory = _fetch(name, directory.name, WEIGHTS)  # at the same commit, which is the directory's name
     if not any(directory.glob(WEIGHTS[0])):
         raise InputError(f"{model} has no {WEIGHTS[0]}, and no other format of weights is read{_IF_INTERRUPTED}")
     return directory
 
 
 def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    """Download those of a model's files that are not in the cache, and return their directory in the cache."""
+    """Download the files of a model that are not in the cache, and return their directory in the cache."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
@@ -93,7 +93,7 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def _checked_responses(client: Any) -> Iterator[None]:
-    """Refuse responses, in this block, whose names of commits and files could lead out of the cache."""
+    """Within the block, reject responses with commit or file names that could lead out of the cache."""
 
     def check(response: Any) -> None:
         found = [(name, response.headers.get(name), _ETAG) for name in ("ETag", "X-Linked-ETag")]
@@ -111,12 +111,12 @@ def _checked_responses(client: Any) -> Iterator[None]:
 
 
 def _commit(response: Any) -> str | None:
-    """Return the commit that the hub's description of a model names."""
+    """Return the commit named in the hub's description of a model."""
     if not response.url.path.startswith("/api/") or "json" not in response.headers.get("Content-Type", ""):
         return None
     try:
         content = json.loads(response.read())
-    except (ValueError, RecursionError):  # the library reports what is not JSON
+    except (ValueError, RecursionError):  # the library reports invalid JSON
         return None
     return str(content["sha"]) if isinstance(content, dict) and "sha" in content else None
 
@@ -136,13 +136,13 @@ def _check_config(model: str, directory: Path) -> None:
 
 
 def _explain(error: Exception, name: str, revision: str | None) -> str:
-    """Say in one line why a model cannot be downloaded."""
+    """Explain in one line why a model cannot be downloaded."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
     cause = error
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        cause = error.__cause__  # why the hub was not asked, or did not answer
+        cause = error.__cause__  # the reason why the hub was not contacted, or did not answer
     if isinstance(cause, errors.OfflineModeIsEnabled):
         cache = constants.HF_HUB_CACHE
         return f"the cache {cache} lacks all or part of {name}, and HF_HUB_OFFLINE is set: unset it to download"

@@ -1,6 +1,6 @@
 """Fewer key-value heads, each the mean of neighbours, as in grouped-query attention (arXiv 2305.13245, section 2).
 
-Neighbouring key-value heads serve neighbouring query heads, so the query heads keep their places.
+Neighbouring key-value heads serve neighbouring query heads, so the query heads stay in place.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bi
 
 
 def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[Any, GenerationConfig]:
-    """Return parameters and config of the model with `kv_heads` key-value heads, each the mean of its group.
+    """Return the parameters and config of the model with `kv_heads` key-value heads, each the mean of its group.
 
-    `params` are nested as `load_hf` returns them; the other arrays of the result are the same ones. Means are
-    taken in float32 and returned in the dtype of the heads. Unless the heads of each group are equal, the results
-    change and the model must be trained further.
+    `params` are nested as `load_hf` returns them; all other arrays are returned unchanged. Means are computed in
+    float32 and returned in the dtype of the heads. Unless the heads of each group are equal, the model's results
+    change, and it must be trained further.
 
     Raises:
         ConfigError: `kv_heads` is not less than the model's number of key-value heads, or does not divide it.
@@ -38,7 +38,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     pooled = _with_kv_heads(model, kv_heads)
     params = separate(params, model)
     if kind_in(check_params(params, model)):
-        raise ConfigError("params are quantised, and their heads cannot be pooled: load them with quantize='none'")
+        raise ConfigError("params are quantised, so their heads cannot be pooled: load them with quantize='none'")
 
     def pool(path: tuple, array: Any) -> Any:
         if not _PROJECTIONS.fullmatch(".".join(entry.key for entry in path)):
@@ -77,12 +77,12 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class _PooledTensor(Tensor):
-    """A projection with more heads in the file than `model` has; `shape` and `nbytes` are those of the means."""
+    """A projection with more heads in the file than in `model`; `shape` and `nbytes` are those of the means."""
 
     model: ModelConfig
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the means, taken in float32 and rounded once."""
+        """Return the means, computed in float32 and rounded once."""
         assert part is None, "the command reads whole tensors"
         heads = super().read(np.dtype(np.float32))
         return self.cast(_means(heads, self.model), DTYPES[self.dtype] if dtype is None else dtype)
@@ -104,7 +104,7 @@ def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
 
 
 def _means(array: Any, model: ModelConfig) -> Any:
-    """Pool the heads of `[heads * H, ...]`, a weight or bias, of numpy or jax: float32 `[K * H, ...]`, K of `model`."""
+    """Pool the heads of a weight or bias `[heads * H, ...]` to float32 `[K * H, ...]`, with K from `model`."""
     rest = array.shape[1:]
     groups = array.reshape(model.num_key_value_heads, -1, model.head_dim, *rest)
     return groups.astype(np.float32, copy=False).mean(axis=1).reshape(-1, *rest)

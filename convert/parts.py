@@ -1,4 +1,4 @@
-"""Parameters that are divided over the devices of a mesh: each process reads and writes the parts that it has."""
+"""Parameters divided over the devices of a mesh. Each process reads and writes its own parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_PATH = 4096  # bytes
 
 
 def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Read a tensor onto several devices, each its own part; a part that several devices have is read once."""
+    """Read a tensor onto several devices, each with its own part. A part shared by several devices is read once."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -34,9 +34,9 @@ def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sh
 
 
 def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
-    """Write arrays to the files of a checkpoint: all processes call this, and each writes the parts that it has.
+    """Write arrays to the files of a checkpoint. All processes call this, and each writes its own parts.
 
-    `stem`: as for `plan`.
+    `stem` is as for `plan`.
 
     Raises:
         CheckpointError: another process failed.
@@ -57,18 +57,18 @@ def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
 
 @contextlib.contextmanager
 def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield one `new_directory` in all processes, which process 0 makes and moves to its name.
+    """Yield the same `new_directory` in all processes; process 0 creates it and moves it to its final name.
 
     Raises:
-        CheckpointError, OSError: in process 0 as `new_directory`.
-        CheckpointError: in another process, if process 0 failed or this one does not see the directory.
+        CheckpointError, OSError: process 0 raises the errors of `new_directory`.
+        CheckpointError: in any other process, if process 0 failed or this process does not see the directory.
     """
     with contextlib.ExitStack() as stack:
         path, error = "", None
         if jax.process_index() == 0:
             try:
                 path = str(stack.enter_context(new_directory(target, overwrite=overwrite)))
-            except (CheckpointError, OSError) as failure:  # the other processes wait to be told
+            except (CheckpointError, OSError) as failure:  # the other processes are waiting for this result
                 error = failure
         path = _told_by_first(path)
         if not path:
@@ -83,11 +83,11 @@ def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _together(directory: Path) -> Iterator[None]:
-    """Run a block in all processes and wait for all; if one fails, raise its error there and one in the others."""
+    """Run a block in all processes and wait for them. If one fails, all of them raise an error."""
     error = None
     try:
         yield
-    except Exception as failure:  # raised below, when the others know
+    except Exception as failure:  # raised below, once the other processes know
         error = failure
     failed = np.ravel([error is not None])
     if jax.process_count() > 1:
@@ -100,7 +100,7 @@ def _together(directory: Path) -> Iterator[None]:
 
 
 def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yield the parts of an array that this process writes, so that each is written once."""
+    """Yield the parts of an array that this process writes, so that each part is written only once."""
     if isinstance(array, np.ndarray) or array.is_fully_replicated:
         if jax.process_index() == 0:
             yield (slice(None),) * array.ndim, np.asarray(array)

@@ -1,4 +1,4 @@
-"""Quantised weights of any kind in a checkpoint: made of their tensors; of a matrix when it is read; and back."""
+"""Quantised weights of any kind in a checkpoint: assembled from tensors, quantised while reading, or converted back."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
 
 _NAMES = {dtype: name for name, dtype in STORED.items()}
-_CHUNK = 1 << 20  # elements converted at once: they stay in the processor's cache
+_CHUNK = 1 << 20  # elements converted at once, which fit into the CPU's cache
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of weights, of files or in memory, by name; a weight that is not quantised is one itself."""
+    """Return the tensors of weights by name, from files or memory; a weight that is not quantised is its own tensor."""
     tensors: dict[str, Any] = {}
     for name, weight in weights.items():
         suffixes = weight.tensors if isinstance(weight, Quantized) else ("",)
@@ -35,9 +35,9 @@ def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 def weights_of(
     tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[type[Quantized]], dtype: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the weights that consist of tensors, of files or in memory, by name, and what is wrong with those.
+    """Assemble weights from tensors, in files or in memory; return them by name, and the problems of the tensors.
 
-    Quantised weights are those whose first tensor has the dtype of one of the `kinds`; their matrices are of `dtype`.
+    A weight is quantised if its first tensor has the dtype of one of the `kinds`; its matrix then has `dtype`.
     `shapes` are those of the model's parameters.
     """
     weights, problems = dict(tensors), []
@@ -56,7 +56,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with the tensors of a weight, by name, except the first; `like` is a row of zeros."""
+    """Return the problems of a weight's tensors, by name, except the first tensor; `like` is a row of zeros."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -68,36 +68,36 @@ def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
 
 
 def _dtype(tensor: Any) -> Any:
-    """Return the numpy dtype of a tensor of a file or in memory."""
+    """Return the numpy dtype of a tensor in a file or in memory."""
     return STORED.get(tensor.dtype, tensor.dtype)
 
 
 def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized] | None:
-    """Return the first of the kinds that files of a directory are named after, None if there is none."""
+    """Return the first of the kinds that occurs in a directory's file names, or None."""
     return next((kind for kind in kinds if any(path.glob(f"{file_stem(kind)}[-.]*"))), None)
 
 
 def file_stem(kind: type[Quantized] | None) -> str:
-    """Return what the names of files with such weights begin with; transformers finds only those of arrays."""
+    """Return the beginning of the names of files with such weights; transformers only finds files of plain arrays."""
     return STEM if kind is None else f"{STEM}.{kind.name}"
 
 
 def kind_in(weights: Mapping[str, Any]) -> type[Quantized] | None:
-    """Return the kind of the first quantised weight, None if there is none."""
+    """Return the kind of the first quantised weight, or None."""
     return next((type(weight) for weight in weights.values() if isinstance(weight, Quantized)), None)
 
 
 def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
-    """Return a weight like this one with other arrays; if it is quantised, its matrix is of `dtype`."""
+    """Return a weight like this one with different arrays; if it is quantised, its matrix has `dtype`."""
     if not isinstance(weight, Quantized):
         return arrays[0]
     return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[1], dtype)), arrays)
 
 
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
-    """Return a weight of a file whose matrix is of a kind when it is read; if that is None, an array.
+    """Return a weight in a file that is converted to a kind when it is read, or to an array if the kind is None.
 
-    `dtype`: of a quantised weight's matrix, if it is not chosen when that is read.
+    `dtype` is that of a quantised weight's matrix, unless it is chosen when reading.
     """
 
     def part(matrix: np.ndarray, number: int) -> np.ndarray:
@@ -119,7 +119,7 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
 
 
 def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
-    """Return a weight whose arrays have the dtypes and, except for the number of rows, the shapes of its kind."""
+    """Return a one-row weight whose arrays have the dtypes and row shapes of its kind."""
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
 
@@ -130,7 +130,7 @@ def _computed(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, c
 
 @dataclasses.dataclass(frozen=True)
 class _Computed(Tensor):
-    """A tensor whose rows are computed from those of `source`, another tensor or a weight of several."""
+    """A tensor whose rows are computed from those of `source`, which is a tensor or a weight of several tensors."""
 
     source: Any
     compute: Callable[[Any], np.ndarray]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: model.safetensors, or shards and their index, and JSON."""
+"""The files of a checkpoint directory: model.safetensors, or shards with an index, and JSON."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ STEM = "model"
 INDEX, SINGLE = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"
 MAX_SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
 
-# Constants that old versions of transformers saved with the weights; they follow from the config.
+# Constants that old versions of transformers saved with the weights, although they follow from the config.
 CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 _PICKLED = (".bin", ".pt", ".pth")
 
 
 def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
-    """Return the tensors in a directory's files, all names that should be there, and the problems.
+    """Return the tensors in a directory's files, all expected names, and the problems.
 
-    `stem`: as for `plan`. The names are None if they are unknown, because there is no index and no file can be read.
+    `stem` is as for `plan`. The names are None if there is no index and no file can be read.
     """
     path = checkpoint_directory(path)
     index = f"{stem}.safetensors.index.json"
@@ -63,10 +63,10 @@ def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | 
 
 
 def plan(sizes: Mapping[str, int], max_shard: int | None = None, stem: str = STEM) -> dict[str, list[str]]:
-    """Return the names of the files of a checkpoint, each with the names of its tensors.
+    """Return the file names of a checkpoint, each with the names of its tensors.
 
-    `sizes` are the tensors' bytes, in the order in which they are written. A file has at most `max_shard` bytes
-    (None: `MAX_SHARD`) or one larger tensor; its name begins with `stem`.
+    `sizes` are the tensors' sizes in bytes, in the order of writing. A file has at most `max_shard` bytes (None means
+    `MAX_SHARD`), or one larger tensor; its name begins with `stem`.
     """
     shards = _shards(sizes, max_shard or MAX_SHARD)
     names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -93,7 +93,7 @@ def write_checkpoint(
 ) -> None:
     """Write both configs, the tensors that `read` returns by name, and their index into an empty directory.
 
-    The names of the files are those that `plan` returns; the arrays of one file are in memory at a time.
+    The file names come from `plan`. Only the arrays of one file are in memory at a time.
     """
     write_configs(directory, config, generation)
     files = plan(sizes, max_shard, stem)
@@ -154,7 +154,7 @@ def checkpoint_directory(path) -> Path:
 
 
 def read_json(file: Path, largest: int = json_file.LARGEST) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the object in a JSON file, None if there is no file or it is damaged, and its problems."""
+    """Return the object in a JSON file (None if the file is missing or damaged), and its problems."""
     try:
         return json_file.read_json(file, largest), []
     except ConfigError as error:
@@ -167,7 +167,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str], list[str]]:
-    """Return the files with weights, the index's file name for each tensor if there is an index, and problems."""
+    """Return the files with weights, each tensor's file name by the index if there is one, and the problems."""
     found = sorted(path.glob("*.safetensors"))
     quantized = [file.name for file in found if stem != STEM and file.name.startswith((f"{stem}.", f"{stem}-"))]
     if quantized and any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
@@ -205,7 +205,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Cut the names, in their order, into runs of at most `limit` bytes, or of one larger tensor."""
+    """Split the names, in order, into runs of at most `limit` bytes, or of one larger tensor."""
     shards: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file: their headers, checked, and their values, read one at a time or written together."""
+"""Tensors of a safetensors file: checked headers, and values that are read one at a time or written together."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-# And those of quantised weights: I8, U8, ...
+# The same for quantised weights: I8, U8, ...
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 
-_MAX_NUMBER = 2**63  # sizes and offsets are below
-_MAX_TRANSFER = 1 << 30  # bytes read or written by one call of the system
-_CHUNK = 1 << 20  # elements cast at once: they stay in the processor's cache
+_MAX_NUMBER = 2**63  # upper limit for sizes and offsets
+_MAX_TRANSFER = 1 << 30  # bytes read or written per system call
+_CHUNK = 1 << 20  # elements cast at once, which fit into the CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor on the disk: `nbytes` at `offset` of `file`. `dtype` is the format's name, such as BF16."""
+    """A tensor on disk: `nbytes` at `offset` of `file`. `dtype` is the format's name, such as BF16."""
 
     file: Path
     name: str
@@ -44,7 +44,7 @@ class Tensor:
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
         """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `STORED`.
 
-        `part`: a slice of each axis, without steps. Only its bytes are read.
+        `part` is a slice of each axis, without steps. Only the bytes of this part are read.
 
         Raises:
             CheckpointError: the file was truncated, or a finite value is out of range of `dtype`.
@@ -59,11 +59,11 @@ class Tensor:
         return self.cast(stored, dtype)
 
     def _read_part(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Read a part row by row, or at once if it is contiguous: the library would read the whole tensor."""
+        """Read a part row by row, or at once if it is contiguous; the library would read the whole tensor."""
         result = np.empty(_shape(part, self.shape), STORED[self.dtype])
         with open(self.file, "rb", buffering=0) as stream:
             for offset, run in self.runs(part, result):
-                while run:  # the system may return less than was asked for
+                while run:  # the system may return less than requested
                     count = os.preadv(stream.fileno(), [run[:_MAX_TRANSFER]], offset)
                     if count == 0:
                         raise CheckpointError([f"{self.file}: {self.name}: the file was truncated"])
@@ -71,7 +71,7 @@ class Tensor:
         return result
 
     def write(self, part: tuple[slice, ...], array: np.ndarray) -> None:
-        """Write the values of a part, in the file's dtype, to a file made by `allocate_file`."""
+        """Write the values of a part, in the file's dtype, to a file created by `allocate_file`."""
         with open(self.file, "r+b", buffering=0) as stream:
             for offset, run in self.runs(part, np.ascontiguousarray(array)):
                 while run:
@@ -79,7 +79,7 @@ class Tensor:
                     run, offset = run[count:], offset + count
 
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-        """Yield the contiguous pieces of a part of the tensor: their offsets in the file, and memory of `array`.
+        """Yield the contiguous pieces of a part of the tensor: their offsets in the file, and views of `array`.
 
         Args:
             part: a slice of each axis, at most two.
@@ -96,7 +96,7 @@ class Tensor:
             yield offset + number * width, piece.data
 
     def cast(self, array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
-        """Return values of this tensor as in `read`, cast without temporary arrays of their size."""
+        """Cast values of this tensor as in `read`, without temporary arrays of the same size."""
         if dtype is None or dtype == array.dtype:
             return array
         result = np.empty(array.shape, dtype)
@@ -114,16 +114,16 @@ class Tensor:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file in the order of their bytes, after checking that it consists of exactly these.
+    """Return the tensors of a file in the order of their bytes, after checking that it has nothing else.
 
-    The library checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not say which
-    tensors a truncated file has lost, so these are checked first.
+    The library checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not report
+    which tensors a truncated file has lost, so these are checked first.
 
     Raises:
         CheckpointError: all problems of the file.
     """
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):  # before it is opened: a pipe would wait for its writer
+        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would wait
             raise CheckpointError([f"{file}: not a regular file: {kind_of(file)}"])
         header, start, size = _parse(file)
         if problems := _faults(file, header, start, size):
@@ -142,7 +142,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a new file that transformers loads; memory for C-contiguous arrays is not copied.
+    """Write arrays to a new file that transformers can load; C-contiguous arrays are not copied.
 
     Raises:
         OSError: the file cannot be written.
@@ -154,11 +154,11 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
         save_file(ordered, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error
-    file.chmod(mode)  # the library makes files that only their owner can read
+    file.chmod(mode)  # the library creates files that only their owner can read
 
 
 def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
-    """Write a new file with the names, dtypes and shapes of `arrays`, but with zeros as values, for `Tensor.write`.
+    """Write a new file with the names, dtypes and shapes of `arrays` and zeros as values, to fill with `Tensor.write`.
 
     Raises:
         OSError: the file cannot be written.
@@ -177,7 +177,7 @@ def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    """Return True if two arrays have the same dtype, shape and bits, so that NaNs and zeros compare too."""
+    """Return True if two arrays have the same dtype, shape and bits; NaNs and signed zeros are compared by bits."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     bits = f"u{left.itemsize}"
@@ -189,12 +189,12 @@ def _shape(part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _open(file: Path) -> safe_open:
-    # Read, not mapped: mapped pages count as the process's own, and truncating a mapped file would crash the process.
+    # Read, not mapped: mapped pages count as the process's memory, and truncating a mapped file would crash it.
     return safe_open(file, framework="numpy", backend="pread")
 
 
 def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the header's entries, the place of the first tensor and the size of the file."""
+    """Return the header's entries, the offset of the first tensor, and the size of the file."""
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
@@ -213,7 +213,7 @@ def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _faults(file: Path, header: dict[str, Any], start: int, size: int) -> list[str]:
-    """List malformed entries, or else the tensors that a truncated file has lost."""
+    """Return the malformed entries or, if there are none, the tensors that a truncated file has lost."""
     problems = [
         f"{file}: {name}: damaged header: {shown(entry)} must be dtype, shape and data_offsets, in whole numbers"
         for name, entry in header.items()

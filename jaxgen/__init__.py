@@ -1,6 +1,6 @@
 """transformers' generate() as a pure function in JAX, for Qwen, Llama and Mistral checkpoints.
 
-The public names are imported at their first use: `import jaxgen` itself does not import jax or numpy.
+Public names are imported on first use: `import jaxgen` itself does not import jax or numpy.
 """
 
 from jaxgen.version import __version__ as __version__
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
         TextStreamer as TextStreamer,
     )
     from jaxgen.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
-else:  # a type checker would accept any name
+else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str):
         if name not in _HOMES:

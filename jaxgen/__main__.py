@@ -15,7 +15,7 @@ def main() -> None:
     from jaxgen.cli.main import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not abort the output
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot encode
     sys.exit(run())
 
 

@@ -1,4 +1,4 @@
-"""Parsing of command lines; a faulty one raises an `InputError` instead of ending the process."""
+"""Parsing of command lines. Errors raise an `InputError` instead of ending the process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises errors, accepts no abbreviations and suggests the nearest option for a typo.
+    """An argument parser that raises errors, rejects abbreviations, and suggests the closest option for a typo.
 
-    `reason` returns why there is no such option, for one that a user may expect; else the empty string.
+    `reason` returns why an option that a user may expect does not exist, or the empty string.
     """
 
     def __init__(self, reason: Callable[[str], str] = lambda flag: "", **options):
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
-            if word.startswith("-") and word not in ("-", *known):  # known ones follow "--", as words
+            if word.startswith("-") and word not in ("-", *known):  # known options here follow "--", as words
                 flag = word.partition("=")[0]
                 reason = self.reason(flag)
                 hint = f": {reason}" if reason else suggestion(flag, known, f"; see {self.prog} --help")
@@ -57,9 +57,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
-    """Return a question for the first known word that begins with `word`, or else one that is much like it."""
+    """Suggest the first known word that begins with `word`, or otherwise one that is similar."""
     longer = [name for name in known if name.startswith(word) and len(word) > 2]
-    bare = {name.lstrip("-/"): name for name in known}  # hyphens make short words alike
+    bare = {name.lstrip("-/"): name for name in known}  # without hyphens, which make short words too similar
     near = longer or [bare[name] for name in difflib.get_close_matches(word.lstrip("-/"), bare, n=1, cutoff=0.7)]
     return f": did you mean {near[0]}?" if near else otherwise
 
@@ -71,7 +71,7 @@ def whole(text: str, least: int = 1 - 2**31) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
     if abs(value) >= 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: stay below 2**31")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be below 2**31")
     if value < least:
         raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
     return value
@@ -89,7 +89,7 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def unicode(text: str) -> str:
-    """Read a text in UTF-8; Python has surrogates for bytes that the locale lacks."""
+    """Check that a text is valid Unicode; Python uses surrogates for bytes that the locale cannot decode."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
@@ -99,7 +99,7 @@ def unicode(text: str) -> str:
 def path(text: str) -> Path:
     """Read a path; the file need not exist."""
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file's name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
     return Path(text)
 
 
@@ -128,28 +128,28 @@ def file(text: str) -> Path:
 
 
 def device(text: str) -> tuple[str, int | None]:
-    """Read a platform with the number of a device, or without one."""
+    """Read a platform, optionally with the number of a device."""
     if not (match := re.fullmatch(r"(cpu|gpu|cuda|rocm|tpu)(?::(\d{1,6}))?", text, re.ASCII)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be cpu, gpu or tpu, or with a number, such as gpu:1")
+        raise argparse.ArgumentTypeError(f"{text!r} must be cpu, gpu or tpu, optionally with a number, such as gpu:1")
     return match[1], None if match[2] is None else int(match[2])
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Read r/R, the number of a shard and how many there are."""
+    """Read r/R, the number of a shard and the number of shards."""
     if not (match := re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be r/R, such as 0/8 for the first of 8 shards, of at most 999,999"
+            f"{text!r} must be r/R, such as 0/8 for the first of 8 shards, with at most 999,999 shards"
         )
     number, count = int(match[1]), int(match[2])
     if count == 0:
-        raise argparse.ArgumentTypeError(f"{text}: there is at least one shard, 0/1")
+        raise argparse.ArgumentTypeError(f"{text}: there must be at least one shard, 0/1")
     if number >= count:
-        raise argparse.ArgumentTypeError(f"{text}: of {count} shards, the first is 0 and the last {count - 1}")
+        raise argparse.ArgumentTypeError(f"{text}: the first of {count} shards is 0, and the last is {count - 1}")
     return number, count
 
 
 def one_of(values: Mapping[str, Any], text: str) -> Any:
-    """Return the value that a text stands for."""
+    """Return the value with this name."""
     if text not in values:
         raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(values)}")
     return values[text]
@@ -171,7 +171,7 @@ def json_value(text: str) -> Any:
         return parse_json(text)
     except InputError as error:
         shown = textwrap.shorten(text, 40, placeholder=" ...")
-        raise argparse.ArgumentTypeError(f"{shown!r}: {error}; write 5, [1, 2] or the like") from error
+        raise argparse.ArgumentTypeError(f"{shown!r}: {error}; write a value such as 5 or [1, 2]") from error
 
 
 def seed(text: str) -> int | None:
@@ -188,7 +188,7 @@ def positive(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Read a number from 0 to below 1."""
+    """Read a number that is at least 0 and below 1."""
     value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 0 and below 1")

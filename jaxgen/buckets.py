@@ -1,4 +1,4 @@
-"""Sizes, rounded up so that few programs serve all requests. Does not import jax."""
+"""Rounding of sizes, so that few programs serve all requests. This module does not import jax."""
 
 
 def power_of_two(size: int, least: int) -> int:
@@ -7,7 +7,7 @@ def power_of_two(size: int, least: int) -> int:
 
 
 def prompt_bucket(width: int) -> int:
-    """Round a prompt's width up to a power of two, from 256 upwards also to the midpoint between two powers."""
+    """Round a prompt's width up to a power of two or, from 256 on, to the midpoint between two powers."""
     power = power_of_two(width, 32)
     return power * 3 // 4 if power >= 512 and width <= power * 3 // 4 else power
 

@@ -1,23 +1,23 @@
-"""The errors that jaxgen raises and the one category of its warnings."""
+"""The errors that jaxgen raises, and the category of all its warnings."""
 
 import reprlib
 import sys
 import warnings
 from typing import Any
 
-LONGEST = 2000  # characters of a message
+LONGEST = 2000  # maximum number of characters in a message
 LONGEST_VALUE = 100
 
 
 class JaxgenError(ValueError):
-    """Base of every error that a wrong value causes; a wrong type raises `TypeError`. Its text is one line."""
+    """Base class of all errors caused by a wrong value; a wrong type raises `TypeError`. The text is one line."""
 
     def __init__(self, text: object = ""):
         super().__init__(one_line(str(text)))
 
 
 class ConfigError(JaxgenError):
-    """A configuration, of a model or of generation, that cannot be honoured."""
+    """A model config or generation config that is not valid or not supported."""
 
 
 class InputError(JaxgenError):
@@ -28,7 +28,7 @@ class GenerationError(JaxgenError):
     """A run that could not continue: every token banned, or scores that are NaN.
 
     Attributes:
-        output: the `GenerateOutput` of all rows. Those that failed have fewer tokens, and their stop reason tells why.
+        output: the `GenerateOutput` of all rows. Failed rows have fewer tokens, and their stop reasons say why.
     """
 
     def __init__(self, text: object = "", output: Any = None):
@@ -49,7 +49,7 @@ def warn(message: str) -> None:
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
-    """Return a text as one line of printable characters, cut off if it is longer than `longest`.
+    """Return a text as one line of printable characters, truncated to `longest`.
 
     >>> one_line("a\\nb\\x00")
     'a b\\\\x00'
@@ -62,7 +62,7 @@ def one_line(text: str, longest: int = LONGEST) -> str:
 
 
 class _Shortened(reprlib.Repr):
-    """`repr` of the beginning of a large value, so that it costs little."""
+    """Cheap `repr` that shows only the beginning of a large value."""
 
     def __init__(self):
         super().__init__()

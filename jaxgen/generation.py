@@ -1,8 +1,8 @@
 """generate(): check the request, prepare it, run the decode mode, assemble the output.
 
-Called eagerly, it rounds prompt width and length up to buckets, so that few programs serve all requests, and passes
-the numbers of the config to the program as arguments. Inside the caller's own `jax.jit` it is traced with the shapes
-of its arguments.
+Called eagerly, generate() rounds prompt width and length up to buckets, so that few programs serve all requests, and
+passes the numbers of the config to the program as arguments. Inside the caller's own `jax.jit`, it is traced with the
+shapes of its arguments.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def prefill(
 ) -> Continuation:
     """Run prompts through the model and return their cache, for `generate(..., cache=)` to continue from.
 
-    A prefix that many requests share, a system prompt for example, is computed once and read from one place: a cache of
-    one row serves any number of prompts, a cache of n rows any multiple of n.
+    A prefix shared by many requests, for example a system prompt, is computed once and read from one place. A cache of
+    one row serves any number of prompts; a cache of n rows serves any multiple of n.
 
     >>> prefix = tok.chat_prefix([{"role": "system", "content": text}])                          # doctest: +SKIP
     >>> shared = prefill(params, [prefix], cfg)                                                  # doctest: +SKIP
@@ -150,18 +150,18 @@ def prefill(
     Args:
         params: the parameters.
         ids: int32[B, P], the prompts.
-        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size`, `cache_dtype` and `adapter` are read. What is
-            read with one adapter is to be continued with it.
+        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size`, `cache_dtype` and `adapter` are read. Continue
+            the cache with the same adapter.
         attention_mask: `[B, P]`, as in `generate`.
         cache: the tokens before the prompts, as in `generate`.
 
     Raises:
-        InputError, ConfigError, TypeError: as `generate`.
+        InputError, ConfigError, TypeError: as for `generate`.
     """
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype", "adapter")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # eos ids given per prompt belong to the prompts of another call
+    if not is_traced(cfg):  # per-prompt eos ids belong to the prompts of another call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -212,7 +212,7 @@ def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> 
 
 @contextlib.contextmanager
 def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
-    """Yield what computes the allowed tokens, and the record of its host calls."""
+    """Yield the function or automaton that computes the allowed tokens, and the record of its host calls."""
     if given is None or isinstance(given, TokenAutomaton):
         yield given, None
         return
@@ -220,7 +220,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
     check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
-    # As in transformers, all beams of a prompt have its number.
+    # As in transformers, all beams of a prompt are passed its number.
     calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls

@@ -24,27 +24,27 @@ T = TypeVar("T")
 
 @flax.struct.dataclass
 class GenerateOutput:
-    """Output of `generate`. Rows are in transformers' order: the R sequences of prompt 0, then of prompt 1.
+    """Output of `generate`. Rows are in transformers' order: the R sequences of prompt 0, then those of prompt 1.
 
-    N is `max_new_tokens`, the largest if there is one per prompt.
+    N is `max_new_tokens`, or the largest value if there is one per prompt.
 
     Attributes:
-        sequences: int32[B*R, P + N], the prompt as given, the generated tokens, then the pad id. For a prompt given as
-            embeddings, only the generated tokens. With `token_healing`, the prompt lacks the token that was taken back.
+        sequences: int32[B*R, P + N], the prompt as passed, the generated tokens, then the pad id. For a prompt passed
+            as embeddings, only the generated tokens. With `token_healing`, the prompt lacks the removed token.
         attention_mask: bool[B*R, P + N], True for tokens, False for padding.
-        lengths: int32[B*R], generated tokens per row, eos included.
+        lengths: int32[B*R], the number of generated tokens per row, eos included.
         stop_reasons: int32[B*R], a `StopReason` per row.
-        sequences_scores: float32[B*R], of beam search; else None.
-        beam_indices: int32[B*R, N], of beam search; else None.
-        drafted: int32[B], the number of drafted tokens, of assisted generation; else None.
-        accepted: int32[B], the number of these that were chosen.
-        scores: float32[N, B*R, V], the scores that the token of each step was chosen from, with `output_scores`; zeros
+        sequences_scores: float32[B*R], for beam search; otherwise None.
+        beam_indices: int32[B*R, N], for beam search; otherwise None.
+        drafted: int32[B], the number of drafted tokens, for assisted generation; otherwise None.
+        accepted: int32[B], how many of the drafted tokens were chosen.
+        scores: float32[N, B*R, V], the scores from which each step's token was chosen, with `output_scores`; zeros
             after a row's end.
         logits: float32[N, B*R, V], as the model returned them, with `output_logits`.
         logprobs: float32[B*R, N], the log-probability of each generated token, with `output_logprobs`; 0 after a
             row's end.
-        top_logprobs: float32[B*R, N, n], those of the n most likely tokens, with `top_logprobs=n`.
-        top_tokens: int32[B*R, N, n], these tokens.
+        top_logprobs: float32[B*R, N, n], the log-probabilities of the n most likely tokens, with `top_logprobs=n`.
+        top_tokens: int32[B*R, N, n], the ids of these tokens.
         hidden_states: of all layers, with `output_hidden_states`.
         attentions: of all layers, with `output_attentions`.
         cache: a `Continuation`: keys and values of all tokens except each row's last, the ids of all tokens, and their
@@ -71,7 +71,7 @@ class GenerateOutput:
     prompt_width: int = flax.struct.field(pytree_node=False, default=0)
 
     def __repr__(self) -> str:
-        """Shapes in place of most values, and only of what is there."""
+        """Show shapes instead of most values, and leave out fields that are None."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         parts = [f"{name}={_short(name, value)}" for name, value in values.items() if value is not None]
         return f"{type(self).__name__}({', '.join(parts)})"
@@ -86,7 +86,7 @@ class GenerateOutput:
             aligned: an array `[B*R, P + N, ...]`, or a tree of such arrays.
 
         Raises:
-            InputError: an array of another shape.
+            InputError: an array has a different shape.
         """
 
         def cut(x: jax.Array) -> jax.Array:
@@ -100,9 +100,9 @@ class GenerateOutput:
         return jax.tree.map(cut, aligned)
 
     def to_hf(self) -> HFOutput:
-        """Return transformers' tuples, as numpy arrays: one entry per step, as many as the longest row has.
+        """Return transformers' tuples of numpy arrays, with one entry for each step of the longest row.
 
-        Not under jit: it needs the number of steps.
+        This does not work under jit, because it needs the number of steps.
 
         Raises:
             InputError: the cache is divided over several processes.
@@ -129,13 +129,13 @@ class GenerateOutput:
         assert self.cache is not None
         if not jax.tree.leaves(self.cache.kv.keys)[0].is_fully_addressable:
             raise InputError(
-                "the cache is divided over several processes, and to_hf() returns all of it: leave it out with "
+                "the cache is divided over several processes, but to_hf() returns all of it: leave it out with "
                 "dataclasses.replace(out, cache=None).to_hf()"
             )
         cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
-        # All but the last chosen token are in the cache; anything more came before the prompt.
+        # All tokens except the last chosen one are in the cache; any more tokens came before the prompt.
         before = length - (tokens.sum(axis=-1) - (np.asarray(self.lengths) > 0))
         order = np.cumsum(tokens, axis=-1)[:, :width] - 1 + before[:, None]  # each token's index in its row
         cached = (tokens[:, :width] & (order < length[:, None]))[:, None, :, None]
@@ -164,7 +164,7 @@ class HFOutput:
 
     Attributes:
         sequences: `[rows, P + steps]`.
-        sequences_scores, beam_indices: of beam search.
+        sequences_scores, beam_indices: for beam search.
         scores, logits: per step `[rows, V]`.
         attentions: per step and layer `[rows, heads, q, P + step]`; q is P in the first step and then 1.
         hidden_states: per step and layer `[rows, q, D]`.
@@ -182,7 +182,7 @@ class HFOutput:
 
 
 def _layers_per_step(record: LayerRecording | None, steps: int, tokens: bool):
-    """Cut a record into steps. With `tokens`, the last axis is tokens and is one longer in each step."""
+    """Split a record into steps. With `tokens`, the last axis is tokens, and grows by one in each step."""
     if record is None:
         return None
     first = [np.asarray(x) for x in record.prefill]
@@ -209,15 +209,15 @@ def failure_of(out: GenerateOutput, row: int) -> str | None:
 
 
 def failure_text(reason: int, tokens: int) -> str | None:
-    """Return why a sequence could not continue after so many generated tokens, or None if it could."""
+    """Return why a sequence could not continue after `tokens` generated tokens, or None if it could."""
     text = FAILURES.get(StopReason(reason))
     return text and f"cannot continue after {tokens} generated tokens: {text}"
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
-    """Return the result of a call, with rounding padding removed.
+    """Return the result of a call, without the padding that rounding added.
 
-    Eager results are cut by numpy, because each slice of a jax array would be compiled.
+    Eager results are cut in numpy, because each slice of a jax array would be compiled.
     """
     eager = isinstance(prepared.ids, np.ndarray) and isinstance(prepared.mask, np.ndarray) and not is_traced(decoded)
     xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)

@@ -1,4 +1,4 @@
-"""Programs compiled before the first request needs them."""
+"""Compilation of programs before the first request needs them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def warmup(
     assistant=None,
     hook=None,
 ) -> int:
-    """Compile what calls of `generate` will need, so that the first of them do not wait.
+    """Compile the programs that calls of `generate` will need, so that the first calls do not wait.
 
     >>> warmup(params, cfg, widths=range(1, 513), lengths=[256], key=jax.random.key(0))         # doctest: +SKIP
     6
@@ -49,8 +49,8 @@ def warmup(
     Args:
         params: the parameters, as later calls pass them.
         cfg: the options, as later calls set them; `max_new_tokens` may differ.
-        widths: numbers of columns that prompts will have.
-        lengths: values that `max_new_tokens` will have.
+        widths: the widths that prompts will have.
+        lengths: the values that `max_new_tokens` will have.
         prompts: the number of prompts per call.
         key: None for greedy decoding, or any key.
         streaming: compile the programs of calls with a streamer or `max_time`.
@@ -58,7 +58,7 @@ def warmup(
             them; see `generate`.
 
     Raises:
-        InputError, ConfigError, TypeError: as `generate`; widths, lengths or prompts below 1.
+        InputError, ConfigError, TypeError: as for `generate`; or widths, lengths or prompts are below 1.
     """
     check_call(params, cfg)
     refuse_unavailable(cfg)

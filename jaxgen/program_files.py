@@ -1,11 +1,11 @@
-"""Compiled programs in files, so that another process need neither trace nor compile them.
+"""Compiled programs in files, so that other processes need neither trace nor compile them.
 
-jax's compilation cache spares a process the compiler alone: its key is the program, traced and lowered. Here the key is
-what a program is made from: jaxgen's source, the versions of jax and jaxlib, jax's settings, the device, and the static
-arguments and forms of the others. So a program is only stored if all of these can be written down. A function of the
-caller's cannot, because its code may change.
+jax's compilation cache only saves compilation: its key is the traced and lowered program. Here, the key consists of
+everything that a program is made from: jaxgen's source, the versions of jax and jaxlib, jax's settings, the device, the
+static arguments, and the shapes and dtypes of the others. A program is therefore stored only if all of these can be
+described. The caller's functions cannot, because their code may change.
 
-A file is trusted like those of jax's cache: it contains a pickle and machine code.
+The files are trusted, like those of jax's cache: they contain a pickle and machine code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read_or_compile(
         directory: an existing directory.
         device: the device on which the program runs.
         function: a result of `jax.jit`.
-        made_from: what the program depends on, in addition to jaxgen's source and to jax: static arguments, the
+        made_from: everything that the program depends on, in addition to jaxgen's source and jax: static arguments, the
             structure of the others, their shapes and dtypes, and the compiler's options.
         args, kwargs: the arguments.
     """
@@ -65,11 +65,11 @@ def read_or_compile(
 
 
 class _UnknownError(Exception):
-    """A value that another process could not recognise."""
+    """A value that has no stable description across processes."""
 
 
 def _described(value: Any) -> str:
-    """Return a text that is the same for equal values in all processes, and differs for others."""
+    """Return a text that is the same for equal values in all processes, and different for different values."""
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))} {value.name}"
     if isinstance(value, _PLAIN):
@@ -88,7 +88,7 @@ def _described(value: Any) -> str:
     name = _name(type(value))
     if dataclasses.is_dataclass(value):
         return f"{name} {_described([getattr(value, field.name) for field in dataclasses.fields(value)])}"
-    return f"{name} {_described(list(value.__reduce_ex__(2)[1:3]))}"  # what a pickle would contain
+    return f"{name} {_described(list(value.__reduce_ex__(2)[1:3]))}"  # described by the contents of its pickle
 
 
 def _name(value: Any) -> str:
@@ -100,7 +100,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return what a program depends on besides its arguments."""
+    """Return everything that a program depends on in addition to its arguments."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
@@ -120,7 +120,7 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
     """Return the program in a file, None if it has to be compiled; `arguments` is their structure."""
     try:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))
-    except (OSError, zlib.error):  # no such file, or a part of one; `zlib` has a checksum
+    except (OSError, zlib.error):  # a missing or incomplete file; `zlib` has a checksum
         return None
     LOG.info("reading it from %s", file)
     results = jax.tree.structure(results)
@@ -133,7 +133,7 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
 
 @contextlib.contextmanager
 def _compiling_anew() -> Iterator[None]:
-    """Keep a program out of jax's own cache: XLA loses functions of one that it serializes a second time.
+    """Keep a program out of jax's own cache, because XLA loses functions if it serializes a program twice.
 
     Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" at the first call.
     """
@@ -147,9 +147,9 @@ def _compiling_anew() -> Iterator[None]:
 
 
 def _write(file: Path, program: Any) -> None:
-    """Write a program. The file appears at once and whole, whatever other processes do."""
+    """Write a program. The file appears atomically, regardless of other processes."""
     serialized, _, structure = serialize_executable.serialize(program)
-    results = jax.tree.unflatten(structure, range(structure.num_leaves))  # pickle has no form for the structure itself
+    results = jax.tree.unflatten(structure, range(structure.num_leaves))  # the structure itself cannot be pickled
     content = zlib.compress(pickle.dumps((serialized, results)), level=1)
     part = None
     try:
@@ -157,6 +157,6 @@ def _write(file: Path, program: Any) -> None:
             part = Path(stream.name)
             stream.write(content)
         part.replace(file)
-    except OSError:  # a full disk, for example: the next process compiles the program too
+    except OSError:  # for example a full disk: the next process compiles the program again
         if part is not None:
             part.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Compiled programs of eager calls, the least recently used of which are freed.
+"""Cache of compiled programs for eager calls. The least recently used programs are freed.
 
 A program compiled for a CPU takes 400 to 900 memory maps of its process. Linux allows a process 65,530
-(`vm.max_map_count`); beyond that XLA cannot compile and the process dies. jax keeps every program that was compiled
-for a function as long as the function exists, so here each program is traced from a function object of its own.
+(`vm.max_map_count`); beyond that, XLA cannot compile and the process dies. jax keeps every program compiled for a
+function as long as the function exists, so here each program is traced from its own function object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxgen.memory import SMALL, check_free
 from jaxgen.recompilation import LOG, log_compilation
 
 _MOST = 64  # programs; each takes about 20 MB of a CPU's memory
-_FEW = 8  # are kept even if the caller's own programs take the memory maps
+_FEW = 8  # programs kept even if the caller's own programs use up the memory maps
 _PROC = Path("/proc")
 _REMEDY = "fewer prompts or slots at a time, shorter prompts or fewer new tokens"
 
@@ -44,12 +44,12 @@ def _is_transformed() -> bool:
 
 
 class Programs:
-    """The compiled programs of eager calls, bounded in number and by the memory maps that they leave.
+    """The compiled programs of eager calls, limited in number and by the memory maps left to the process.
 
     Attributes:
         most: the maximum number of programs.
-        directory: where programs for the default device are also stored, for other processes; None for nowhere. It is
-            for processes that do not change jax's settings, as the command.
+        directory: where programs for the default device are also stored, for other processes; None for nowhere. Only
+            use it in processes that do not change jax's settings, like the command.
     """
 
     def __init__(self, most: int):
@@ -62,7 +62,7 @@ class Programs:
         return len(self._programs)
 
     def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
-        """Return the program of a key, made by `make` if there is none; others may be dropped to make room for it.
+        """Return the program for a key, created by `make` if there is none; others may be dropped to make room for it.
 
         A dropped program is freed once no thread runs it. Keys are those of `Program`, which the log explains.
         """
@@ -90,15 +90,16 @@ PROGRAMS = Programs(_MOST)
 
 
 class Program:
-    """A function that is compiled when called eagerly, like `jax.jit` of it, with the programs in `PROGRAMS`.
+    """A function that is compiled when called eagerly, like `jax.jit` of it, with its programs in `PROGRAMS`.
 
-    The same shapes on other devices, or under another setting of jax, are a program of `jax.jit` in the same place.
+    If the same shapes occur on other devices, or under other settings of jax, `jax.jit` compiles again, in the same
+    entry.
 
-    While the caller's code is being traced, it is the function itself.
+    While the caller's code is being traced, calls run the function itself.
 
     Args:
         function: a pure function; its static arguments are passed as keywords.
-        name: what the log calls it; the function's name by default.
+        name: the name in the log; by default the function's name.
         static_argnames, donate_argnames: as in `jax.jit`.
     """
 
@@ -116,29 +117,29 @@ class Program:
         self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
 
     def __call__(self, *args, **kwargs):
-        """Run the program for arguments of this form, compiling it if there is none."""
+        """Run the program for arguments of this form; compile it if necessary."""
         if under_jit():
             return self._function(*args, **kwargs)
         static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
-        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit takes no options
-        # An array of jax has its form as an attribute; isinstance would take longer.
+        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit accepts no options
+        # The form of a jax array is its attribute; isinstance would take longer.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
         stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
         key = (self, structure, static, on_cpu, stored, tuple(forms))
         return PROGRAMS.get(key, lambda: _NewProgram(key, self.jit(on_cpu, static), self._donated))(*args, **traced)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
-        """Return what `jax.jit(...).trace` does: the program, not compiled yet, for shapes placed on any device."""
+        """Return the result of `jax.jit(...).trace`: the program before compilation, for shapes on any device."""
         static = [(name, kwargs.pop(name)) for name in self._static if name in kwargs]
         return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs))), static).trace(*args, **kwargs)
 
     def jit(self, on_cpu: bool, static: Iterable[tuple[str, Any]] = ()):
-        """Return `jax.jit` of a function object of its own, to which the static arguments are bound.
+        """Return `jax.jit` of a new function object, to which the static arguments are bound.
 
         Args:
-            on_cpu: use the compiler's options for a CPU.
+            on_cpu: whether to use the compiler's options for a CPU.
             static: names and values.
         """
         bound = dict(static)
@@ -203,23 +204,23 @@ def bytes_taken(compiled: jax.stages.Compiled) -> int:
 
 
 def program(name: str | None = None, **argnames: Iterable[str]) -> Callable[[Callable], Program]:
-    """Return a decorator that makes a `Program`; the arguments are its own, but for the function."""
+    """Return a decorator that creates a `Program`, with the same arguments except the function."""
     return functools.partial(Program, name=name, **argnames)
 
 
 @functools.cache
 def cpu_compiler_options() -> dict[str, Any]:
-    """Return the options with which XLA's CPU compiler makes the fastest programs for this machine."""
+    """Return the options for which XLA's CPU compiler produces the fastest programs on this machine."""
     return {"xla_cpu_prefer_vector_width": "512"} if "avx512f" in _cpu_flags() else {}
 
 
 def _form(leaf: Any) -> Hashable:
-    """Return what a program depends on of an argument that is not an array of jax."""
+    """Return the form of an argument that is not a jax array: all that a program depends on."""
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 
 def _is_elsewhere(leaves: list[Any]) -> bool:
-    """Return True if an array is not on the default device alone."""
+    """Return True if an array is not only on the default device."""
     here = {default_device()}
     return any(sharding.device_set != here for leaf in leaves if (sharding := getattr(leaf, "sharding", None)))
 
@@ -236,7 +237,7 @@ def _runs_on_cpu(leaves: list[Any]) -> bool:
 def _devices(leaves: list[Any]) -> Collection[Any]:
     """Return the devices that a program with these arguments runs on.
 
-    jax runs a program on the devices that its arguments are committed to; if there are none, on the default device.
+    jax runs a program on the devices that its arguments are committed to, or otherwise on the default device.
     """
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
@@ -246,7 +247,7 @@ def _devices(leaves: list[Any]) -> Collection[Any]:
 
 
 def default_device() -> Any:
-    """Return the device on which jax puts arrays."""
+    """Return the device on which jax places arrays by default."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
 
@@ -257,7 +258,7 @@ def _maps_are_scarce() -> bool:
         most = int((_PROC / "sys/vm/max_map_count").read_text())
         with (_PROC / "self/maps").open("rb") as maps:
             return sum(1 for _ in maps) > most // 2
-    except OSError:  # not Linux: no limit is known
+    except OSError:  # not Linux, so no limit is known
         return False
 
 

@@ -1,4 +1,4 @@
-"""Log lines that say how a program about to be compiled differs from those that are there.
+"""Log lines that explain how a program about to be compiled differs from existing programs.
 
     logging.basicConfig()
     logging.getLogger("jaxgen").setLevel(logging.INFO)
@@ -21,24 +21,24 @@ import jax
 LOG = logging.getLogger("jaxgen")
 _SHOWN = 4  # differences
 _WIDTH = 40  # of a value's text
-# Parts of a path that tell a reader nothing, and those whose differences follow from the others.
+# Parts of a path that are meaningless to a reader, and parts whose differences follow from others.
 _INNER = {"run", "request", "cfg", "enabled", "options", "extensions", "sizes"}
 _FOLLOWING = {"params", "state"}
 
 
 def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple]) -> None:
-    """Log that a program is compiled, and why none of the `others` serves; and which were freed to make room.
+    """Log that a program is being compiled, why none of the `others` can be used, and which were freed to make room.
 
     Args:
-        key: of the new program: the `Program`, the structure of its arguments, its static arguments, whether it is for
-            a CPU, whether it may be in a file, and the form of each leaf of its arguments.
-        others: keys of the programs that were there before.
-        freed: keys of those that are there no longer.
+        key: the key of the new program: the `Program`, the structure of its arguments, its static arguments, whether it
+            is for a CPU, whether it may be in a file, and the form of each leaf of its arguments.
+        others: the keys of the programs that existed before.
+        freed: the keys of the freed programs.
     """
     for program, *_ in freed:
         LOG.info("freed a program of %s, the least recently used of %d", program.name, len(others))
     new = _arguments(key)
-    # The last used comes first, so that it is the nearest of several with as many differences.
+    # The last used program comes first, so that it wins if several have equally many differences.
     found = [_differences(new, _arguments(other)) for other in reversed(others) if other[0] is key[0]]
     texts = min(found, key=len, default=[])
     shown = "; ".join([*texts[:_SHOWN], *([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])])
@@ -49,7 +49,7 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The form of an argument's leaf: an abstract value of jax, or the shape and dtype (or type) of another value."""
+    """The form of an argument's leaf: jax's abstract value, or the shape and dtype (or type) of any other value."""
 
     form: Hashable
 
@@ -69,7 +69,7 @@ def _arguments(key: tuple) -> dict[str, Any]:
 
 
 def _differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    """Return a text for each difference; an option has several places, and one text."""
+    """Return a text for each difference; an option that occurs in several places gets just one."""
     found = sorted(_compare((), new, old), key=lambda difference: _rank(difference[0]))
     texts: dict[str, str] = {}
     for path, one, other in found:
@@ -79,7 +79,7 @@ def _differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
 
 
 def _compare(path: tuple[str, ...], new: Any, old: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield the path of each part that differs, with both values."""
+    """Yield the path of each differing part, with both values."""
     if new is old or (type(new) is type(old) and new == old):
         return
     parts, others = _parts(new), _parts(old)
@@ -105,7 +105,7 @@ def _parts(value: Any) -> dict | None:
 
 
 def _rank(path: tuple[str, ...]) -> int:
-    """Order: what belongs to the prompts, then settings, then what follows from them."""
+    """Return the rank for sorting: parts of the prompts, then settings, then parts that follow from these."""
     return 2 if _FOLLOWING.intersection(path) else int(path[0] != "request")
 
 

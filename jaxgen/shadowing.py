@@ -1,4 +1,4 @@
-"""The package `convert` beside jaxgen: a file of the user with that name may come before it."""
+"""Detection of user files named `convert`, which may shadow jaxgen's package `convert`."""
 
 import importlib.util
 import os
@@ -7,18 +7,18 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 class ShadowedError(ImportError):
-    """The package `convert` cannot be imported; the message says why, and what to do."""
+    """The package `convert` cannot be imported. The message says why, and what to do."""
 
 
 def check_convert() -> None:
     """Raise an error if `import convert` would not import jaxgen's package.
 
     Raises:
-        ShadowedError: another file would be imported, which is not executed; or the package is not there.
+        ShadowedError: another file would be imported (it is not executed), or the package is missing.
     """
     try:
         spec = importlib.util.find_spec("convert")
-    except ValueError:  # a module that was made by hand
+    except ValueError:  # a module created by hand
         raise ShadowedError("sys.modules has a module convert that is not jaxgen's package: remove it") from None
     if spec is None:
         raise ShadowedError(f"jaxgen's package convert is not installed; it belongs to {_OWN}: install jaxgen again")

@@ -1,4 +1,4 @@
-"""Changes of shape that several packages need, and reads and writes of single places in each row."""
+"""Changes of shape that several packages need, and reads and writes at single positions in each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def short_repr(self: Any) -> str:
-    """Return a dataclass in one line, its arrays as dtype and shape and without what is None: for `__repr__`."""
+    """Return a dataclass as one line, for `__repr__`: arrays as dtype and shape, without fields that are None."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return f"{type(self).__name__}({', '.join(f'{name}={_short(x)}' for name, x in fields.items() if x is not None)})"
 
@@ -24,9 +24,9 @@ def _short(value: Any) -> str:
 
 
 def where(mask: jax.Array, new: Any, old: Any) -> Any:
-    """Return a tree with the entries of `new` where `mask` is True, else of `old`.
+    """Return a tree with the entries of `new` where `mask` is True, and of `old` elsewhere.
 
-    The axes of the mask are the first of each array.
+    The axes of the mask are the first axes of each array.
     """
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def where(mask: jax.Array, new: Any, old: Any) -> Any:
 
 
 def at_most(size: int, most: int) -> bool:
-    """Return True if a size is at most `most`; False if it is symbolic, so that `jax.export` serves any size."""
+    """Return True if a size is at most `most`; False if it is symbolic, so that `jax.export` works for any size."""
     return isinstance(size, int) and size <= most
 
 
@@ -49,7 +49,7 @@ def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Write `values [B, n, ...]` to the places `index int32[B, n]` of each row of `x [B, N, ...]`.
 
     A place past the end is dropped; values for the same place must be equal. `index` may also be int32[B], for one
-    place per row and `values [B, ...]`. Each row is a scatter of its own, which under a mesh stays on the row's device.
+    place per row and `values [B, ...]`. Each row is its own scatter, which stays on the row's device under a mesh.
     """
     unique = index.ndim == 1
 
@@ -68,15 +68,15 @@ def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
 def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Add `values float32[B, n]` to the places `index int32[B, n]` of each row of `x [B, N]`.
 
-    A place past the end is dropped; what is added to one place more than once adds up. See `put`.
+    A place past the end is dropped; several values for one place add up. See `put`.
     """
     return jax.vmap(lambda row, place, new: row.at[place].add(new, mode="drop"))(x, index, values)
 
 
 def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
-    """Return rows `rows int32[m]` of `x [n, ...]`, both cut into `groups` equal parts: a row comes from its own part.
+    """Return rows `rows int32[m]` of `x [n, ...]`; both have `groups` equal parts, and rows are taken within a part.
 
-    Under a mesh, a part whose rows are on one device stays there.
+    Under a mesh, a part whose rows are on one device stays on it.
     """
     if groups == 1:
         return x[rows]

@@ -174,7 +174,7 @@ def test_fused_projections():
     fused = fuse_projections(PARAMS)
     programs = export_generate(fused, GREEDY, batch=2, prompt_width=6, platforms=["cpu"])
     np.testing.assert_array_equal(call(programs, fused)["sequences"], tokens(GREEDY, fused))
-    with pytest.raises(InputError, match=r"gate_up_proj.* is missing, and the programs are for float32\[96, 32\]"):
+    with pytest.raises(InputError, match=r"gate_up_proj.* is missing, but the programs need float32\[96, 32\]"):
         programs.params(PARAMS)
 
 

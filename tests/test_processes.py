@@ -118,7 +118,7 @@ def test_process_0_decides_for_an_engine(tmp_path, both, shape):
     assert second["submit"] == "prompts are submitted in process 0, and this is process 1"
 
 
-DIFFERENT = "the processes made the engine with different arguments: they must be the same in all"
+DIFFERENT = "the processes created the engine with different arguments: they must be the same in all"
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])

@@ -1,4 +1,4 @@
-"""The `jaxgen` command's work: load a checkpoint and answer a prompt, a conversation or a file of prompts."""
+"""The work of the `jaxgen` command: load a checkpoint, and answer a prompt, a conversation or a file of prompts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from jaxgen.text.utf8_text import decoded
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_SLOTS = 32
 DEFAULT_BATCH_SIZE = 8
-# Options that answers to --input do not depend on, or that `_run` has in another form.
+# Options that do not affect the answers to --input, or that `_run` records in a different form.
 _NOT_IN_FINGERPRINT = set(
     "prompt prompt_file chat model input output html shard dtype slots batch_size stats device mesh distributed "
     "coordinator processes process compile_cache debug".split()
@@ -61,9 +61,9 @@ _NOT_IN_FINGERPRINT = set(
 
 @dataclasses.dataclass(frozen=True)
 class _AnswerJob:
-    """A checked request; the weights have not been read yet.
+    """A checked request, before the weights are read.
 
-    `lines` is empty in a conversation, `chat`; `slots` is None unless they are answered in slots.
+    `lines` is empty for a conversation, `chat`. `slots` is None unless lines are answered in slots.
     """
 
     source: Checkpoint
@@ -79,12 +79,12 @@ class _AnswerJob:
 
     @property
     def indices(self) -> range:
-        """The indices of the lines that this process answers."""
+        """The indices of the lines for this process to answer."""
         return range(self.shard.number, len(self.lines), self.shard.count)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of prompts at a time, and the width of the longest."""
+        """The number of prompts per batch, and the width of the longest prompt."""
         width = max((len(line.ids) for line in self.lines), default=1)
         return max(1, min(self.slots or self.batch_size, len(self.lines))), width
 
@@ -92,11 +92,11 @@ class _AnswerJob:
 def answer(options: argparse.Namespace) -> Stats:
     """Print the answers to stdout, or to --output; return the statistics.
 
-    All input is checked before the weights are read, which can take long.
+    All input is checked before the weights are read, which can take a long time.
 
     Raises:
-        JaxgenError: bad input, or a checkpoint that cannot be read.
-        OSError: a file that cannot be read or written.
+        JaxgenError: the input is bad, or the checkpoint cannot be read.
+        OSError: a file cannot be read or written.
     """
     stats, job = Stats(), _prepare(options)
     with _answer_file(job, options) as file:
@@ -135,11 +135,11 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
     source = source.quantize(options.quantize)
     if options.adapter is not None:
-        read_updates([options.adapter], source.cfg.model)  # raises for one that does not fit
+        read_updates([options.adapter], source.cfg.model)  # raises if it does not fit the model
     cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(source.path)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
-            "--token-healing continues the prompt's own text, and the chat template ends in its own: add --raw, or "
+            "--token-healing continues the prompt's own text, but the chat template adds text after it: add --raw, or "
             "leave it out"
         )
     room = functools.partial(_room, cfg, options)
@@ -159,7 +159,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
     job = _AnswerJob(source, assistant, cfg, tokenizer, lines, chat, generate_kwargs, slots, batch_size, shard)
     if slots is not None:
-        Form(cfg.reset(["slots"]), tokenizer, width_for(lines), ())  # raises for what an engine cannot have
+        Form(cfg.reset(["slots"]), tokenizer, width_for(lines), ())  # raises if an engine does not support cfg
         warn_infeasible(cfg, np.asarray([len(line.ids) for line in lines]), np.asarray([line.budget for line in lines]))
     else:
         check_options(cfg, job.shape[0])
@@ -177,7 +177,7 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> 
         reason = "--assistant"
     if reason is None and options.batch_size is not None:
         raise InputError(
-            f"--batch-size is for runs in batches, and {cfg.mode} runs in slots, each of which goes to the next prompt "
+            f"--batch-size is for runs in batches, but {cfg.mode} runs in slots, each of which goes to the next prompt "
             "when its answer ends: use --slots"
         )
     if reason is not None and options.slots is not None:
@@ -191,7 +191,7 @@ def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> 
 def _answer_file(
     job: _AnswerJob, options: argparse.Namespace
 ) -> contextlib.AbstractContextManager[AnswerFile] | contextlib.nullcontext[None]:
-    """Open --output, in process 0: the others discard what they write."""
+    """Open --output in process 0; other processes discard their output."""
     target = options.output if jax.process_index() == 0 else None
     if options.seed is None:
         options.seed = _chosen_seed(target)
@@ -216,16 +216,16 @@ def _load(job: _AnswerJob, options: argparse.Namespace, stats: Stats) -> Session
 
 
 def key_of(seed: int) -> jax.Array:
-    """Return `jax.random.key(seed)` without compiling the two programs that compute it; seed < 2**32."""
+    """Return `jax.random.key(seed)` without compiling the two programs that would compute it; seed < 2**32."""
     words: Any = np.array([0, seed], np.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def prompt_text(options: argparse.Namespace) -> str | None:
-    """Return the prompt: the argument, the text of --prompt-file, or all of stdin, without its last newline.
+    """Return the prompt: the argument, the text of --prompt-file, or all of stdin without its last newline.
 
     Raises:
-        InputError: stdin is closed or empty, or a text is not UTF-8.
+        InputError: stdin is closed or empty, or the text is not UTF-8.
     """
     if options.prompt_file is None and options.prompt != "-":
         return options.prompt
@@ -238,17 +238,17 @@ def prompt_text(options: argparse.Namespace) -> str | None:
 
 
 def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationConfig:
-    """Return the checkpoint's config with the options of the command line."""
+    """Return the checkpoint's config, updated with the command line's options."""
     given = generation_fields(options)
     logged = "logits" if options.logprobs or options.html is not None else None
     alternatives = 0 if options.html is None else ALTERNATIVES
     try:
         cfg = source.cfg.replace(**given, output_logprobs=logged, top_logprobs=alternatives)
-    except TypeError as error:  # a value in JSON that is of the wrong type
+    except TypeError as error:  # a JSON value of the wrong type
         raise InputError(str(error)) from error
     if options.chat and cfg.num_return_sequences > 1:
         raise InputError(
-            f"--chat gives one answer per message, and the checkpoint asks for {cfg.num_return_sequences}: add "
+            f"--chat gives one answer per message, but the checkpoint asks for {cfg.num_return_sequences}: add "
             "--num-return-sequences 1"
         )
     refuse_unavailable(cfg)
@@ -256,7 +256,7 @@ def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationCo
 
 
 def _chosen_seed(target: Path | None) -> int:
-    """Return a random seed, or that of the run that is continued, and print it."""
+    """Return a random seed, or the seed of the run to continue, and print it."""
     before = recorded(target).get("--seed") if target is not None else None
     seed = before if isinstance(before, int) else secrets.randbelow(2**31)
     terminal.say("seed", seed)
@@ -264,7 +264,7 @@ def _chosen_seed(target: Path | None) -> int:
 
 
 def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
-    """Return what the answers to --input depend on, by the names that a message has for it."""
+    """Return everything that the answers to --input depend on, keyed by the name used in error messages."""
     values = {
         name: value for name, value in vars(options).items() if name not in _NOT_IN_FINGERPRINT and value is not None
     }
@@ -274,7 +274,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
     model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source, adapters)}".encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     rows = {"--slots": job.slots}
-    if job.slots is None:  # a batch has lines of one shard
+    if job.slots is None:  # then answers also depend on the shard, because a batch has lines of just one
         rows = {"--batch-size": job.shape[0], "--shard": f"r/{job.shard.count}"}
     forms = {
         "--dtype": job.source.dtype(float_dtype(options.dtype)).name,
@@ -286,28 +286,28 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
 
 
 def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
-    """Return 1 for each line that was answered before, the same in all processes."""
+    """Return 1 for each line that already has its answers; the result is the same in all processes."""
     done = bytearray(len(job.lines)) if file is None else file.done
     if before := sum(done[index] for index in job.indices):
         terminal.say("note", f"{before:,} {'prompt was' if before == 1 else 'prompts were'} answered before")
     if jax.process_count() == 1:
         return done
-    from jax.experimental import multihost_utils  # imports much that one process does not need
+    from jax.experimental import multihost_utils  # a large import, not needed in a single process
 
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(done, np.uint8))))
 
 
 def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
-    """Return a mesh of all devices, those of other processes too, with `sizes` of the axes data and model."""
+    """Return a mesh of all devices, including those of other processes, with `sizes` for the axes data and model."""
     if math.prod(sizes) != jax.device_count():
         raise InputError(
-            f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, and there are {jax.device_count()}"
+            f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, but there are {jax.device_count()}"
         )
     return jax.make_mesh(sizes, ("data", "model"))
 
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the further keywords of generate()."""
+    """Return the additional keyword arguments of generate()."""
     keywords: dict[str, Any] = {}
     vocab = cfg.model.vocab_size
     if options.negative_prompt is not None:
@@ -319,12 +319,12 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
     if options.json_schema is not None:
         keywords["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
     if cfg.stop_strings is not None:
-        StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises for one that cannot occur
+        StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises if one of them can never occur
     return keywords
 
 
 def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
-    """Read a JSON schema; raise an error that names its file."""
+    """Read a JSON schema; errors name its file."""
     data = read_file(schema, 4 * LONGEST) or b""
     text = decoded(str(schema), data.removeprefix(codecs.BOM_UTF8))
     try:
@@ -334,7 +334,7 @@ def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> list[int]:
-    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template there may be a BOS
+    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS may be added
         raise InputError("the prompt is empty: write a prompt")
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 
@@ -345,7 +345,7 @@ def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int]) ->
     check_vocabulary(ids, cfg.model)
     if prompt >= context:
         raise InputError(
-            f"the prompt has {prompt} tokens and the model's context is {context}, answer included: shorten it"
+            f"the prompt has {prompt} tokens, but the model's context is {context}, including the answer: shorten it"
         )
     if options.max_length is not None:
         if options.max_length <= prompt:
@@ -360,7 +360,7 @@ def _room(cfg: GenerationConfig, options: argparse.Namespace, ids: list[int]) ->
         return min(_default_new_tokens(cfg, prompt), context - prompt)
     if prompt + new_tokens > context:
         raise InputError(
-            f"the model's context is {context} tokens, and the prompt has {prompt}: "
+            f"the model's context is {context} tokens, and the prompt already has {prompt}: "
             f"--max-new-tokens can be at most {context - prompt}"
         )
     return new_tokens

@@ -1,17 +1,17 @@
-"""The file of --output: it appears when it is complete, and runs that were interrupted are continued.
+"""The file of --output, which appears once it is complete. Interrupted runs can be continued.
 
-Until then its directory contains a partial file for each process that has written answers to `FILE`:
+Until then, its directory contains a partial file for each process that has written answers to `FILE`:
   FILE.partial          the whole input
   FILE.2-of-8.partial   --shard 2/8
 
-Each is locked while its writer runs. Its lines are
-  {"run": {...}}                         what the answers after it depend on: input, model, options, slots, device
+A partial file is locked while its writer runs. Its lines are
+  {"run": {...}}                         everything that the next answers depend on: input, model, options, ...
   {"index": 7, "answers": [{...}, ...]}  a prompt's place in the input, and its lines of FILE
 
-in the order in which prompts were answered. What counts is the index, not the partial file that it is in, so that the
-number of shards may change. The writer after which no prompt is left merges all of them.
+in the order in which prompts were answered. Only the index matters, not which partial file it is in, so the number of
+shards may change. The writer that finishes the last prompt merges all partial files.
 
-Does not import jax.
+This module does not import jax.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, shown
 
-# Values of a run that change its answers by rounding alone: another value is accepted, with a warning in 16 bits.
+# Values of a run that affect its answers only by rounding: changes are accepted, with a warning for 16-bit dtypes.
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
 
 
 class Shard(NamedTuple):
-    """The prompts whose index i has i mod `count` = `number`."""
+    """The prompts with index i such that i mod `count` = `number`."""
 
     number: int
     count: int
@@ -52,7 +52,7 @@ class AnswerFile:
     """An open partial file.
 
     Attributes:
-        done: for each prompt of the input, 1 if a partial file had its answers when this one was opened.
+        done: for each prompt of the input, 1 if its answers were in a partial file when this one was opened.
     """
 
     def __init__(self, stream: io.FileIO, name: Path, done: bytearray):
@@ -63,7 +63,7 @@ class AnswerFile:
         """Append the answers to a prompt.
 
         Raises:
-            InputError: they cannot be written, for example because the disk is full; what was there is kept.
+            InputError: they cannot be written, for example because the disk is full; earlier answers are kept.
         """
         self._append({"index": index, "answers": answers})
 
@@ -77,24 +77,24 @@ class AnswerFile:
             with contextlib.suppress(OSError):
                 self._stream.truncate(end)
             raise InputError(
-                f"{self._name} cannot be written: {error.strerror}; the answers before are in it: repeat the command "
-                "to continue it"
+                f"{self._name} cannot be written: {error.strerror}; it has all earlier answers: repeat the command to "
+                "continue it"
             ) from error
 
 
 @contextlib.contextmanager
 def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Shard = WHOLE) -> Iterator[AnswerFile]:
-    """Open the partial file of a shard. When the block ends, the file appears if no prompt is left in any shard.
+    """Open the partial file of a shard. When the block exits, `target` is written if all shards are complete.
 
     Args:
-        target: the file that will have the answers, in the order of the prompts.
-        run: what the answers depend on; values are JSON. Those of `_ROUNDING` may change.
-        prompts: the number of prompts of the whole input.
-        shard: the prompts that are answered in the block.
+        target: the file for the answers, in the order of the prompts.
+        run: everything that the answers depend on, as JSON values. Values named in `_ROUNDING` may change.
+        prompts: the number of prompts in the whole input.
+        shard: the prompts to answer in the block.
 
     Raises:
-        InputError: the file exists, cannot be written, its shard is being written, or a partial file belongs to another
-            run.
+        InputError: the file exists or cannot be written, another process is writing its shard, or a partial file
+            belongs to a different run.
     """
     _refuse_existing(target)
     own = _partial(target, shard)
@@ -106,7 +106,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
         _lock(stream, own)
         part, begin = _Part(own, prompts), 0
         try:
-            _refuse_existing(target)  # again: its writer may have just finished
+            _refuse_existing(target)  # again, because its writer may have just finished
             parts = [part, *[other for other in _parts(target, prompts) if other.path != own]]
             _refuse_other_shards(target, parts, shard)
             done = _check_runs([each for each in parts if each.indices], run, prompts, shard)
@@ -125,7 +125,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the run of the partial files; empty if there is none."""
+    """Return the run of the partial files; empty without partial files."""
     with contextlib.suppress(OSError):
         for path in _partials(target):
             with open(path, "rb") as stream:
@@ -147,7 +147,7 @@ def _partials(target: Path) -> list[Path]:
 
 
 def _merging(partial: Path) -> Path:
-    """Return the name of the file of answers while it is written."""
+    """Return the temporary name of the file of answers while it is being written."""
     return partial.with_name(f"{partial.name}.merging")
 
 
@@ -156,22 +156,22 @@ def _read_json(line: bytes, path: Path) -> dict[str, Any]:
         return json.loads(line)
     except ValueError as error:
         raise InputError(
-            f"{path} is damaged, in the line that begins with {shown(line[:40])}: remove the line, and "
+            f"{path} is damaged in the line that begins with {shown(line[:40])}: remove the line, and "
             "repeat the command"
         ) from error
 
 
 class _Part:
-    """A partial file as it is now.
+    """Current contents of a partial file.
 
     Attributes:
-        path: its name.
-        runs: those that wrote it.
-        indices, offsets: of the prompts that it has answers to, and of their lines.
-        end: the bytes up to a line that is torn.
+        path: its path.
+        runs: the runs that wrote it.
+        indices, offsets: the index of each prompt with answers, and the offset of its line.
+        end: the number of bytes before an incomplete last line.
 
     Raises:
-        InputError: it is something else.
+        InputError: it is not a partial file.
     """
 
     def __init__(self, path: Path, prompts: int):
@@ -187,13 +187,13 @@ class _Part:
                     self.offsets.append(self.end)
                 elif not self.runs and not b'{"run": '.startswith(line[:8]):
                     raise InputError(f"{path} was not written by this command: remove it, or choose another --output")
-                else:  # torn
+                else:  # an incomplete line
                     break
                 self.end += len(line)
 
 
 def _parts(target: Path, prompts: int) -> list[_Part]:
-    """Return the partial files that are there, without those that their writers remove meanwhile."""
+    """Return the existing partial files, without those that their writers remove in the meantime."""
     parts = []
     for path in _partials(target):
         with contextlib.suppress(FileNotFoundError):
@@ -207,14 +207,14 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _lock(stream: io.FileIO, partial: Path) -> None:
-    """Lock a partial file until it is closed; raise an error if another process has it or has removed it."""
+    """Lock a partial file until it is closed; raise an error if another process has locked or removed it."""
     free = _locked(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if not (free and partial.exists() and os.path.samestat(os.fstat(stream.fileno()), partial.stat())):
         raise InputError(f"{partial} is being written by another process: wait for it, or choose another --output")
 
 
 def _locked(stream: Any, operation: int) -> bool:
-    """Lock a file; False if another process has it."""
+    """Lock a file; return False if another process has locked it."""
     try:
         fcntl.flock(stream, operation)
     except BlockingIOError:
@@ -225,9 +225,9 @@ def _locked(stream: Any, operation: int) -> bool:
 
 
 def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> None:
-    """Raise an error if a process answers shards of another number, which have prompts of this one.
+    """Raise an error if a process with a different number of shards is running, because the shards would overlap.
 
-    Each process locks its own file before it asks for those of the others, so that of two at least one is refused.
+    Each process locks its own file before it checks the others, so if two start together, at least one gets an error.
     """
     own = re.compile(rf"\.\d+-of-{shard.count}\.partial" if shard.count > 1 else r"\.partial")
     for part in parts:
@@ -236,15 +236,15 @@ def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> 
         with open(part.path, "rb") as stream:
             if not _locked(stream, fcntl.LOCK_SH | fcntl.LOCK_NB):
                 raise InputError(
-                    f"{part.path} is being written by a process with another number of shards, or merged with the "
-                    "others: wait for it, or end it"
+                    f"{part.path} is being written by a process with another number of shards, or is being merged "
+                    "with the others: wait for the process, or end it"
                 )
 
 
 def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
-    """Return which prompts have answers; raise an error if those of another run have some.
+    """Return which prompts have answers; raise an error if a different run wrote some of them.
 
-    Prints a warning if this run would round differently than those that wrote the answers.
+    Print a warning if this run rounds differently than the runs that wrote the answers.
     """
     now = json.loads(json.dumps(run))
     for part in parts:
@@ -252,7 +252,7 @@ def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, sh
             other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
             if refused := [name for name in other if name not in _ROUNDING]:
                 raise InputError(
-                    f"{part.path} is from a run with other values of {', '.join(refused)}: repeat that command to "
+                    f"{part.path} is from a run with different values of {', '.join(refused)}: repeat that command to "
                     "continue it, or remove the file to start over"
                 )
     done = _done(parts, prompts)
@@ -266,7 +266,7 @@ def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, sh
 
 
 def _changes(earlier: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> str:
-    """Return in words the earlier values that differ from the present ones."""
+    """Describe the earlier values that differ from the current ones."""
     forms = [(name, before[name]) for before in earlier for name in _ROUNDING if name in before]
     return ", ".join(dict.fromkeys(f"{name} {value}" for name, value in forms if value != run.get(name)))
 
@@ -281,10 +281,10 @@ def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
 
 
 def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
-    """Write the file from the partial ones and remove them; if prompts are left, say which shards have them.
+    """Merge the partial files and remove them; if prompts are left, print the shards that have them.
 
-    Two processes that end at the same time may both find that no prompt is left. The one that merges locks the first
-    partial file, and removes it last.
+    Two processes that end at the same time may both find that no prompts are left. The process that merges locks the
+    first partial file, and removes it last.
     """
     merged = _merging(own)
     try:
@@ -294,8 +294,8 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
         if left := prompts - sum(done):
             numbers = sorted({index % shards for index in range(prompts) if not done[index]})
             which = ", ".join(str(Shard(number, shards)) for number in numbers)
-            text = f"{left:,} of {prompts:,} prompts have no answer yet, those of --shard {which}"
-            terminal.say("note", f"{text}: {target} appears when all have one")
+            text = f"{left:,} of {prompts:,} prompts have no answer yet, in --shard {which}"
+            terminal.say("note", f"{text}: {target} is written when all are answered")
             return
         with open(_partials(target)[0], "rb") as first:
             _locked(first, fcntl.LOCK_EX)
@@ -308,7 +308,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
                 _merging(path).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
     except (OSError, IndexError) as error:
-        merged.unlink(missing_ok=True)  # a full disk needs the space
+        merged.unlink(missing_ok=True)  # frees space on a full disk
         if os.path.lexists(target):  # another process merges them, on a file system without locks
             return
         raise InputError(

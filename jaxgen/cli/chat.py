@@ -1,4 +1,4 @@
-"""A conversation in a terminal; the cache is reused from turn to turn."""
+"""A conversation in a terminal. The cache is reused from turn to turn."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Chat:
     """The conversation so far, and its cache.
 
     Attributes:
-        context: the model's context in tokens. If a conversation would be longer, the oldest turns are forgotten.
+        context: the model's context in tokens. When a conversation exceeds it, the oldest turns are forgotten.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int, system: str | None = None):
@@ -63,13 +63,13 @@ class Chat:
         self._forget_cache()
 
     def ask(self, text: str, session: Session) -> int:
-        """Print the answer to `text`; return the number of oldest messages that were forgotten to make room.
+        """Print the answer to `text`; return the number of old messages that were dropped to make room.
 
-        An answer that Ctrl-C ends is kept as far as it goes.
+        If Ctrl-C interrupts an answer, the partial text is kept.
 
         Raises:
             InputError: the message alone exceeds the model's context.
-            KeyboardInterrupt: Ctrl-C ended the answer.
+            KeyboardInterrupt: Ctrl-C interrupted the answer.
         """
         most = int(np.max(np.asarray(session.cfg.max_new_tokens)))
         turns = [*self.turns, {"role": "user", "content": text}]
@@ -94,7 +94,7 @@ class Chat:
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]
         self._cache = out.cache
         self._text = prompt + self.tokenizer.decode(generated, skip_special_tokens=False)
-        if self._cache is None:  # with slots the next answer reads the conversation from its beginning
+        if self._cache is None:  # with slots, the next answer reads the whole conversation again
             self._forget_cache()
         self.turns = [*turns, {"role": "assistant", "content": self.tokenizer.decode(generated).strip()}]
         return dropped
@@ -103,7 +103,7 @@ class Chat:
         """Remove the last message with its answer, and return it.
 
         Raises:
-            InputError: there is none.
+            InputError: there are no messages.
         """
         if not self.turns:
             raise InputError("there is no message yet")
@@ -114,7 +114,7 @@ class Chat:
         """Write the conversation, as a line of --input.
 
         Raises:
-            InputError: the file cannot be written; one of that name is unchanged.
+            InputError: the file cannot be written; an existing file stays unchanged.
         """
         data = json.dumps({"messages": self._messages(self.turns)}, ensure_ascii=False) + "\n"
         written = path.with_name(f"{path.name}.partial")
@@ -129,7 +129,7 @@ class Chat:
         """Read a conversation that `save` wrote.
 
         Raises:
-            InputError: the file has something else; the conversation stays as it is.
+            InputError: the file is not a conversation; the current conversation stays unchanged.
         """
         try:
             entry = parse_json(path.read_text("utf-8"))
@@ -146,13 +146,13 @@ class Chat:
         texts = all(isinstance(message.get("content"), str) for message in messages)
         if not texts or roles != ["user", "assistant"] * (len(turns) // 2):
             raise InputError(
-                f"{path}: messages must be texts of user and assistant in turn, after one of system at most"
+                f"{path}: messages must be texts, alternating between user and assistant after at most one of system"
             )
         self.reset(system)
         self.turns = turns
 
     def _too_many(self, turns: list[dict[str, str]], room: int) -> int:
-        """Return the number of oldest messages to drop so that `room` tokens are left for the answer."""
+        """Return the number of old messages to drop so that `room` tokens are left for the answer."""
         for dropped in range(0, len(turns), 2):
             if self._left(self._render(turns[dropped:])) >= room:
                 return dropped
@@ -168,7 +168,7 @@ class Chat:
         return self.context - len(self.tokenizer.encode(prompt, add_special_tokens=False))
 
     def _continues(self, cfg: GenerationConfig) -> bool:
-        """Return True if the cache, if there is one, can be continued with these options."""
+        """Return True if there is no cache, or if it can be continued with these options."""
         if self._cache is None:
             return True
         return not mode_of(cfg).no_cache and self._cache.kv.cache_dtype == cfg.cache_dtype
@@ -179,16 +179,16 @@ class Chat:
 
 
 def converse(chat: Chat, session: Session, given: set[str]) -> None:
-    """Read messages from stdin until its end, and answer each; the n-th answer is drawn with `fold_in(key, n)`.
+    """Read messages from stdin until it ends, and answer each; the n-th answer is drawn with `fold_in(key, n)`.
 
-    `given`: the options of the command line, which /set lists.
+    `given` names the options of the command line, which /set lists.
     """
     if sys.stdin is None:
         raise InputError("--chat reads stdin, which is closed")
     terminal.erase()
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then has line editing and history)
+            import readline  # noqa: F401  (gives input() line editing and history)
         _note("Say something. /help lists the commands, Ctrl-D quits.")
     with _on_interrupt(signal.SIG_IGN):
         _Conversation(chat, session, given).run()
@@ -208,12 +208,12 @@ def _on_interrupt(handler: Any) -> Iterator[None]:
 
 
 class _Conversation:
-    """A conversation with the user; a method for each command."""
+    """A conversation with the user, with a method for each command."""
 
     def __init__(self, chat: Chat, session: Session, given: set[str]):
         self.chat, self.session, self.given = chat, session, given
         self.answers = 0
-        self.own_files: set[Path] = set()  # with earlier turns of this conversation: /save may replace them
+        self.own_files: set[Path] = set()  # files with earlier turns of this conversation, which /save may replace
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
             "/retry": self.retry,
@@ -262,7 +262,7 @@ class _Conversation:
         dropped = self.chat.ask(message, dataclasses.replace(session, key=key))
         self.answers += 1
         if dropped:
-            self.own_files.clear()  # the forgotten messages may be in such a file only
+            self.own_files.clear()  # the dropped messages may only exist in such a file
             _note(f"The oldest {dropped} messages were forgotten: the model's context is {self.chat.context} tokens.")
 
     def reset(self, _: str) -> None:
@@ -283,12 +283,12 @@ class _Conversation:
         try:
             self.ask(self.chat.take_back())
         except BaseException:
-            if len(self.chat.turns) < len(turns):  # there is no other answer
+            if len(self.chat.turns) < len(turns):  # no new answer was generated
                 self.chat.turns = turns
             raise
 
     def save(self, name: str) -> None:
-        """Write the conversation to a file; replace only one that has earlier turns of the same conversation."""
+        """Write the conversation to a file. An existing file is replaced only if it has earlier turns of the same."""
         path = _path(name, "/save")
         exists = os.path.lexists(path)
         if exists and path not in self.own_files:

@@ -13,15 +13,15 @@ def use_device(chosen: tuple[str, int | None] | None) -> contextlib.AbstractCont
     """Start jax's backends; return a context in which arrays are on the chosen device.
 
     Args:
-        chosen: a platform and the number of one of its devices, or None for the platform's first; None for jax's own
-            choice, which JAX_PLATFORMS can set.
+        chosen: a platform and the number of a device (None for the first device); or None for jax's own choice, which
+            JAX_PLATFORMS can set.
 
     Raises:
-        InputError: a platform that cannot be started, or a device that is not there.
+        InputError: the platform cannot be started, or the device does not exist.
     """
     platform, number = chosen or (None, None)
     if platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")  # a GPU is not started, and its memory not taken
+        jax.config.update("jax_platforms", "cpu")  # so that no GPU is started, and no GPU memory is reserved
     try:
         devices = jax.devices(platform)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints, which tell if a run can be continued."""
+"""Fingerprints of checkpoints, which determine if a run can be continued."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from convert.hf import Checkpoint
 
-_SAMPLE = 4096  # bytes of each tensor: to read all would take long
+_SAMPLE = 4096  # bytes per tensor; reading all of them would take too long
 
 
 def fingerprint(source: Checkpoint, adapters: Iterable[Path] = ()) -> str:

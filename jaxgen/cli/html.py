@@ -1,4 +1,4 @@
-"""`--html`: the answers to a prompt as a page with the log-probability of each token."""
+"""`--html`: an HTML page with the answers to a prompt and the log-probability of each token."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxgen.output import GenerateOutput
 from jaxgen.serving.page import MARK, recorded_page
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 
-ALTERNATIVES = 5  # the most likely tokens that are shown for each
+ALTERNATIVES = 5  # how many of the most likely tokens to show
 
 
 def check_target(path: Path) -> None:
-    """Raise an error if a page cannot be written there; only an earlier page is replaced."""
+    """Raise an error if a page cannot be written there. Only an earlier page may be replaced."""
     if not path.parent.is_dir():
         raise InputError(f"--html {path}: the directory {path.parent} does not exist")
     if path.is_dir():
-        raise InputError(f"--html {path} is a directory: add the name of a file")
+        raise InputError(f"--html {path} is a directory: add a file name")
     if path.exists() and not path.is_file():
         raise InputError(f"--html {path} is not a regular file: choose another name")
     if path.exists() and MARK.encode() not in path.read_bytes()[:1000]:
@@ -35,9 +35,9 @@ def write_page(path: Path, session: Session, model: str, prompt: str, out: Gener
 
     Args:
         path: the file.
-        session: of the answers, with `output_logprobs` and `top_logprobs`.
-        model: its name.
-        prompt: its text.
+        session: the session of the answers, with `output_logprobs` and `top_logprobs`.
+        model: the model's name.
+        prompt: the prompt's text.
         out: the answers to this one prompt.
     """
     all_logged = [np.asarray(values) for values in (out.logprobs, out.top_logprobs, out.top_tokens)]

@@ -17,7 +17,7 @@ from jaxgen.text.utf8_text import text_lines
 
 
 class Line(NamedTuple):
-    """One line of the input: the request, which the output repeats, its ids, and the maximum number of new tokens."""
+    """One line of the input: the request (repeated in the output), its ids, and the maximum number of new tokens."""
 
     asked: dict[str, Any]
     ids: list[int]
@@ -29,11 +29,11 @@ def read_lines(
 ) -> list[Line]:
     """Read a file, or stdin if `source` is "-". `budget` maps a prompt's ids to its maximum number of new tokens.
 
-    Each line is a prompt; or, if the first line begins with a brace, a JSON object with `prompt` or `messages`. Empty
+    Each line is a prompt or, if the first line begins with a brace, a JSON object with `prompt` or `messages`. Empty
     lines are skipped.
 
     Raises:
-        InputError: an invalid line, named by its number, or an empty input.
+        InputError: a line is not valid (the message has its number), or the input is empty.
     """
     data = stdin_bytes() if source == "-" else Path(source).read_bytes()
     lines = text_lines(f"--input {source}", data)
@@ -55,7 +55,7 @@ def stdin_bytes() -> bytes:
     """Return all of stdin.
 
     Raises:
-        InputError: it is closed.
+        InputError: stdin is closed.
     """
     if sys.stdin is None or sys.stdin.closed:
         raise InputError("- reads stdin, which is closed")
@@ -63,12 +63,12 @@ def stdin_bytes() -> bytes:
 
 
 def digest(lines: Sequence[Line]) -> str:
-    """Return a digest of requests and ids."""
+    """Return a digest of the requests and ids."""
     return hashlib.sha256(json.dumps([(line.asked, line.ids) for line in lines]).encode()).hexdigest()
 
 
 def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
-    """Raise an error for an id that the model lacks: the tokenizer is another model's."""
+    """Raise an error for an id that the model lacks, which means that the tokenizer belongs to another model."""
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(
@@ -102,10 +102,10 @@ def is_conversation(messages: Any) -> bool:
 
 
 def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:
-    """Return the ids of `prompt` or `messages` of a request, with the chat template unless there is none or `raw`.
+    """Return the ids of a request's `prompt` or `messages`, using the chat template if there is one and not `raw`.
 
     Raises:
-        InputError: messages or a system message without a template, or no token.
+        InputError: there are messages or a system message but no template, or there are no tokens.
     """
     if tokenizer.chat_template is None or raw:
         if "messages" in asked or system is not None:

@@ -15,7 +15,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
-    """Print the log of levels from INFO on while the block runs."""
+    """Print log records of level INFO and above while the block runs."""
     logger, handler = logging.getLogger("jaxgen"), _Lines()
     level = logger.level
     logger.setLevel(logging.INFO)

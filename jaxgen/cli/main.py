@@ -19,7 +19,7 @@ from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
 from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
-PROBLEM_WIDTH = 240  # a truncated file would name all of its lost tensors
+PROBLEM_WIDTH = 240  # otherwise, a truncated file would list all of its lost tensors
 LINE_WIDTH = 1000  # a value on the command line may be long
 
 
@@ -27,15 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
     0: done; 1: a failure while running, such as too little memory, a text that cannot continue, or the loss of another
-    process; 2: bad input; 130: Ctrl-C; 141: stdout was closed.
-    Each error and each warning is one line on stderr.
+    process; 2: bad input; 130: Ctrl-C; 141: stdout was closed. Each error and each warning is one line on stderr.
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
         warnings.simplefilter("always", JaxgenWarning)
         warnings.showwarning = _show_warning_once()
         try:
-            with contextlib.suppress(SystemExit), _log(argv):  # SystemExit of --help and --version
+            with contextlib.suppress(SystemExit), _log(argv):  # --help and --version raise SystemExit
                 if argv[:1] == ["train"]:
                     _train(argv[1:])
                 elif argv[:1] == ["serve"]:
@@ -59,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _log(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     if "--debug" not in argv:
         return contextlib.nullcontext()
-    from jaxgen.cli import log  # as jax does; --help does not need it
+    from jaxgen.cli import log  # imports jax, which --help does not need
 
     return log.shown()
 
 
 def _explained(error: BaseException) -> int:
-    """Say what went wrong and return the exit status; raise an error that nobody expected again."""
+    """Print what went wrong and return the exit status; re-raise unexpected errors."""
     match error:
         case JaxgenError():
             terminal.say("error", _shortened(error))
@@ -98,7 +97,7 @@ def _answer(argv: Sequence[str]) -> int:
         distributed.join(options)
     terminal.show("starting")
     check_convert()
-    from jaxgen.cli.answer import answer  # jax takes a second to import, and --help does not need it
+    from jaxgen.cli.answer import answer  # imports jax, which takes a second and is not needed for --help
     from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.cli.device import use_device
 
@@ -143,18 +142,18 @@ def _serve(argv: Sequence[str]) -> None:
 
 
 def _collect_garbage() -> None:
-    """Enable the garbage collector if `__main__` disabled it, but not for the modules that were imported since."""
+    """Enable the garbage collector if `__main__` disabled it, but exempt the modules imported since then."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def _shortened(error: JaxgenError) -> str:
-    """Return the text of an error; of a `convert.CheckpointError` only the first problems."""
+    """Return the text of an error; for a `convert.CheckpointError`, only the first problems."""
     problems = getattr(error, "problems", None)
     if problems is None:
         text = str(error)
-        in_a_file = "config.json" in text  # whose options have the names of `GenerationConfig`
+        in_a_file = "config.json" in text  # options in config.json have the names of `GenerationConfig`
         return _one_line(text if in_a_file else in_flags(text), LINE_WIDTH)
     shown = [_one_line(problem, PROBLEM_WIDTH) for problem in problems[:SHOWN_PROBLEMS]]
     more = len(problems) - len(shown)
@@ -162,13 +161,13 @@ def _shortened(error: JaxgenError) -> str:
 
 
 def _one_line(text: str, width: int) -> str:
-    """Return the beginning and the end of a text that is longer than `width`."""
+    """Shorten a text that is longer than `width` to its beginning and end."""
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
 
 
 def _show_warning_once() -> Callable[..., None]:
-    """Return a function that prints warnings, each text once: a run of many batches calls generate() for each."""
+    """Return a function that prints each warning only once, because a run calls generate() for each batch."""
     shown = set()
 
     def show(message, category, filename, lineno, file=None, line=None) -> None:

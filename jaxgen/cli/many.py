@@ -1,4 +1,4 @@
-"""The answers to --input: in slots, each of which goes to the next prompt when its answer ends, or in batches."""
+"""Answers to --input: in slots, which go to the next prompt when an answer ends, or in batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxgen.generation import generate
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.output import GenerateOutput, failure_text
 
-_SECONDS = 0.2  # between two changes of the status line
+_SECONDS = 0.2  # minimum interval between updates of the status line
 
 
 def write_answers(
@@ -44,18 +44,18 @@ def write_answers(
     slots: int | None,
     batch_size: int,
 ) -> None:
-    """Answer the lines with these indices that are not done: a JSON line for each answer, as soon as it is there.
+    """Answer the lines in `indices` that are not done, and write a JSON line for each answer as soon as it is ready.
 
-    The answer to a line depends on its index, not on the other lines or on how many are answered at a time. One that
-    cannot continue, because all tokens are banned for example, has the reason in `error`.
+    The answer to a line depends on its index, not on the other lines or on how many are answered at a time. If a row
+    cannot continue, for example because all tokens are banned, `error` has the reason.
 
     Args:
-        lines: the whole input, also where `indices` are a part of it: the engine's sizes depend on it.
-        indices: the lines of this process, in order.
+        lines: the whole input, even if `indices` are only a part of it, because the engine's sizes depend on it.
+        indices: the lines for this process, in order.
         done: for each line, 1 if it needs no answer.
         session: the model and its options.
         file: receives the answers in any order; None for stdout, in order.
-        slots: the number of answers that are generated at a time; None for batches.
+        slots: the number of answers generated at a time; None for batches.
         batch_size: the number of lines in a batch.
     """
     left = [index for index in indices if not done[index]]
@@ -90,7 +90,7 @@ class _Progress:
         self.shown = 0.0
 
     def add(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Count the answers to another prompt, and show the line unless it has just changed."""
+        """Count the answers to another prompt, and update the line unless it has just changed."""
         self.answered += 1
         self.tokens += sum(entry["tokens"] for entry in entries)
         now = time.monotonic()
@@ -100,7 +100,7 @@ class _Progress:
         terminal.show(self.line(now - self.began - (self.stats.compile - self.compiled)))
 
     def line(self, seconds: float) -> str:
-        """Return the line after so many seconds."""
+        """Return the status line after this many seconds."""
         seconds = max(seconds, 1e-9)
         done, tokens, used = self.before + self.answered, self.tokens, ""
         if self.engine is not None and self.slots is not None:
@@ -114,23 +114,23 @@ class _Progress:
 
 
 def slots_for(wanted: int, prompts: int, copies: int) -> int:
-    """Return the number of slots for a whole input: no more than its sequences need, rounded up to a power of two."""
+    """Return the number of slots for a whole input: at most as many as its sequences, rounded up to a power of two."""
     return min(wanted, power_of_two(prompts * copies, 1))
 
 
 def width_for(lines: Iterable[Line]) -> int:
-    """Return the width of the prompts in slots."""
+    """Return the prompt width of the engine."""
     return prompt_bucket(max(len(line.ids) for line in lines))
 
 
 def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
-    """Return an engine that is compiled; its sizes depend on the whole input alone."""
+    """Return a compiled engine, whose sizes depend only on the whole input."""
     cfg = session.cfg.reset(["slots"])
     sizes: dict[str, Any] = {}
     if (grammar := _grammar(session)) is not None:
         states, classes = grammar.transitions.shape
         sizes = {"grammar_states": power_of_two(states + 1, 1024), "grammar_classes": power_of_two(classes, 256)}
-    if cfg.stop_strings is not None:  # at most a state for each of their bytes
+    if cfg.stop_strings is not None:  # at most one state per byte
         size = sum(len(text.encode()) + 1 for text in Text().sets(cfg.stop_strings)[0] or ())
         sizes["stop_states"] = power_of_two(size + 1, 1024)
     key = session.key if cfg.on("do_sample") else None
@@ -141,7 +141,7 @@ def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
 
 
 def _waiting(slots: int) -> int:
-    """Return how many prompts are in the engine at a time, so that some wait whenever a slot is free."""
+    """Return how many prompts to keep in the engine, so that one is waiting whenever a slot becomes free."""
     return 4 * slots
 
 
@@ -152,9 +152,9 @@ def _grammar(session: Session) -> TokenAutomaton | None:
 def _in_slots(
     lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, slots: int, ordered: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the index of each line and the output lines of its answers, when all of these have ended.
+    """Yield the index of each line and the output lines of its answers, once all of them have ended.
 
-    Process 0 answers the lines, and the others do what its engine does.
+    Process 0 answers the lines; the other processes follow its engine.
     """
     if not engine.leads:
         return
@@ -182,9 +182,9 @@ def _completed(line: Line, completion: Completion, session: Session) -> dict[str
 def _in_batches(
     lines: Sequence[Line], indices: Sequence[int], left: Collection[int], session: Session, batch_size: int
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the index of each line that is left and the output lines of its answers.
+    """Yield the index of each remaining line and the output lines of its answers.
 
-    The batches are those of all `indices`, whatever is left, so that a run that continues rounds as the first one did.
+    The batches always contain all `indices`, so that a continued run rounds in the same way as the first run.
     """
     keys = prompt_keys(session.key, len(lines)) if session.cfg.on("do_sample") else None
     copies = session.cfg.num_return_sequences
@@ -202,9 +202,9 @@ def _in_batches(
 
 
 def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:
-    """Answer some lines; rows that cannot continue end there."""
+    """Answer some lines; a row that cannot continue ends early."""
     ids, mask = session.tokenizer.pad([line.ids for line in part])
-    ids = ids * mask  # the tokenizer may pad with an id that the model lacks
+    ids = ids * mask  # the tokenizer may pad with an id outside the model's vocabulary
     cfg = session.cfg.replace(max_new_tokens=[line.budget for line in part])
     generate_kwargs = {"attention_mask": mask, "tokenizer": session.tokenizer, **session.generate_kwargs}
     try:
@@ -245,6 +245,6 @@ def _entry(
 
 
 def _json(answer: Mapping[str, Any]) -> str:
-    """Return a line for stdout, in ASCII if its encoding is not UTF-8."""
+    """Return a line for stdout, in ASCII unless the encoding of stdout is UTF-8."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return json.dumps(answer, ensure_ascii=codecs.lookup(encoding).name != "utf-8")

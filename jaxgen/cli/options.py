@@ -1,6 +1,6 @@
-"""The options of `jaxgen "PROMPT"`: its own, and those of `GenerationConfig` whose records offer them to the command.
+"""The options of `jaxgen "PROMPT"`: its own, and the options of `GenerationConfig` that are marked for the command.
 
-Does not import jax.
+This module does not import jax.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxgen.version import __version__
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)
 _LETTERS = {"max_new_tokens": "n", "temperature": "t", "top_k": "k", "top_p": "p"}
-# An option as the errors of `GenerationConfig` name it, with its value or without.
+# An option as named in errors of `GenerationConfig`, with or without its value.
 _NAMED = re.compile(
     rf"(?<![-\w])({'|'.join(sorted((option.name for option in OFFERED), key=len, reverse=True))})"
     r"(?:=('[^']*'|\[[^]]*\]|\([^)]*\)|[^\s,;:)]+))?(?![-\w])"
 )
 
 
-# A section of --help for each section of the option reference.
+# One section of --help for each section of the option reference.
 _SECTIONS = {LENGTH: "length and end", CHOICE: "choosing a token", SCORES: "scores", OUTPUT: "prompts"}
 _SECTIONS |= {MODES: "beams, contrastive search, drafts, DoLa"}
 
@@ -55,7 +55,7 @@ def parser() -> arguments.Parser:
 
 
 def _reason(flag: str) -> str:
-    """Return why the command lacks an option that transformers, Python or `jaxgen train` has."""
+    """Return why the command lacks an option that exists in transformers, Python or `jaxgen train`."""
     words = flag.removeprefix("--").replace("-", "_")
     option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
     if option is not None and not option.command:
@@ -73,11 +73,11 @@ def _add_sources(command: arguments.Parser) -> None:
     add("-i", "--input", type=arguments.source, metavar="FILE", help=many)
     to = "write the answers to --input to this file, as JSONL (default: stdout)"
     add("-o", "--output", type=arguments.path, metavar="FILE", help=to)
-    part = "answer every R-th prompt of --input, from number r on, 0 to R-1; the last of R processes merges them"
+    part = "answer every R-th prompt of --input, from number r (0 to R-1) on; the last process merges the answers"
     add("--shard", type=arguments.shard, metavar="r/R", help=part)
-    busy = "answers to --input that are generated at a time (default: 32); the next prompt begins when one ends"
+    busy = "answers to --input generated at a time (default: 32); when one ends, the next prompt begins"
     add("--slots", type=arguments.count, metavar="N", help=busy)
-    size = "prompts of --input at once, with beams and others that cannot be in slots (default: 8)"
+    size = "prompts of --input per batch, for beams and other modes that cannot run in slots (default: 8)"
     add("-b", "--batch-size", type=arguments.count, metavar="N", help=size)
     add("--logprobs", action="store_true", help="add the tokens and their log-probabilities to the answers to --input")
     shown = "also write the answers to PROMPT as a page that shows how likely each token was"
@@ -86,7 +86,7 @@ def _add_sources(command: arguments.Parser) -> None:
     add("--raw", action="store_true", help="use prompts as they are, without the chat template")
     add("--regex", type=text, metavar="PATTERN", help="answer with text that matches this regular expression")
     add("--json-schema", type=arguments.file, metavar="FILE", help="answer with JSON that follows this schema")
-    away = "what --guidance-scale moves away from (default: the last token)"
+    away = "the text that --guidance-scale moves away from (default: the last token)"
     add("--negative-prompt", type=text, metavar="TEXT", help=away)
     add("--seed", type=arguments.seed, default=0, metavar="N|random", help="the seed for sampling (default: 0)")
     add("--stats", action="store_true", help="report at the end how long loading, compiling and generating took")
@@ -106,13 +106,13 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("--distributed", action="store_true", help="join the other processes that Slurm or Cloud TPU started")
     add("--coordinator", metavar="HOST:PORT", help="join other processes: the address of process 0")
     add("--processes", type=arguments.count, metavar="N", help="how many processes there are")
-    add("--process", type=arguments.natural, metavar="I", help="which of them this is, from 0")
+    add("--process", type=arguments.natural, metavar="I", help="the number of this process, from 0")
     keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
 
 
 def add_generation(command: arguments.Parser) -> None:
-    """Add the options of `GenerationConfig`; of two alternative limits, only one is accepted."""
+    """Add the options of `GenerationConfig`; two alternative limits exclude each other."""
     sections = {name: command.add_argument_group(title) for name, title in _SECTIONS.items()}
     limits: dict[str, Any] = {}
     for option in OFFERED:
@@ -130,7 +130,7 @@ def _flag(name: str) -> str:
 
 
 def in_flags(message: str) -> str:
-    """Return a message about options of `GenerationConfig` with the command's names: `--no-do-sample`."""
+    """Return a message about options of `GenerationConfig` with the names of the command, such as `--no-do-sample`."""
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
@@ -142,7 +142,7 @@ def in_flags(message: str) -> str:
 
 
 def _argument(option: Option) -> dict[str, Any]:
-    """Return argparse's keywords for the values of an option."""
+    """Return argparse's keyword arguments for an option."""
     if isinstance(option.kind, Flag):
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, Choice):
@@ -161,7 +161,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        InputError: an unknown option, a value that cannot be read, or options that exclude each other.
+        InputError: an option is unknown, a value cannot be read, or options exclude each other.
     """
     command = parser()
     options, rest = command.read(argv)
@@ -196,17 +196,17 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
     if options.shard is not None and options.output is None:
         command.error("--shard records the answers of several processes in files: add --output, the same for all")
     if options.shard is not None and options.seed is None:
-        command.error("--seed random draws another seed in each shard: choose one")
+        command.error("--seed random draws a different seed in each shard: pass a number")
     if options.logprobs and options.input is None:
         command.error("--logprobs adds to the JSON lines of --input: use that too")
     if options.html is not None and (options.chat or options.input is not None):
         command.error("--html shows the answers to one prompt: leave out --chat or --input")
     if options.device is not None and options.device[1] is not None and options.mesh is not None:
-        command.error("--mesh takes all devices of a platform: leave out the number of --device")
+        command.error("--mesh uses all devices of a platform: leave out the number in --device")
     if options.chat and (options.num_return_sequences or 1) > 1:
         command.error("--chat gives one answer per message: leave out --num-return-sequences")
     if options.chat and (options.max_length is not None or options.min_length is not None):
-        command.error("--max-length and --min-length count the prompt, which grows in a --chat: use --max-new-tokens")
+        command.error("--max-length and --min-length count the prompt, which grows in --chat: use --max-new-tokens")
     several = wanted(options)
     if several and options.mesh is None:
         command.error("several processes divide the weights over their devices: add --mesh DATAxMODEL")
@@ -217,16 +217,16 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
     if several and (options.chat or "-" in (options.input, options.prompt)):
         command.error("--chat and - read stdin, which several processes do not share: write prompts to a file")
     if several and options.seed is None:
-        command.error("--seed random draws another seed in each process: choose one")
+        command.error("--seed random draws a different seed in each process: pass a number")
     if options.raw and (options.chat or options.system is not None):
         command.error("--raw disables the chat template, which --chat and --system need: choose one")
 
 
 def setting(text: str) -> dict[str, Any]:
-    """Return the fields of `GenerationConfig` that "NAME VALUE" sets, the named one first; for --chat.
+    """Return the fields of `GenerationConfig` that "NAME VALUE" sets, the named field first; for --chat.
 
     Raises:
-        InputError: an unknown name, or a value that cannot be read or does not work in a conversation.
+        InputError: the name is unknown, or the value cannot be read or does not work in a conversation.
     """
     name, _, value = text.partition(" ")
     name, value = name.lstrip("-").replace("-", "_"), value.strip()
@@ -244,7 +244,7 @@ def setting(text: str) -> dict[str, Any]:
     else:
         words = [f"{_flag(name)}={value}"]
     fields = generation_fields(parser().read(words)[0])
-    return {name: fields.pop(name, None), **fields}  # the parser leaves out an option that is none
+    return {name: fields.pop(name, None), **fields}  # the parser omits an option whose value is none
 
 
 def generation_fields(options: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Printer(TextStreamer):
         """Print text, and remember it."""
         self.text += text
         if self._wrapper is not None:
-            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # 0 where it is not known
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # 0 if unknown
             text = self._wrapper.put(text, columns) + (self._wrapper.end() if stream_end else "")
         if text or stream_end:
             terminal.erase()
@@ -49,13 +49,13 @@ class Printer(TextStreamer):
 
 
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:
-    """Print the answers to one prompt: a single one as it is generated, unless it comes from beams.
+    """Print the answers to one prompt; stream a single answer unless it comes from beam search.
 
     Args:
         session: the model, the options and the key.
         ids: int32[1, P], the prompt.
-        printer: prints what is generated.
-        **more: keywords of `generate`, in addition to the session's.
+        printer: prints the generated text.
+        **more: keyword arguments of `generate`, in addition to those of the session.
     """
     terminal.show("compiling, and reading the prompt")
     cfg = session.cfg
@@ -63,7 +63,7 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
         try:
             return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)
-        except BaseException:  # Ctrl-C too: what was generated is shown to its last word
+        except BaseException:  # also for Ctrl-C: print the generated text to its last word
             if printer.text:
                 printer.end()
             raise

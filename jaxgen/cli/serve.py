@@ -1,4 +1,4 @@
-"""`jaxgen serve`: load a checkpoint, compile the engine's program, and answer requests until a signal comes."""
+"""`jaxgen serve`: load a checkpoint, compile the engine's program, and answer requests until a signal arrives."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from jaxgen.programs import default_device
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.version import __version__
 
-_MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # by default
-_ID_ENTRIES = 320  # of a table of ids: OpenAI's logit_bias has up to 300
+_MOST_PROMPT, _MOST_ANSWER = 4096, 2048  # default limits
+_ID_ENTRIES = 320  # entries in a table of ids; OpenAI's logit_bias has up to 300
 _BUNDLED = "jaxgen-demo"
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve until SIGTERM or SIGINT, then answer what was submitted.
+    """Serve until SIGTERM or SIGINT, then finish the submitted requests.
 
     Raises:
-        JaxgenError: bad input, or a checkpoint that cannot be read.
-        OSError: an address that cannot be used.
+        JaxgenError: the input is bad, or the checkpoint cannot be read.
+        OSError: the address cannot be used.
     """
     try:
         import uvicorn
@@ -62,7 +62,7 @@ def serve(options: argparse.Namespace) -> None:
         engine = Engine(
             params,
             cfg,
-            jax.random.key(0),  # each request has its own
+            jax.random.key(0),  # not used: each request has its own
             tokenizer=tokenizer,
             slots=options.slots,
             prompt_width=width,
@@ -86,9 +86,9 @@ def serve(options: argparse.Namespace) -> None:
                 limits=Limits(body=options.max_body, seconds=options.timeout),
             )
             host, port = listener.getsockname()[:2]
-            listener.listen()  # a client that comes before uvicorn takes over waits
+            listener.listen()  # clients that connect before uvicorn takes over will wait
             terminal.say("ready", f"{name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-            # uvicorn ends the service when SIGTERM comes, and then raises it again: that would be a failure.
+            # On SIGTERM, uvicorn ends the service and then raises the signal again, which would look like a failure.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             quiet = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none"}
             uvicorn.Server(uvicorn.Config(service.app(), **quiet)).run(sockets=[listener])
@@ -108,9 +108,9 @@ def _load(source: Checkpoint, adapters: list[str], options: argparse.Namespace) 
 
 
 def configured(loaded: GenerationConfig, options: argparse.Namespace, context: int) -> GenerationConfig:
-    """Return the engine's config: the checkpoint's, with sampling and log-probabilities on.
+    """Return the engine's config: the checkpoint's config with sampling and log-probabilities enabled.
 
-    A request without a temperature has the checkpoint's, or 1 if the checkpoint does not draw tokens.
+    A request without a temperature uses the checkpoint's, or 1 if the checkpoint does not sample.
     """
     most = options.max_new_tokens or min(context, _MOST_ANSWER)
     own: dict[str, Any] = {"max_new_tokens": min(most, context), "do_sample": True}
@@ -121,7 +121,7 @@ def configured(loaded: GenerationConfig, options: argparse.Namespace, context: i
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Return a socket that is bound, before the weights are read: an address in use is said at once."""
+    """Return a bound socket. This comes before the weights are read, so that an address in use is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The options of `jaxgen serve`. Does not import jax."""
+"""The options of `jaxgen serve`. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ def parser() -> arguments.Parser:
         prog="jaxgen serve",
         usage="jaxgen serve [MODEL] [options]",
         description="Answer requests in the protocol of OpenAI's API; without MODEL, with the bundled model.",
-        epilog="Options of generation are those of each request; the checkpoint's generation_config.json has defaults.",
+        epilog="Each request sets its own generation options; the checkpoint's generation_config.json has defaults.",
     )
     add = result.add_argument
     add("model", metavar="MODEL", nargs="?", help="a checkpoint's directory, or the id of one on the hub")
     add("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=arguments.natural, default=8000, metavar="N", help="(default: 8000; 0 chooses a free one)")
-    add("--name", metavar="NAME", help="what requests call the model (default: the name of its directory)")
-    tuned = "also serve the model with this LoRA adapter, by this name; can be repeated"
+    add("--name", metavar="NAME", help="the model's name in requests (default: the name of its directory)")
+    tuned = "also serve the model with this LoRA adapter, under this name; can be repeated"
     add("--adapter", type=arguments.named_path, action="append", metavar="NAME=DIR", help=tuned)
     key = "answer only clients with this key; can be repeated (default: JAXGEN_API_KEY in the environment, or none)"
     add("--api-key", action="append", metavar="KEY", help=key)
     add("--slots", type=arguments.count, default=16, metavar="N", help="answers generated at a time (default: 16)")
-    width = "the most tokens of a prompt, for which memory is reserved (default: the model's context, 4096 at most)"
+    width = "maximum tokens in a prompt, for which memory is reserved (default: the model's context, at most 4096)"
     add("--prompt-width", type=arguments.count, metavar="N", help=width)
-    most = "the most tokens of an answer, likewise (default: the model's context, 2048 at most)"
+    most = "maximum tokens in an answer, for which memory is reserved (default: the model's context, at most 2048)"
     add("--max-new-tokens", type=arguments.count, metavar="N", help=most)
-    waiting = "prompts that wait; further ones are refused with status 429 (default: 256)"
+    waiting = "maximum number of waiting prompts; more are rejected with status 429 (default: 256)"
     add("--queue", type=arguments.count, default=256, metavar="N", help=waiting)
-    add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help="the most a request gets (default: 20)")
+    add("--max-logprobs", type=arguments.natural, default=20, metavar="N", help="maximum per request (default: 20)")
     add(
         "--prefix-cache-bytes",
         type=arguments.natural,
         metavar="N",
-        help="of the store of prefixes (default: 256 MB)",
+        help="size of the store of prefixes (default: 256 MB)",
     )
     add(
         "--grammar-states",
         type=arguments.count,
         default=8192,
         metavar="N",
-        help="of all schemas in use (default: 8192)",
+        help="states for all schemas in use (default: 8192)",
     )
-    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help="seconds of a request (default: 600)")
-    add("--max-body", type=arguments.count, default=2**22, metavar="N", help="bytes of a request (default: 4 MiB)")
+    add("--timeout", type=arguments.positive, default=600.0, metavar="S", help="seconds per request (default: 600)")
+    add("--max-body", type=arguments.count, default=2**22, metavar="N", help="bytes per request (default: 4 MiB)")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--quantize", choices=CHOICES, help="round the weights to 8 bits, or with none convert 8-bit weights back")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
@@ -61,10 +61,10 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options on the command line; `words` are those after "serve".
+    """Return the options on the command line; `words` are the words after "serve".
 
     Raises:
-        InputError: an unknown option, or a value that cannot be used.
+        InputError: an option is unknown, or a value cannot be used.
     """
     command = parser()
     options, rest = command.read(words)

@@ -15,7 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Arguments of `generate`, with those that have no field here in `generate_kwargs`; the statistics of the run."""
+    """Arguments of `generate` (in `generate_kwargs` if they have no field here), and the statistics of the run."""
 
     params: Any
     cfg: GenerationConfig

@@ -1,4 +1,4 @@
-"""Messages of the command on stderr, and on a terminal a status line that shows what it waits for."""
+"""Messages of the command on stderr and, on a terminal, a status line that shows what the command is waiting for."""
 
 import contextlib
 import os
@@ -9,12 +9,12 @@ _shown = False
 
 
 def say(kind: str, text: object) -> None:
-    """Print one line: the command's name, `kind` and a text, whose own lines are joined."""
+    """Print the command's name, `kind` and a text on one line; the text's lines are joined."""
     write(" ".join([f"jaxgen: {kind}:", *(line.strip() for line in str(text).splitlines())]))
 
 
 def write(text: str) -> None:
-    """Print a text on stderr, and a newline."""
+    """Print a text and a newline on stderr."""
     erase()
     _print(text + "\n")
 
@@ -43,5 +43,5 @@ def interactive() -> bool:
 
 def _print(text: str) -> None:
     if sys.stderr is not None:  # print() would write to stdout
-        with contextlib.suppress(OSError):  # a full disk or a closed pipe: there is nowhere to say so
+        with contextlib.suppress(OSError):  # a full disk or a closed pipe, which cannot be reported anywhere
             print(text, end="", file=sys.stderr, flush=True)

@@ -16,14 +16,14 @@ _COMPILING += ("/jax/core/compile/backend_compile_duration",)
 
 
 class Stats:
-    """Times of loading, compiling, the first token and the others, and counts.
+    """Times of loading, compiling, the first token and the remaining tokens, and counts.
 
     Attributes:
-        load: seconds from the files to arrays on the device.
-        compile: seconds of tracing and compiling, in total.
-        first: seconds from each request to its first token, compiling included.
+        load: seconds to load the weights from files to the device.
+        compile: total seconds of tracing and compiling.
+        first: seconds from each request to its first token, including compilation.
         rest: seconds from each first token to the last.
-        tokens: the number of generated tokens, without those that `first` times.
+        tokens: the number of generated tokens, without the first tokens, which `first` covers.
         failed: the number of answers that could not be completed.
     """
 
@@ -91,6 +91,6 @@ class _Watched:
         self.streamer.put(value)
 
     def end(self) -> None:
-        """Pass it on; the next `put` is a prompt again."""
+        """Pass the end on; the next `put` is a prompt again."""
         self.puts = 0
         self.streamer.end()

@@ -39,10 +39,10 @@ def train_and_save(options: argparse.Namespace) -> None:
     """Run the command with the options that `train_options.parse` returned.
 
     Raises:
-        JaxgenError: bad input; nothing was written to --out.
-        OSError: a file that cannot be read or written.
+        JaxgenError: the input is bad; nothing was written to --out.
+        OSError: a file cannot be read or written.
     """
-    # All input is checked before the weights are read, which can take long.
+    # All input is checked before the weights are read, which can take a long time.
     _check_out(options)
     job = _prepare(options)
     out = options.out.resolve()
@@ -66,10 +66,10 @@ def train_and_save(options: argparse.Namespace) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainJob:
-    """A checked training job; the weights have not been read yet.
+    """A checked training job, before the weights are read.
 
-    `config` and `generation` are the JSON files of the new checkpoint, `rows` the data. `run` identifies everything
-    else that the result depends on, in addition to `model` and `cfg`.
+    `config` and `generation` are the JSON files of the new checkpoint, and `rows` is the data. `run` identifies
+    everything that the result depends on in addition to `model` and `cfg`.
     """
 
     source: Checkpoint
@@ -89,7 +89,7 @@ class _NothingToWriteYet(Exception):
 
 
 def _check_out(options: argparse.Namespace) -> None:
-    """Raise now if --out could not be written at the end."""
+    """Raise an error now if --out cannot be written at the end."""
     if Path(options.model).is_dir() and options.out.resolve() == Path(options.model).resolve():
         raise InputError(f"--model and --out are both {options.out}: choose another --out")
     with contextlib.suppress(_NothingToWriteYet), new_directory(options.out, overwrite=options.overwrite):
@@ -100,8 +100,8 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
     source = open_checkpoint(local_directory(options.model))
     if source.kind:
         raise ConfigError(
-            f"{source.path} is quantised, and training changes weights: train the original checkpoint, or what "
-            "python -m convert --quantize none makes of this one"
+            f"{source.path} is quantised, and cannot be trained: train the original checkpoint, or convert this one "
+            "with python -m convert --quantize none"
         )
     model = source.cfg.model
     tokenizer = Tokenizer.from_pretrained(source.path)
@@ -166,7 +166,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
     """Return both configs, with the tokens that end the examples added to the eos ids.
 
-    A base model's chat template may end answers with a token that is missing in its generation_config.json.
+    A base model's chat template may end answers with a token that is missing from its generation_config.json.
     """
     config, generation = source.config, source.generation
     known = eos_list(source.cfg.eos_token_id)
@@ -206,7 +206,7 @@ def _check_memory(job: _TrainJob) -> None:
 
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
-    """Return the trained parameters, in the dtypes of the source; with --save-adapter, updates are attached to them."""
+    """Return the trained parameters in the dtypes of the source; with --save-adapter, with the updates attached."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
         _begin(job, frozen),

@@ -1,4 +1,4 @@
-"""The options of `jaxgen train`. Does not import jax."""
+"""The options of `jaxgen train`. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def parser() -> arguments.Parser:
     add("--weight-decay", type=arguments.share, default=0.0, metavar="X", help="(default: 0)")
     add("--clip", type=arguments.positive, default=1.0, metavar="X", help="maximum norm of the gradient (default: 1)")
     add("--accumulate", type=arguments.count, default=1, metavar="N", help="split each batch into N parts, run in turn")
-    add("--remat", action="store_true", help="compute layers again instead of storing their results")
+    add("--remat", action="store_true", help="recompute layers instead of storing their results")
     add("--dtype", choices=DTYPES, help="for computing (default: bfloat16 for bfloat16 weights, else float32)")
     add("--lora", type=arguments.natural, default=0, metavar="RANK", help="rank of updates (default: 0, all weights)")
     add("--lora-alpha", type=arguments.positive, metavar="X", help="scale the updates by X / RANK (default: 2 * RANK)")
-    kept = "write the updates to --out as an adapter in PEFT's format, in place of a checkpoint that has them"
+    kept = "write the updates to --out as an adapter in PEFT's format, instead of a checkpoint with the updates"
     add("--save-adapter", action="store_true", help=kept)
     add("--save-every", type=arguments.count, default=100, metavar="N", help="steps (default: 100)")
     add("--report-every", type=arguments.count, default=10, metavar="N", help="steps (default: 10)")
@@ -53,10 +53,10 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options on the command line, checked against each other; `words` are those after "train".
+    """Return the options on the command line, after checks that they fit together; `words` follow "train".
 
     Raises:
-        InputError: an unknown or missing option, or a value that cannot be used.
+        InputError: an option is unknown or missing, or a value cannot be used.
     """
     command = parser()
     options, rest = command.read(words)

@@ -1,4 +1,4 @@
-"""Wrapping of generated text at words, as it comes."""
+"""Word wrapping of text as it is generated."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from unicodedata import category, east_asian_width
 
 _SPACES = " \t\u3000"
 _FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
-_EMOJI_STYLE = "\ufe0f"  # some terminals make the character before it two columns wide
-# Categories of characters that cannot begin a line, such as ")", "。" and accents, and of those that cannot end one,
-# such as "(" and the joiner of emoji.
+_EMOJI_STYLE = "\ufe0f"  # on some terminals, this makes the character before it two columns wide
+# Categories of characters that cannot begin a line, such as ")", "。" and accents, and of characters that cannot end
+# one, such as "(" and the joiner of emoji.
 _NOT_FIRST = {"Pe", "Pf", "Po", "Lm", "Sk", "Mn", "Mc", "Me", "Cf"}
 _NOT_LAST = {"Ps", "Pi", "Cf"}
 
 
 class Wrapper:
-    """Wrapper of a text that comes in pieces: lines end at spaces, or next to wide characters such as Chinese ones.
+    """Wrapper for text that arrives in pieces: lines end at spaces, or next to wide characters such as Chinese ones.
 
     A word is held back until it is complete, or until its line is known, so that text on the screen never moves. Spaces
-    at the end of a line are left out. The terminal itself breaks words that are longer than a line, and the lines of
-    code between fences, to which a newline would do harm.
+    at the end of a line are left out. The terminal itself breaks words that are longer than a line, and lines of fenced
+    code, where an added newline would do harm.
     """
 
     def __init__(self):
         self._restart()
 
     def put(self, text: str, columns: int) -> str:
-        """Append text; return what can be printed now on a terminal of so many columns."""
+        """Append text; return the part that can be printed now on a terminal of `columns` columns."""
         return "".join(self._put(char, columns) for char in text)
 
     def end(self) -> str:
-        """Return the word that was held back, and start again."""
+        """Return the word that was held back, and reset the wrapper."""
         word = self._release()
         self._restart()
         return word
 
     def _restart(self) -> None:
-        self._fence = ""  # that began the code of the current line
+        self._fence = ""  # the fence that opened the code block around the current line
         self._begin_line()
 
     def _begin_line(self) -> None:
-        self._line = ""  # of the text
-        self._column = 0  # of the cursor
-        self._spaces = self._word = ""  # held back
-        self._placed = True  # the current word is returned as it comes
+        self._line = ""  # the text of the current line
+        self._column = 0  # the cursor's column
+        self._spaces = self._word = ""  # text that is held back
+        self._placed = True  # the current word is returned as it arrives
 
     def _put(self, char: str, columns: int) -> str:
         line, self._line = self._line, self._line + char
@@ -63,7 +63,7 @@ class Wrapper:
         return word + (self._place(char, columns) if self._placed else self._hold(char, columns))
 
     def _release(self) -> str:
-        """Return the word that is held back, which fits into the line, and the spaces before it."""
+        """Return the held-back word, which fits into the line, and the spaces before it."""
         if not self._word:
             return ""
         shown, self._spaces, self._word = self._spaces + self._word, "", ""
@@ -77,7 +77,7 @@ class Wrapper:
         return char
 
     def _hold(self, char: str, columns: int) -> str:
-        """Hold the character back with its word; begin a new line with the word once it is too long for this one."""
+        """Hold back the character with its word; once the word is too long for this line, begin a new one with it."""
         self._word += char
         if _after(self._column, self._spaces + self._word) <= columns:
             return ""
@@ -86,9 +86,10 @@ class Wrapper:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """Return the fence whose code goes on after a line, given that of the line itself; the empty string for none.
+    """Return the fence of the code block that continues after a line, or the empty string; `fence` is the line's own.
 
-    As in CommonMark, code ends at a line of nothing but the same character, at least as often as it began.
+    As in CommonMark, a code block ends at a line with only the fence's character, repeated at least as often as at the
+    start.
     """
     found = _FENCE.fullmatch(line)
     if found is None:
@@ -99,14 +100,14 @@ def _fence_after(line: str, fence: str) -> str:
 
 
 def _after(column: int, text: str) -> int:
-    """Return the cursor's column after a text that begins in `column`."""
+    """Return the cursor's column after printing a text that begins in `column`."""
     for char in text:
         column += 8 - column % 8 if char == "\t" else _width(char)
     return column
 
 
 def _width(char: str) -> int:
-    """Return the number of columns of a character, the larger one where terminals differ."""
+    """Return the number of columns of a character; where terminals differ, the larger number."""
     if category(char) in ("Mn", "Me", "Cf", "Cc"):
         return int(char == _EMOJI_STYLE)
     return 2 if _is_wide(char) else 1

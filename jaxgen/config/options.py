@@ -390,7 +390,7 @@ class GenerationOptions(ChoosingOptions):
         examples=(0.3, 0.5),
     )
     assistant_early_exit: int | None = _assisted(
-        StaticInteger(None, least=1), "draft with the model's own first layers, as many as this", since="later"
+        StaticInteger(None, least=1), "draft with this many of the model's own first layers", since="later"
     )
     dola_layers: str | tuple[int, ...] | None = declare(
         Layers(),

@@ -1,11 +1,12 @@
 """Assisted generation (speculative decoding): `GenerationMixin._assisted_decoding` of transformers, for any batch.
 
-Something cheap drafts the next tokens of each row (`drafting`), and the model reads all of them in one pass. Then each
-row chooses its tokens one after the other, exactly as without a draft, as long as they are those of the draft.
+A cheap drafter proposes the next tokens of each row (`drafting`), and the model reads all of them in one pass. Each row
+then chooses its tokens exactly as without a draft, and accepts drafted tokens until the first one that it would not
+have chosen.
 
-So the result is that of greedy search or sampling, with the same key too; only the number of passes is smaller. Draft
-and model draw with the same random numbers, so that they often draw the same token. transformers instead accepts
-drafted tokens at random: the distribution of the text is the same, the draws are not.
+The result is therefore the same as that of greedy search or sampling with the same key, in fewer passes. Draft and
+model draw with the same random numbers, and so often draw the same token. transformers instead accepts drafted tokens
+at random: the distribution of the text is the same, the draws are not.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class AssistedState:
         sample: rows and cache, as in sampling.
         drafter: state of the drafter.
         drafted: int32[B], the number of drafted tokens that the model has read.
-        accepted: int32[B], those of them that were chosen.
+        accepted: int32[B], how many of the drafted tokens were chosen.
     """
 
     sample: SampleState
@@ -98,7 +99,7 @@ def _read(run: Run, sample: SampleState, draft: Draft) -> tuple[Forward, Rows]:
 
 
 def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[Rows, jax.Array]:
-    """Append tokens to each row: those of the draft while they are the ones that are chosen, and one more.
+    """Append the drafted tokens up to the first one that would not be chosen, and one more, to each row.
 
     Returns:
         The rows, and how many drafted tokens were chosen, int32[B].

@@ -1,7 +1,7 @@
-"""Decoding in chunks of steps, between which the host adds prompts and takes others away.
+"""Decoding in chunks of steps. Between chunks, the host adds and cancels prompts.
 
-`Continuous` in the device's hands is a closed list of prompts. Here the list stays open: each chunk begins with the
-`Arrivals` since the last one, and its result is the `Journal` of what happened in it.
+`Continuous` alone decodes a fixed list of prompts. Here the list stays open: each chunk begins with the `Arrivals`
+since the last one, and returns a `Journal` of what happened in it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jaxgen.model.sharding import REPLICATED, constrain
 
 @flax.struct.dataclass
 class Arrivals:
-    """What changes before a chunk, in arrays of fixed sizes.
+    """Changes before a chunk, in arrays of fixed sizes.
 
     Attributes:
-        request: M prompts, complete but for their keys.
+        request: M prompts, complete except for their keys.
         number: int32[M], the number of each prompt; `NOBODY` after the last.
         sequences: int32[M], how many sequences each prompt gets.
-        key_data: uint32[M, ...], the data of a key for each prompt.
+        key_data: uint32[M, ...], the key data of each prompt.
         index: uint32[M], folded into the key.
         own_key: bool[M], True for a prompt whose key is used unchanged.
-        cancelled: int32[C], the numbers of prompts that are given up, and `NOBODY`.
+        cancelled: int32[C], the numbers of cancelled prompts, padded with `NOBODY`.
         prefixes: where the prompts' first chunks are in the store of prefixes; None without a store.
     """
 
@@ -51,13 +51,13 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
     """Return the state in which all slots are free and no prompt waits.
 
     Args:
-        run: the constants, with all that rows may need.
-        arrivals: of the form of those that come later; the prompts are left out.
+        run: the constants, with everything that rows may need.
+        arrivals: an example with the shapes of later arrivals; its prompts are ignored.
         mode: the mode.
-        places: the most prompts that can wait.
-        steps: the most steps of a chunk.
+        places: the maximum number of waiting prompts.
+        steps: the maximum number of steps in a chunk.
         stored: how many chunks of prefixes the store has space for; 0 for no store.
-        key_impl: of the keys.
+        key_impl: the implementation of random keys.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
     at = jnp.zeros(places, jnp.int32)
@@ -68,13 +68,13 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
 
 
 def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array, mode: Continuous, key_impl: str):
-    """Let prompts arrive, and take `steps int32[]` steps, or fewer if nothing is left to do.
+    """Add the new prompts, and take `steps int32[]` steps, or fewer if nothing is left to do.
 
-    The number of waiting prompts and `arrivals` must fit into the queue together.
+    The queue must have space for the waiting prompts and the new ones.
 
     Returns:
-        The state, and int32[E + 1, C]: the number of entries in the journal, of prompts that wait and of steps since
-        the beginning, as its first row, and the entries.
+        The state, and int32[E + 1, C]: a first row with the number of entries in the journal, of waiting prompts and of
+        steps since the beginning, followed by the entries.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
     begun = {"results": state.results.clear(), "last": state.steps + steps, "finished": jnp.zeros((), bool)}
@@ -97,7 +97,7 @@ def _keys(arrivals: Arrivals, key_impl: str) -> jax.Array:
 
 
 def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> ContinuousState:
-    """Put the prompts that have arrived at the end of the queue."""
+    """Append the new prompts to the queue."""
     queue, count = state.queue, arrivals.number.shape[0]
     order = jnp.arange(count, dtype=jnp.int32)
     given = arrivals.number != NOBODY
@@ -120,7 +120,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
 
 
 def _cancel(state: ContinuousState, cancelled: jax.Array) -> ContinuousState:
-    """Give up prompts: those that wait are skipped, and rows end."""
+    """Cancel prompts: those still waiting are skipped, and rows in the loop end."""
 
     def remaining(number: jax.Array) -> jax.Array:
         hit = jnp.any(number[:, None] == cancelled[None, :], axis=1)

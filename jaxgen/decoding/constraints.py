@@ -1,9 +1,9 @@
 """Progress of rows through the constraints of beam search: `ConstraintListState` of transformers.
 
-A constraint has alternatives, none of which begins another; a phrase has one. The tokens of a row, those of its prompt
-included, meet constraints one after the other: at most one is in progress. A token that begins a pending constraint
+A constraint has alternatives, none of which is a prefix of another; a phrase has one. The tokens of a row, including
+its prompt, meet constraints one after the other: at most one is in progress. A token that begins a pending constraint
 puts it in progress. The first token that continues none of its alternatives sends it back to the end of the queue of
-pending constraints. That token begins no other constraint.
+pending constraints. That token does not begin another constraint.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ConstraintState:
     Attributes:
         queue: int32[rows, C], the order in which pending constraints are tried, smallest first; -1 if not pending.
         current: int32[rows], the constraint in progress, or -1.
-        alternative: int32[rows], the first of its alternatives that begins with the matched tokens.
-        matched: int32[rows], the number of its matched tokens.
-        met: int32[rows], the number of constraints that are met.
+        alternative: int32[rows], the first alternative of this constraint that begins with the matched tokens.
+        matched: int32[rows], the number of matched tokens.
+        met: int32[rows], the number of constraints met.
     """
 
     queue: jax.Array
@@ -53,7 +53,7 @@ class ConstraintTable:
 
     @classmethod
     def of(cls, cfg: GenerationConfig) -> ConstraintTable:
-        """Return the constraints of a config that has some, whose values are arrays."""
+        """Return the constraints of a config, which must have some; its values are arrays."""
         tables = [jnp.asarray(ids) for ids in (cfg.constraints, cfg.force_words_ids) if ids is not None]
         _, alternatives, width = (max(sizes) for sizes in zip(*(ids.shape for ids in tables), strict=True))
 
@@ -115,7 +115,7 @@ class ConstraintTable:
         return where(live, pushed, state)
 
     def banks(self, state: ConstraintState) -> jax.Array:
-        """int32[rows]: how far each row is; a row in progress counts as if its alternative were the longest."""
+        """int32[rows]: the progress of each row; a constraint in progress counts by its longest alternative."""
         return self._banks(state.met, jnp.where(state.current >= 0, self._progress(state.current, state.matched), 0))
 
     def proposals(self, state: ConstraintState) -> jax.Array:
@@ -130,10 +130,10 @@ class ConstraintTable:
         return jnp.where(busy, jnp.where(current, continues, -1), begins)
 
     def proposed_banks(self, state: ConstraintState, banks: jax.Array) -> jax.Array:
-        """int32[rows, C, A]: the banks that proposals are sorted by.
+        """int32[rows, C, A]: the banks by which proposals are sorted.
 
-        In transformers the copies of a constraint in progress share one list of matched tokens. So each proposal is
-        compared with a list to which earlier proposals have been added, and only those that continue this list count.
+        In transformers, the copies of a constraint in progress share one list of matched tokens. Each proposal is
+        therefore compared with a list that includes earlier proposals, and counts only if it continues that list.
 
         Args:
             state: the rows before.
@@ -182,7 +182,7 @@ class ConstraintTable:
         return jnp.where(agree & (matched < width)[:, None], token, -1)
 
     def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
-        """int32[rows]: the longest length of any constraint, minus what is left of this one's longest alternative."""
+        """int32[rows]: the length of the longest constraint, minus what is left of this one's longest alternative."""
         longest = jnp.max(self.lengths, axis=-1)
         return jnp.max(longest) - longest[constraint] + matched
 

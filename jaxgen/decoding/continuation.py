@@ -19,11 +19,11 @@ class Continuation:
     """A cache that `generate(..., cache=)` continues from.
 
     Attributes:
-        kv: keys and values. On a mesh, there may be more rows than B; those after the first B are padding.
+        kv: keys and values. On a mesh there may be more than B rows; rows after the first B are padding.
         tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for one given as an embedding; None if
             the ids are not known, as in a cache that `CausalLM` filled.
-        count: int32[B], the number of tokens of each row: those in `kv`, and one more if the last generated token has
-            not been through the model yet.
+        count: int32[B], the number of tokens of each row. This is one more than in `kv` if the model has not read the
+            last generated token yet.
     """
 
     kv: KVCache
@@ -50,7 +50,7 @@ class Continuation:
         return self.kv.offset + self.kv.slots
 
     def pending(self) -> tuple[jax.Array, jax.Array]:
-        """Return each row's last token, int32[B], and True if it has not been through the model yet, bool[B]."""
+        """Return each row's last token, int32[B], and True if the model has not read it yet, bool[B]."""
         if self.tokens is None:
             return jnp.zeros(self.rows, jnp.int32), jnp.zeros(self.rows, bool)
         last = jnp.take_along_axis(self.tokens, jnp.maximum(self.count - 1, 0)[:, None], axis=1)[:, 0]
@@ -67,7 +67,7 @@ class Continuation:
         last five tokens, and the next run continues from there.
 
         Raises:
-            InputError: `length` is neither an integer nor one per row.
+            InputError: `length` is neither an integer nor one integer per row.
         """
         kv = self.without_padding().kv
         kept = kv.check_length(length)

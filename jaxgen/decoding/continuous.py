@@ -1,8 +1,8 @@
-"""Continuous batching: many sequences in a few slots. A sequence that ends leaves its slot to the next one.
+"""Continuous batching: many sequences in a few slots. When a sequence ends, the next one takes its slot.
 
 A round reads prompts if a slot is free and no prompt is ready, lets sequences enter, and takes steps until a slot can
-be filled. Each of these is a loop of its own inside the loop over rounds, because XLA may copy a cache that a
-`lax.cond` passes on, in every round.
+be filled. Each of these is its own loop inside the loop over rounds, because XLA may copy a cache that passes through a
+`lax.cond` in every round.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jaxgen.decoding.stopping import StopReason
 from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import repeat_rows
 
-_STEPS = 4  # of a round at most, so that a streamer need not wait for the end of a row
+_STEPS = 4  # maximum per round, so that a streamer does not wait for the end of a row
 
 
 @flax.struct.dataclass
 class Sequences:
-    """Names of sequences.
+    """Identities of sequences.
 
     Attributes:
         number: int32[n], the number of the prompt; `NOBODY` for no sequence.
@@ -47,7 +47,7 @@ class Sequences:
 
 
 class Results(Protocol):
-    """What is kept of the sequences. All functions are pure."""
+    """The results of the sequences. All functions are pure."""
 
     def has_space(self) -> jax.Array:
         """bool[], False if no more steps can be taken before the results have been read."""
@@ -64,13 +64,13 @@ class Results(Protocol):
 
 @flax.struct.dataclass
 class Answers(RowState):
-    """The results of all sequences, those of prompt 0 first; nothing is generated in those that have not begun.
+    """The results of all sequences, those of prompt 0 first; empty for a sequence that has not begun.
 
     Attributes:
         tokens: int32[rows, N], the generated tokens, then the pad id.
         lengths: int32[rows], the number of generated tokens.
         reasons: int32[rows], a `StopReason` each.
-        logprobs: `[rows, N, ...]`; None unless asked for.
+        logprobs: `[rows, N, ...]`; None unless requested.
     """
 
     tokens: jax.Array
@@ -86,9 +86,9 @@ class Answers(RowState):
 
     @classmethod
     def empty(cls, run: Run, rows: Rows) -> Answers:
-        """Return the results of all sequences, of which none has begun, with logprobs if `rows` have them.
+        """Return the results before any sequence has begun, with logprobs if `rows` have them.
 
-        Those of prompts that pad the batch for a mesh have ended.
+        The sequences of prompts that pad the batch for a mesh have already ended.
         """
         count = run.prompts * run.needs.sequences
         padding = jnp.arange(count) >= run.sizes.prompts * run.needs.sequences
@@ -101,17 +101,17 @@ class Answers(RowState):
         return jax.tree.map(lambda x: repeat_rows(x, count), none)
 
     def has_space(self) -> jax.Array:
-        """There is a place for each sequence."""
+        """Always true: there is a place for each sequence."""
         return jnp.ones((), bool)
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Answers:
-        """The rows remember their steps."""
+        """Return the results unchanged: the rows record their steps themselves."""
         return self
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
-        """Store the results of sequences; one of `NOBODY` is not stored."""
+        """Store the results of sequences, except those numbered `NOBODY`."""
         count = self.lengths.shape[0]
-        # Each dropped number becomes another one, because the scatter promises unique indices.
+        # Each dropped sequence gets its own index, because the scatter promises unique indices.
         dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
         place = sequences.number * run.needs.sequences + sequences.copy
         place = jnp.where(sequences.number == NOBODY, dropped, place)
@@ -127,11 +127,11 @@ class ContinuousState:
     """State of continuous batching.
 
     Attributes:
-        rows: the state of the mode, whose rows are the slots; its rows that have ended are free.
+        rows: the state of the mode, with one row per slot; slots whose row has ended are free.
         sequences: the last sequence in each slot.
         pool: the prompts that are about to enter.
-        results: of the sequences.
-        queue: the prompts that wait.
+        results: the results of the sequences.
+        queue: the waiting prompts.
         steps: int32[], the number of steps so far.
         last: int32[], the number of steps after which the host reads what happened.
         finished: bool[], True when all sequences have ended.
@@ -154,7 +154,7 @@ class ContinuousState:
 
 @dataclasses.dataclass(frozen=True)
 class Continuous(Mode):
-    """Another mode with rows that leave and enter. The mode must be one that `refills`."""
+    """Wraps a mode so that rows can leave and enter. The wrapped mode must have `refills` set."""
 
     mode: Any
     slots: int
@@ -186,7 +186,7 @@ class Continuous(Mode):
         )
 
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Prompts are read when slots are free, so that they cannot be passed on at once."""
+        """Not used: prompts are read only when slots are free, not all at once."""
         raise NotImplementedError("continuous batching starts with `start`")
 
     def step(self, run: Run, state: ContinuousState) -> ContinuousState:
@@ -233,7 +233,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled; at least one, so that no row waits for more than one chunk."""
+        """Take steps until a slot can be filled, and at least one, so that no row waits for more than one chunk."""
         someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

@@ -1,10 +1,10 @@
 """Contrastive search (arXiv 2202.06417): `GenerationMixin._contrastive_search` of transformers.
 
-In each step the model reads the k most likely tokens of each row, its candidates. The row continues with the candidate
-that is likely and whose hidden state differs from those of the row's earlier tokens. So the model has already read
-every chosen token, the last one included.
+In each step the model reads the k most likely tokens of each row, its candidates. The row continues with a candidate
+that is likely and whose hidden state differs from those of the row's earlier tokens. The model has therefore already
+read every chosen token, including the last one.
 
-A prompt's candidates share the slots that they write to, so that no choice moves keys or values.
+A prompt's candidates write to the same slots, so choosing one does not move keys or values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ContrastiveState:
 
     Attributes:
         rows: one row per prompt.
-        cache: keys and values of all of the rows' tokens, with k rows per prompt, one for each candidate.
+        cache: keys and values of all tokens of the rows, with k rows per prompt, one for each candidate.
         read: the model's output for each row's last token, without its cache, records and hidden states.
         context: float32[rows, W, D], the hidden states of each row's tokens, normed and then scaled to length 1.
     """
@@ -68,7 +68,7 @@ class ContrastiveSearch(Mode):
     )
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """As many candidates as the largest `top_k`, which sizes arrays here and cannot be traced."""
+        """As many candidates as the largest `top_k`, which determines array sizes and so cannot be traced."""
         if is_tracer(cfg.top_k):
             raise ConfigError(
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
@@ -78,7 +78,7 @@ class ContrastiveSearch(Mode):
         return Needs(candidates=max(1, candidates), final_states=True)
 
     def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
-        """Return the rows with nothing generated: the first step chooses the first token."""
+        """Return the rows before anything is generated: the first step chooses the first token."""
         hidden = prefilled.read.hidden
         assert hidden is not None
         hidden = guidance.conditional_part(run.cfg, hidden)
@@ -103,9 +103,9 @@ class ContrastiveSearch(Mode):
             similarity = _similarity(hidden, state.context, rows.history.total_length)
             alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
-            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # of equal candidates the most likely one
+            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # the most likely one in a tie
 
-        # int32[rows], of the candidates' rows
+        # int32[rows], indices of the candidates' rows
         best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen
         column = jnp.where(live, rows.history.total_length, state.context.shape[1])
         token, direction = (take(x.reshape(-1, *x.shape[2:]), best, rows.count) for x in (tokens, hidden))
@@ -177,9 +177,9 @@ def _similarity(hidden: jax.Array, context: jax.Array, length: jax.Array) -> jax
     """Return the largest cosine between each candidate and the tokens before it, float32[rows, k].
 
     Args:
-        hidden: float32[rows, k, D], of the candidates, of length 1.
-        context: float32[rows, W, D], of the rows' tokens.
-        length: int32[rows], the number of these tokens.
+        hidden: float32[rows, k, D], the candidates' hidden states, scaled to length 1.
+        context: float32[rows, W, D], those of the rows' tokens.
+        length: int32[rows], the number of tokens of each row.
     """
     cosine = jnp.einsum("bkd,bsd->bks", hidden, context, precision=lax.Precision.HIGHEST)
     filled = jnp.arange(context.shape[1], dtype=jnp.int32)[None, :] < length[:, None]

@@ -25,9 +25,9 @@ from jaxgen.decoding.sample import Sample, append, process
 from jaxgen.errors import ConfigError
 from jaxgen.model.causal_lm import head
 
-# Tokens less likely than this share of the most likely one are banned.
+# Tokens whose probability is below this fraction of the highest one are banned.
 _RELATIVE_TOP = 0.1
-# In a deeper model, "low" and "high" are among its first and last layers only.
+# In models with more layers than _DEEP, "low" and "high" use only the first and last _DEEP_REACH of them.
 _DEEP, _DEEP_REACH = 40, 20
 
 
@@ -53,33 +53,34 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     """Return the layers that `dola_layers` stands for; 0 is the embeddings.
 
     Raises:
-        ConfigError: a layer that the model does not have, or none is left.
+        ConfigError: the model lacks one of the layers, or no layer is left.
     """
     model = cfg.model
     layers, given = model.num_hidden_layers, cfg.dola_layers
     if isinstance(given, tuple):
         if max(given) >= layers:
             raise ConfigError(
-                f"dola_layers={list(given)} has the layer {max(given)}: the model's layers before the last are 0, the "
-                f"embeddings, to {layers - 1}"
+                f"dola_layers={list(given)} has the layer {max(given)}: the layers before the last are 0 (the "
+                f"embeddings) to {layers - 1}"
             )
         return given
     deep = layers > _DEEP
     if given == "high":
         return tuple(range(layers - _DEEP_REACH if deep else layers // 2, layers, 2))
-    # The embeddings of a tied model would predict the token itself.
+    # With tied embeddings, layer 0 would predict the token itself.
     start = min(2, layers - 1) if model.tie_word_embeddings else 0
     end = _DEEP_REACH if deep else layers // 2
     chosen = (start,) if start == layers // 2 else tuple(range(start, end, 2))
     if not chosen:
         raise ConfigError(
-            f"dola_layers='low' has no layer in a tied model of {layers} layers: set dola_layers='high' or a list"
+            f"dola_layers='low' has no layer left in a model of {layers} layers with tied embeddings: "
+            "set dola_layers='high' or a list"
         )
     return chosen
 
 
 def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
-    """Return the contrasted scores of the rows with the prompt, and the logits of the other streams.
+    """Return the contrasted scores of the first stream, and the unchanged logits of the others.
 
     Args:
         run: the constants.
@@ -112,9 +113,9 @@ def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
 
 
 def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -> jax.Array:
-    """Return the processed scores, float32[rows, V], and in rows without a token left those of `without_dola`.
+    """Return the processed scores, float32[rows, V], or those of `without_dola` in rows with no token left.
 
-    DoLa leaves only likely tokens. Processors or a grammar may ban all of them; transformers then takes token 0.
+    DoLa leaves only likely tokens. Processors or a grammar may ban all of them; transformers then chooses token 0.
     """
     banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
     return lax.cond(jnp.any(banned), lambda: jnp.where(banned, without_dola(), processed), lambda: processed)
@@ -123,8 +124,8 @@ def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
     """float32[C, rows]: how far each layer's distribution is from the mature one.
 
-    It is transformers' form of the Jensen-Shannon divergence: the mean of the average distribution's divergences from
-    both. Tokens that a hook banned are not counted. `log_mature` is float32[1, rows, V], `log_premature`
+    This is transformers' form of the Jensen-Shannon divergence: the mean of the average distribution's divergences from
+    both. Tokens that a hook has banned are not counted. `log_mature` is float32[1, rows, V], `log_premature`
     float32[C, rows, V].
     """
     average = 0.5 * (jnp.exp(log_mature) + jnp.exp(log_premature))

@@ -1,4 +1,4 @@
-"""The drafts of assisted generation: by a smaller model, or by looking up the row's last tokens in the row itself.
+"""Drafts for assisted generation: from a smaller model, or by looking up the row's last tokens in the row itself.
 
 A drafter is a few pure functions over its own state (`Drafter`). A draft never changes what is generated.
 """
@@ -22,7 +22,7 @@ from jaxgen.decoding.stopping import StopReason
 from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
 
-# The heuristic schedule drafts at most this many times `num_assistant_tokens`, which is the width of the model's pass.
+# The heuristic schedule drafts at most this multiple of `num_assistant_tokens`; it sets the width of the model's pass.
 _GROWTH = 2
 
 
@@ -32,7 +32,7 @@ class Draft:
 
     Attributes:
         tokens: int32[B, T].
-        count: int32[B], the number of tokens that are drafted; 0 for a finished row.
+        count: int32[B], the number of drafted tokens; 0 for a finished row.
     """
 
     tokens: jax.Array
@@ -43,15 +43,15 @@ class Drafter(Protocol):
     """A source of drafts."""
 
     def begin(self, run: Run, rows: Rows) -> Any:
-        """Return the state for these rows, which have their first token."""
+        """Return the state for these rows, which already have their first token."""
         ...
 
     def propose(self, run: Run, rows: Rows, state: Any) -> tuple[Draft, Any]:
-        """Draft the next tokens of each row, fewer than its budget allows, so that one more can be chosen."""
+        """Draft the next tokens of each row, leaving at least one token of its budget for the model to choose."""
         ...
 
     def update(self, run: Run, state: Any, rows: Rows, accepted: jax.Array) -> Any:
-        """Return the state after the rows were extended by `accepted int32[B]` of the drafted tokens and one more."""
+        """Return the state after each row was extended by `accepted int32[B]` drafted tokens and one more."""
         ...
 
 
@@ -61,16 +61,16 @@ def drafter_of(run: Run) -> Drafter:
 
 
 class PromptLookup:
-    """Drafts what followed the last tokens of a row where they occurred before: `PromptLookupCandidateGenerator`.
+    """Drafts what followed an earlier occurrence of the row's last tokens: `PromptLookupCandidateGenerator`.
 
-    It looks for the longest n-gram at the row's end that also occurs earlier, and takes its first occurrence.
+    Uses the first occurrence of the longest n-gram at the row's end that also occurs earlier.
     """
 
     def begin(self, run: Run, rows: Rows) -> None:
         """Return no state."""
 
     def propose(self, run: Run, rows: Rows, state: None) -> tuple[Draft, None]:
-        """Draft up to `prompt_lookup_num_tokens`, which are tokens of the row."""
+        """Draft up to `prompt_lookup_num_tokens` tokens, copied from the row."""
         assert run.cfg.prompt_lookup_num_tokens is not None
         history, width = rows.history, _within(run, run.cfg.prompt_lookup_num_tokens)
         start = first_occurrence(history.ids, history.length, run.cfg.max_matching_ngram_size or 2)
@@ -86,7 +86,7 @@ class DraftState:
     """State of a draft model.
 
     Attributes:
-        cache: its keys and values, of all of a row's known tokens but the last one or two.
+        cache: its keys and values, for all known tokens of a row except the last one or two.
         wanted: int32[B], how many tokens to draft next.
     """
 
@@ -97,7 +97,7 @@ class DraftState:
 class DraftModel:
     """Drafts with the model of `run.draft`: `AssistedCandidateGenerator`.
 
-    Processors, warpers, stopping rules and random numbers are those of the run.
+    It uses the processors, warpers, stopping rules and random numbers of the run.
     """
 
     def begin(self, run: Run, rows: Rows) -> DraftState:
@@ -135,7 +135,7 @@ class DraftModel:
         return draft, dataclasses.replace(state, cache=cache)
 
     def update(self, run: Run, state: DraftState, rows: Rows, accepted: jax.Array) -> DraftState:
-        """Forget the rejected tokens; draft more next time if all were accepted, otherwise fewer."""
+        """Drop the rejected tokens; draft more next time if all were accepted, otherwise fewer."""
         surplus = jnp.maximum(state.cache.total_length - (rows.history.length - 1), 0)
         wanted = state.wanted
         if _draft_of(run).cfg.num_assistant_tokens_schedule != "constant":
@@ -147,9 +147,9 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
     """Find where the last tokens of each row occurred first.
 
     Args:
-        ids: int32[B, W]; the row is its first `length`.
+        ids: int32[B, W], of which the first `length` belong to the row.
         length: int32[B].
-        most: the largest number of tokens to compare; if they do not occur, fewer are compared.
+        most: the maximum number of tokens to compare; if they do not occur, fewer are compared.
 
     Returns:
         int32[B], the column after the occurrence; `length` if not even the last token occurs earlier.
@@ -170,7 +170,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """int32[B]: how many tokens may be drafted, one less than the budget still allows; 0 for a finished row."""
+    """int32[B]: how many tokens may be drafted, one less than the remaining budget; 0 for a finished row."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 
@@ -181,13 +181,13 @@ def _draft_of(run: Run) -> Run:
 
 
 def _width(run: Run) -> int:
-    """Return the largest number of tokens that the draft model may draft."""
+    """Return the maximum number of tokens that the draft model may draft."""
     cfg = _draft_of(run).cfg
     return _within(run, cfg.num_assistant_tokens * (1 if cfg.num_assistant_tokens_schedule == "constant" else _GROWTH))
 
 
 def _within(run: Run, count: int) -> int:
-    """Return a number of tokens to draft, at most as many as a row can generate after its first, but at least one."""
+    """Clip a number of tokens to draft to what a row can generate after its first token, but at least 1."""
     return max(min(count, run.capacity - 1), 1)
 
 
@@ -200,12 +200,12 @@ def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tok
 
 
 def _known(drafting: Run, ids: jax.Array) -> jax.Array:
-    """Clip ids to the draft model's vocabulary, which may have less padding than the model's."""
+    """Clip ids to the draft model's vocabulary, which may be padded less than the model's."""
     return jnp.clip(ids, 0, drafting.model.vocab_size - 1)
 
 
 def _resized(logits: jax.Array, vocab: int) -> jax.Array:
-    """Return the logits of the model's vocabulary, `[B, vocab]`; the draft model's may have other padding."""
+    """Return logits over the model's vocabulary, `[B, vocab]`; the draft model's may be padded differently."""
     missing = max(vocab - logits.shape[1], 0)
     return jnp.pad(logits[:, :vocab], ((0, 0), (0, missing)), constant_values=-jnp.inf)
 

@@ -24,8 +24,8 @@ class Extensions:
 
     Attributes:
         processors: functions `(History, scores float32[rows, V]) -> scores`.
-        criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called after the new token was appended.
-        allowed: which tokens may follow, or None for all.
+        criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called after a token is appended.
+        allowed: determines which tokens may follow; None for all.
         stop_strings: their automaton, or None.
         hook: called around the model's forward pass, or None.
     """
@@ -84,10 +84,10 @@ def functions(name: str, given: Sequence[Callable]) -> tuple[Any, ...]:
 
 
 def check_arguments(name: str, function: Any, *arguments: str) -> None:
-    """Raise an error if a function of the caller, given as `name`, cannot be called with `arguments`."""
+    """Raise an error if the caller's function, passed as `name`, cannot be called with `arguments`."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some built-in functions it is not known
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*arguments)
@@ -108,7 +108,7 @@ class HostFunction:
     beams: int = flax.struct.field(pytree_node=False, default=1)
 
     def __call__(self, history: History) -> jax.Array:
-        """bool[rows, V]: the tokens that it allows."""
+        """bool[rows, V]: the tokens that the function allows."""
         shape = jax.ShapeDtypeStruct((history.ids.shape[0], self.vocab), np.dtype(bool))
         ask = functools.partial(_ask, self.vocab, self.beams)
         return jax.pure_callback(ask, shape, self.number, history.ids, history.length, history.done)
@@ -119,11 +119,11 @@ _CALLED: dict[int, HostCalls] = {}
 
 
 class HostCalls:
-    """A function that compiled programs may call by its number.
+    """A function that compiled programs may call by number.
 
-    In an eager call of generate(), its exception is stored in `error` and every row ends; the number is released at
-    the end of the call. Under the caller's own jit the number is part of the program and stays valid, and an exception
-    in the function surfaces as a JAX error.
+    In an eager call of generate(), an exception in the function is stored in `error` and every row ends; the number is
+    released at the end of the call. Under the caller's own jit, the number is part of the program and stays valid, and
+    an exception in the function surfaces as a JAX error.
     """
 
     def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, beams: int, eager: bool):
@@ -134,11 +134,11 @@ class HostCalls:
 
     @property
     def pytree(self) -> HostFunction:
-        """The argument of the compiled program."""
+        """The argument to the compiled program."""
         return HostFunction(np.asarray(self.number, np.int32), self.vocab, self.beams)
 
     def close(self) -> None:
-        """Forget the function."""
+        """Unregister the function."""
         _CALLED.pop(self.number, None)
 
     def allowed(self, row: int, ids: np.ndarray) -> np.ndarray:

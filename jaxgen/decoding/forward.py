@@ -22,7 +22,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
 from jaxgen.shapes import pad_axis, where
 
-# Scores float32[streams * rows, V] of such logits and of the layers' states, L + 1 arrays `[streams * rows, D]`.
+# Scores float32[streams * rows, V] from logits of that shape and the layers' states, L + 1 of `[streams * rows, D]`.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
 
 
@@ -52,7 +52,7 @@ class ModelInputs:
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def columns(self, first: jax.Array, size: int) -> ModelInputs:
-        """Return `size` columns from column `first` on, int32[], or int32[rows]; a row has no tokens after its last."""
+        """Return `size` columns from column `first` on, int32[] or int32[rows]; columns past a row's end are masked."""
         if first.ndim:
             column = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
             within = column < self.mask.shape[1]
@@ -77,12 +77,12 @@ class Forward:
 
     Attributes:
         logits: float32[streams * rows, n, V], of all T positions or of the last one.
-        states: L + 1 arrays `[streams * rows, n, D]` of these positions, for the hook and `Needs.layer_states`; else
-            empty.
+        states: L + 1 arrays `[streams * rows, n, D]` for these positions, for the hook and `Needs.layer_states`;
+            otherwise empty.
         out: hidden states and attention weights of all T positions, if asked for.
-        cache: the cache with the tokens in it.
+        cache: the cache, with the tokens added.
         hidden: `[streams * rows, T, D]`, the last layer's normed hidden states of all T positions, for
-            `Needs.final_states`; else None.
+            `Needs.final_states`; otherwise None.
     """
 
     logits: jax.Array
@@ -100,10 +100,10 @@ def run_prompts(
     Args:
         run: the constants.
         rows: returned with the hook's new state.
-        tokens: the prompts, of all streams.
+        tokens: the prompts, in all streams.
         cache: the preceding tokens; extended by `tokens`.
-        cache_is_empty: there are no preceding tokens; on a CPU, this saves the scores of later keys.
-        following: extra slots that generation will add, for the hook's attention mask.
+        cache_is_empty: there are no preceding tokens; this lets the CPU path skip keys after the last query.
+        following: the number of slots that generation will add, for the hook's attention mask.
     """
     inputs, rows = inputs_of(run, rows, tokens, cache, following)
     last = jnp.maximum(tokens.length - 1, 0)
@@ -149,8 +149,8 @@ def observe(
 ) -> tuple[jax.Array, jax.Array, Rows]:
     """Return the logits of a column, float32[rows, V], the processors' input scores, and the rows.
 
-    The scores are the logits, or what `score` makes of them, after guidance. The hook sees the column first and may
-    change its logits; the hook's state changes only in the rows that are `live bool[rows]`.
+    The scores are the logits, or the result of `score`, after guidance. The hook sees the column first and may change
+    its logits; the hook's state changes only in the rows that are `live bool[rows]`.
     """
     logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
     hook = run.extensions.hook
@@ -165,7 +165,7 @@ def observe(
 
 
 def begin_hook(run: Run, rows: Rows) -> Rows:
-    """Return the rows with the first state of the user's hook."""
+    """Return the rows with the initial state of the user's hook."""
     hook: StepHook = run.extensions.hook
     state = hook.init(guidance.stack(run.cfg, rows.history))
     count = rows.count * guidance.streams(run.cfg)
@@ -212,7 +212,7 @@ def in_one_pass(
 ) -> Forward:
     """Run all tokens at once, from slot `start` on; return the logits of `column int32[rows]`, or of all columns.
 
-    Without `start`, each row's tokens follow those in its cache.
+    Without `start`, each row's tokens follow the tokens in its cache.
     """
     if inputs.mask.shape[1] == 1:
         column = None

@@ -1,7 +1,7 @@
 """Diverse beam search (arXiv 1610.02424): `GenerationMixin._group_beam_search` of transformers.
 
-Each prompt has one search per group of beams. In a step the groups choose one after the other, and `diversity_penalty`
-lowers the scores of the tokens that earlier groups have chosen.
+Each prompt has one search per group of beams. In each step, the groups choose one after the other, and
+`diversity_penalty` lowers the scores of the tokens that earlier groups have chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxgen.shapes import repeat_rows, take
 
 
 class GroupBeamSearch(BeamSearch):
-    """Diverse beam search. Each prompt has a search for each group, in consecutive rows."""
+    """Diverse beam search. Each prompt has one search per group, in consecutive rows."""
 
     def beams_per_search(self, run: Run) -> int:
         """Return the number of beams of one group, k."""
@@ -42,7 +42,7 @@ class GroupBeamSearch(BeamSearch):
             scores = process(run, dataclasses.replace(part.rows, history=history), log_probs_of_part)
             live = part.rows.live
             part, parents = choose_beams(run, part, logits_of_part, scores, None)
-            # As in transformers, a group that was finished before this step chooses the pad id.
+            # As in transformers, a group that finished before this step chooses the pad id.
             tokens = jnp.where(live, part.rows.history.last(1)[:, 0], run.pad_id)
             chosen = jnp.concatenate([chosen, tokens.reshape(prompts, count)], axis=1)
             grown.append((part, take(row, parents, prompts), scores))

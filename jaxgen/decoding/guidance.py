@@ -1,7 +1,7 @@
 """Classifier-free guidance (arXiv 2306.17806): the model reads each row in two streams, with and without its prompt.
 
-`UnbatchedClassifierFreeGuidanceLogitsProcessor` of transformers, in one forward pass: the streams are stacked, the rows
-with the prompt first. `StepHook` documents that order; the recording and the result's cache use the first rows.
+`UnbatchedClassifierFreeGuidanceLogitsProcessor` of transformers, in one forward pass: the streams are stacked, with the
+rows that have the prompt first. `StepHook` documents that order; the recording and the result's cache use these rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def streams(cfg: GenerationConfig) -> int:
 
 
 def stack(cfg: GenerationConfig, tree: Any) -> Any:
-    """Return arrays `[rows, ...]` once for each stream: `[streams * rows, ...]`."""
+    """Repeat arrays `[rows, ...]` for each stream: `[streams * rows, ...]`."""
     count = streams(cfg)
     return tree if count == 1 else jax.tree.map(lambda x: jnp.concatenate([x] * count), tree)
 
@@ -44,7 +44,7 @@ def join(trees: tuple[Any, ...]) -> Any:
 
 
 def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
-    """Stack the negative prompts under the prompts; by default a prompt's last token is its negative prompt."""
+    """Append the negative prompts as rows; by default, a prompt's last token is its negative prompt."""
     negative = Tokens(prompt.last(), jnp.ones((prompt.ids.shape[0], 1), bool))
     if request.negative_ids is not None and request.negative_mask is not None:
         negative = run.pad(Tokens.align(request.negative_ids, request.negative_mask))
@@ -60,7 +60,7 @@ def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
 
 
 def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
-    """Return a cache with the rows of `kv`, repeated for `prompts`, and an empty row for each negative prompt."""
+    """Return a cache with the rows of `kv`, repeated for the prompts, and an empty row for each negative prompt."""
     return jax.tree.map(lambda x: pad_axis(x, 0, 2 * prompts), kv.expand(prompts // kv.rows))
 
 
@@ -70,17 +70,17 @@ def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
 
 
 def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> jax.Array:
-    """Return the guided scores, float32[rows, V], from those of both streams."""
+    """Return the guided scores, float32[rows, V], from the scores of both streams."""
     conditional, unconditional = split(cfg, scores)
     scale = RowOptions(cfg, options).number("guidance_scale")
-    # A scale of 1 is off: with one scale per prompt, that prompt keeps its scores.
+    # A scale of 1 means no guidance: with one scale per prompt, such a prompt keeps its scores.
     return jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
 
 
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
-    """Return the cache's row numbers, in all streams, for row numbers `rows int32[m]` of `count` rows.
+    """Return the cache rows, in all streams, that belong to rows `rows int32[m]` out of `count`.
 
-    A number of `count` or more becomes a number past the cache's rows.
+    A row number of `count` or more becomes one past the cache's rows.
     """
     parts = streams(cfg)
     first = jnp.arange(parts, dtype=jnp.int32)[:, None] * count

@@ -1,4 +1,4 @@
-"""The user's own functions around every step: they change the model's inputs and its logits."""
+"""The user's own functions around every step, which can change the model's inputs and its logits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxgen.shapes import short_repr
 
 @flax.struct.dataclass
 class StepInputs:
-    """Inputs of the model in a step: T = 1 token per row, all tokens of the prompts in the first step.
+    """Inputs of the model in a step: T = 1 token per row, or all tokens of the prompts in the first step.
 
     Attributes:
         ids: int32[rows, T], the tokens, read-only: the model reads `inputs_embeds`.
         inputs_embeds: `[rows, T, D]`, their embeddings.
         position_ids: int32[rows, T], their positions, for RoPE.
-        attention_mask: bool[rows, W], which tokens of the row may be attended to, from the row's first token on.
-        real: bool[rows, T], which of the T are tokens, read-only; the prompts' rows are padded at their ends.
+        attention_mask: bool[rows, W], which tokens of the row may be attended to, starting with its first token.
+        real: bool[rows, T], False for padding, which follows the tokens of each prompt; read-only.
     """
 
     ids: jax.Array
@@ -38,7 +38,7 @@ class StepOutput:
 
     Attributes:
         logits: float32[rows, V], before any processor.
-        hidden_states: L + 1 arrays `[rows, D]`, the embedding first, the last one normed; read-only.
+        hidden_states: L + 1 arrays `[rows, D]`, the embedding first; the last one is normed; read-only.
     """
 
     logits: jax.Array
@@ -48,16 +48,16 @@ class StepOutput:
 
 
 class StepHook:
-    """Base of hooks, which `generate(..., hook=)` calls around each step.
+    """Base class of hooks, which `generate(..., hook=)` calls around each step.
 
-    It replaces overriding `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation` of transformers'
+    Hooks replace overriding `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation` of transformers'
     models. Override the methods that you need with pure functions. The state is your own pytree. The first axis of all
-    of its arrays is the rows, so that it can be repeated and reordered with them: the first step has one row per
-    prompt, later ones one per sequence. With `guidance_scale` the rows without the prompt come after the others. With
-    `slots` there are a few prompts at first, one row when a sequence enters, and then as many as slots.
+    its arrays is the rows, so that it can be repeated and reordered with them: the first step has one row per prompt,
+    later steps have one per sequence. With `guidance_scale`, the rows without the prompt come after the others. With
+    `slots`, a call has a few prompts while they are read, one row when a sequence enters, and then one row per slot.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that they are arguments of the compiled program
-    and not constants in it. Any other hook is part of the program, and a new object recompiles.
+    and not constants in it. Any other hook is part of the program, and a new object triggers recompilation.
     """
 
     def init(self, history: History) -> Any:

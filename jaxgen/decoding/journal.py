@@ -1,4 +1,4 @@
-"""The tokens and ends of rows in the order in which they happened, for a host that reads them now and then."""
+"""The tokens and ends of rows in order of occurrence, for a host that reads them from time to time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jaxgen.decoding.queue import NOBODY
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 
-NO_TOKEN = -1  # of an entry that only ends a sequence
+NO_TOKEN = -1  # in an entry that only ends a sequence
 
 
 @flax.struct.dataclass
 class Journal:
     """Entries since the journal was last cleared, each a row of numbers.
 
-    The columns are the prompt's number, which of its sequences it is, the token or `NO_TOKEN`, the `StopReason` or 0,
-    and with log-probabilities the bits of the token's, and then the ids of the most likely tokens and the bits of
-    theirs.
+    The columns are the prompt's number, the sequence's number within the prompt, the token or `NO_TOKEN`, and the
+    `StopReason` or 0. If log-probabilities are recorded, the next columns are the bits of the token's log-probability,
+    the ids of the most likely tokens, and the bits of their log-probabilities.
 
     Attributes:
         entries: int32[E, C].
@@ -37,7 +37,7 @@ class Journal:
 
     @classmethod
     def open(cls, rows: Rows, steps: int) -> Journal:
-        """Return an empty journal of `steps` steps of these rows."""
+        """Return an empty journal with space for `steps` steps of these rows."""
         columns = 4
         if rows.logprobs is not None:
             top = rows.logprobs.top_tokens
@@ -66,19 +66,19 @@ class Journal:
         if after.logprobs is not None:
             columns += _logprobs(after)
         told = (added | ended) & (sequences.number != NOBODY)
-        # Each dropped entry becomes another one, because the scatter promises unique indices.
+        # Each dropped entry gets its own index, because the scatter promises unique indices.
         dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
         place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
         entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
         return dataclasses.replace(self, entries=entries, count=self.count + jnp.sum(told, dtype=jnp.int32))
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Journal:
-        """All of a sequence is in the journal already."""
+        """Return the journal unchanged: it already has the whole sequence."""
         return self
 
 
 def _logprobs(rows: Rows) -> list[jax.Array]:
-    """Return the columns, int32[rows] each, of the newest token of each row."""
+    """Return the columns for the newest token of each row, int32[rows] each."""
     assert rows.logprobs is not None
     column = jnp.maximum(rows.history.step - 1, 0)
     newest = jax.tree.map(lambda x: jax.vmap(lambda row, at: row[at])(x, column), rows.logprobs)

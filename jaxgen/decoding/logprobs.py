@@ -1,4 +1,4 @@
-"""The compiled parts of scoring: forward passes, then logits and log-probabilities a few positions at a time."""
+"""The compiled parts of scoring: forward passes, then logits and log-probabilities, a few positions at a time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class LogProbs:
     """Result of `score`, aligned with the ids. `GenerateOutput.generated` cuts it to the generated columns.
 
     Attributes:
-        logprobs: float32[B, L], the log-probability of each token given those before it; 0 for a row's first token,
-            which nothing predicts, for padding and for columns before `prompt_width`.
+        logprobs: float32[B, L], the log-probability of each token given those before it; 0 for a row's first token
+            (nothing predicts it), for padding and for columns before `prompt_width`.
         top_logprobs: float32[B, L, n], the log-probabilities of the n most likely tokens at that position, in
             descending order; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], the ids of these tokens.
-        is_greedy: bool[B, L], whether the token is the most likely one, as greedy search would choose it: of equal
-            scores the first. False where `logprobs` is 0 by definition. None in the output of `generate`.
+        is_greedy: bool[B, L], True if greedy search would choose the token: it is the most likely one, or the lowest id
+            in a tie. False where `logprobs` is 0 by definition. None in the output of `generate`.
     """
 
     logprobs: jax.Array | None
@@ -53,13 +53,13 @@ def logprobs(
     top: int,
     chunk: int,
 ) -> LogProbs:
-    """Return the log-probabilities of the tokens in the columns from `start` on, from one forward pass.
+    """Return the log-probabilities of the tokens from column `start` on, using one forward pass.
 
     Args:
         params: the parameters.
         ids: int32[B, L].
         mask: bool[B, L], False for padding.
-        replay: computes the scores that the tokens were chosen from; None for the model's own distribution.
+        replay: recomputes the scores from which the tokens were chosen; None for the model's own distribution.
         context: what is known about the weights.
         model: the model's config.
         start: 0, or the width of the prompts.
@@ -88,14 +88,14 @@ def continuation_logprobs(
     model: ModelConfig,
     chunk: int,
 ) -> LogProbs:
-    """Return the log-probabilities of several continuations of each context, which is read once.
+    """Return the log-probabilities of several continuations of each context. Each context is read only once.
 
     Args:
         params: the parameters.
         contexts: int32[B, P].
-        context_mask: bool[B, P], False for padding, on the left; no context is empty.
-        ids: int32[B*R, C], the R continuations of context 0, then those of context 1.
-        mask: bool[B*R, C], False for padding, on the right.
+        context_mask: bool[B, P], False for padding, which is on the left; no context is empty.
+        ids: int32[B*R, C], the R continuations of context 0, then those of context 1, and so on.
+        mask: bool[B*R, C], False for padding, which is on the right.
         context: what is known about the weights.
         model: the model's config.
         chunk: the number of columns whose logits, for all rows, are in memory at once.
@@ -136,7 +136,7 @@ def _of_states(
 
 
 def _first_largest(logits: jax.Array) -> jax.Array:
-    """Return `argmax(logits, axis=-1)` by reductions that XLA vectorizes on a CPU; V if one is NaN."""
+    """Return `argmax(logits, axis=-1)`, by reductions that XLA vectorizes on a CPU; V if any logit is NaN."""
     size = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)
     places = jnp.where(logits == best, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), size)

@@ -1,7 +1,7 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
 A mode is a few pure functions over its own state (`Mode`). A step may append any number of tokens to each row, reorder
-rows or replace them. No token is run through the model twice, and the last token of a row not at all.
+rows or replace them. No token runs through the model twice, and a row's last token never does.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from jaxgen.shapes import repeat_rows, resize_axis
 
 
 class Mode(abc.ABC):
-    """A decode mode: how rows are extended. One file each.
+    """A decode mode: how rows are extended. Each mode has its own file.
 
-    Its state is a pytree with `finished`, bool[], True when no row needs another step.
+    The mode's state is a pytree with `finished`, bool[], True when no row needs another step.
 
     Attributes:
-        takes_draft: a draft model may be passed; then `Assisted` is the mode.
-        drafts: it reads drafted tokens.
-        replays: `score(of="scores")` can compute its scores: they depend on nothing but the row's tokens.
-        refills: rows may leave, and others take their place; it then has `empty`, `enter` and `insert`.
-        watched: how many steps are taken before the host sees the tokens, with a streamer or `max_time`.
-        no_cache: why it cannot begin with a cache; empty if it can.
+        takes_draft: a draft model may be passed; the mode is then replaced by `Assisted`.
+        drafts: the mode reads drafted tokens.
+        replays: `score(of="scores")` can recompute the scores: they depend only on the row's tokens.
+        refills: rows may leave, and others take their place; the mode then has `empty`, `enter` and `insert`.
+        watched: with a streamer or `max_time`, the number of steps after which the host sees the tokens.
+        no_cache: why the mode cannot begin with a cache; empty if it can.
     """
 
     takes_draft: bool = False
@@ -53,10 +53,10 @@ class Mode(abc.ABC):
     no_cache: str = ""
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Return what it needs with these options.
+        """Return the requirements of the mode with these options.
 
         Raises:
-            ConfigError: options that the mode cannot have.
+            ConfigError: the mode does not support some of the options.
         """
         return Needs(sequences=cfg.num_return_sequences)
 
@@ -86,8 +86,8 @@ class Prefilled:
     """The prompts after the model has read them.
 
     Attributes:
-        rows: one row per prompt, with nothing generated.
-        read: the model's output for each prompt's last token, with the cache that has the prompts.
+        rows: one row per prompt, before anything is generated.
+        read: the model's output for each prompt's last token, and the cache with the prompts.
     """
 
     rows: Rows
@@ -99,10 +99,10 @@ class Progress:
     """Progress of a run as a streamer sees it.
 
     Attributes:
-        tokens: int32[rows, N], generated so far, then the pad id.
-        lengths: int32[rows], the number of these in each row.
-        ended: bool[rows], True for a row that gets no more.
-        steps: int32[], the number of columns of `tokens` that will not change.
+        tokens: int32[rows, N], the tokens generated so far, then the pad id.
+        lengths: int32[rows], the number of generated tokens in each row.
+        ended: bool[rows], True for a row that gets no more tokens.
+        steps: int32[], the number of columns of `tokens` that are final.
         finished: bool[], True when no row needs another step.
     """
 
@@ -114,7 +114,7 @@ class Progress:
 
     @classmethod
     def of(cls, run: Run, rows: Rows) -> Progress:
-        """Return the progress of rows that only become longer."""
+        """Return the progress of rows whose tokens never change once generated."""
         history = rows.history
         longest = jnp.max(history.step)
         complete = jnp.min(jnp.where(history.done, longest, history.step))
@@ -131,12 +131,12 @@ class Decoded:
         lengths: int32[rows], the number of generated tokens, eos included.
         reasons: int32[rows], a `StopReason` each.
         recording: the per-step records that the config requests.
-        logprobs: of the generated tokens, `[rows, N, ...]`; None unless asked for.
+        logprobs: of the generated tokens, `[rows, N, ...]`; None unless requested.
         continuation: the cache to continue from; None if rows were replaced.
-        sequences_scores: float32[rows], of beam search; else None.
-        beam_indices: int32[rows, N], of beam search; else None.
-        drafted: int32[rows], the number of drafted tokens, of assisted generation; else None.
-        accepted: int32[rows], those of them that were chosen.
+        sequences_scores: float32[rows], for beam search; otherwise None.
+        beam_indices: int32[rows, N], for beam search; otherwise None.
+        drafted: int32[rows], the number of drafted tokens, for assisted generation; otherwise None.
+        accepted: int32[rows], how many of the drafted tokens were chosen.
     """
 
     tokens: jax.Array
@@ -152,7 +152,7 @@ class Decoded:
 
     @classmethod
     def of(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
-        """Return the result of rows whose cache has all of their tokens but the last."""
+        """Return the result of rows whose cache has all of their tokens except the last."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
         kv = guidance.conditional(run.cfg, cache) if run.guided else cache
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
@@ -166,7 +166,7 @@ def decode(run: Run, request: Request, mode: Mode) -> Decoded:
 
 
 def finish(run: Run, state: Any, mode: Mode) -> Decoded:
-    """Return the result for the prompts of the request; what every process needs of it is on all devices."""
+    """Return the result for the prompts of the request; the parts that every process needs are on all devices."""
     decoded = mode.finish(run, state)
     if run.mesh is None:
         return decoded
@@ -181,14 +181,14 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
 
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
-    """Leave the mesh's padding out of the tokens; keys and values stay where they are."""
+    """Drop the mesh's padding from the tokens; keys and values stay where they are."""
     tokens, count = run.cut((continuation.tokens, continuation.count))
     tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
     return dataclasses.replace(continuation, tokens=tokens, count=count)
 
 
 def progress(run: Run, state: Any, mode: Mode) -> Progress:
-    """Return the tokens so far of the prompts of the request, on all devices."""
+    """Return the tokens generated so far for the prompts of the request, on all devices."""
     now = mode.progress(run, state)
     if run.mesh is None:
         return now
@@ -213,7 +213,7 @@ def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
 
 
 def prefill(run: Run, request: Request) -> Prefilled:
-    """Run each prompt through the model once, however many sequences will continue it."""
+    """Run each prompt through the model once, regardless of how many sequences continue it."""
     request = request.complete()
     prompt, cache, rows = open_prompts(run, request)
     if run.extensions.hook is not None:
@@ -234,9 +234,9 @@ def continuation_of(run: Run, request: Request) -> Continuation:
 
 
 def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
-    """Return the tokens to read, the cache that receives them, and the rows before anything is generated.
+    """Return the tokens to read, the cache to add them to, and the rows before anything is generated.
 
-    `request` is complete. With guidance, the tokens and the cache have the rows of both streams.
+    `request` is complete. With guidance, the tokens and the cache have rows for both streams.
     """
     read = known = prompt = Tokens.align(request.ids, request.mask, request.embeds)
     cache_ids, total = prompt.ids, prompt.length
@@ -254,7 +254,7 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
 
 
 def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
-    """Return the ids of all tokens of each prompt, int32[B, W], those of its cache first, and their number, int32[B].
+    """Return the ids of all tokens of each prompt, int32[B, W], and their number, int32[B]; cached tokens come first.
 
     The ids are None if those in the cache are not known.
     """
@@ -268,7 +268,7 @@ def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Arra
 
 
 def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
-    """Prepend the pending token, if any: the last generated one, which has not been through the model yet."""
+    """Prepend the pending token, if any: the last generated one, which the model has not read yet."""
     if given.tokens is None:
         return prompt
     rows = prompt.ids.shape[0]
@@ -278,7 +278,7 @@ def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
 
 
 def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
-    """Return the cache that receives the prompts, of `shape` (rows, width)."""
+    """Return a cache with space for the prompts, whose `shape` is (rows, width)."""
     rows, width = shape
     if given is None:
         return KVCache.create(run.model, rows, width, run.cfg.cache_dtype)

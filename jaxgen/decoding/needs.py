@@ -1,4 +1,4 @@
-"""Requirements of a decode mode, which the trunk reads."""
+"""Requirements of a decode mode, read by the shared loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Needs:
 
     Attributes:
         sequences: rows in the loop per prompt.
-        candidates: tokens that it reads per row and step, to choose one of them.
-        layer_states: it reads the hidden states of all layers at each row's last token.
-        final_states: it reads the last layer's normed hidden states of all tokens.
+        candidates: tokens that the model reads per row and step, to choose one of them.
+        layer_states: the mode reads the hidden states of all layers at each row's last token.
+        final_states: the mode reads the last layer's normed hidden states of all tokens.
     """
 
     sequences: int = 1

@@ -1,4 +1,4 @@
-"""Prompts on their way into the loop: a few at a time are read, in chunks, and then wait until a slot is free."""
+"""Prompts on their way into the loop: read a few at a time, in chunks, they then wait for a free slot."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import where
 
-_TOKENS = 512  # that are read between two steps, of all prompts together
-_CHUNK = 128  # the most that are read of one prompt, unless `prefill_chunk_size` is set
+_TOKENS = 512  # read between two steps, over all prompts
+_CHUNK = 128  # maximum read from one prompt, unless `prefill_chunk_size` is set
 
 
 @flax.struct.dataclass
 class Pool:
-    """R places for prompts, of which passes read the next chunk of each that has not been read to its end.
+    """R places for prompts. Each pass reads the next chunk of prompts that have not been read to the end.
 
-    The number of places and the size of a chunk depend on the prompts' width, `slots`, `prefill_chunk_size` and the
-    mesh, so that how a prompt is read does not depend on the other prompts.
+    The number of places and the size of a chunk depend only on the prompts' width, `slots`, `prefill_chunk_size` and
+    the mesh. The other prompts therefore have no effect on how a prompt is read.
 
     Attributes:
         number: int32[R], the number of the prompt in each place, `NOBODY` in an empty one.
-        sequences: int32[R], how many sequences it gets.
-        taken: int32[R], how many of them have been taken.
-        read: int32[streams * R], how many of its tokens the model has read.
-        inputs: all of its tokens.
-        rows: one row per place, with nothing generated.
+        sequences: int32[R], the number of sequences per prompt.
+        taken: int32[R], how many of these sequences have been taken.
+        read: int32[streams * R], how many of the prompt's tokens the model has read.
+        inputs: all tokens of the prompts.
+        rows: one row per place, before anything is generated.
         logits: float32[streams * R, 1, V], for the last token of each prompt that has been read.
         states: the layers' hidden states at that token; see `Forward`.
-        cache: the prompts' tokens that have been read.
-        keep: int32[R, J], where the chunks of each prompt are to be stored; see `Places`. None without a store.
-        store: the store of prefixes, a row for each chunk; or None.
+        cache: the tokens read so far.
+        keep: int32[R, J], where to store the chunks of each prompt; see `Places`. None without a store.
+        store: the store of prefixes, with a row for each chunk; or None.
     """
 
     number: jax.Array
@@ -65,8 +65,8 @@ class Pool:
 
         Args:
             run: the constants.
-            queue: the prompts that wait.
-            most: the most places.
+            queue: the waiting prompts.
+            most: the maximum number of places.
             stored: how many chunks the store has space for; 0 for no store.
         """
         chunk = chunk_size(run.cfg, _width(queue.request))
@@ -93,12 +93,12 @@ class Pool:
         return dataclasses.replace(pool, keep=keep, store=store)
 
     def ready(self, run: Run) -> jax.Array:
-        """bool[R], the places whose prompt has been read to its end."""
+        """bool[R], the places whose prompt has been read to the end."""
         ended = jnp.stack(guidance.split(run.cfg, self.read >= self.inputs.length))
         return (self.number != NOBODY) & jnp.all(ended, axis=0)
 
     def has_unread(self, run: Run) -> jax.Array:
-        """bool[], True if a prompt has not been read to its end."""
+        """bool[], True if a prompt has not been read to the end."""
         return jnp.any((self.number != NOBODY) & ~self.ready(run))
 
     def can_load(self, queue: Queue) -> jax.Array:
@@ -113,7 +113,7 @@ class Pool:
         number = jnp.where(given, queue.number[place], NOBODY)
         loaded = number != NOBODY
         inputs, rows, cache = _open(run, queue.request, place)
-        before, keep = cache.length, self.keep  # a prefix of all prompts may be in the same part
+        before, keep = cache.length, self.keep  # the same part may also have a prefix shared by all prompts
         if self.store is not None and queue.prefixes is not None:
             cache = copy_from(self.store, cache, queue.prefixes.have[place])
             keep = where(loaded, queue.prefixes.keep[place], keep)
@@ -130,7 +130,7 @@ class Pool:
             read=jnp.where(of_streams, cache.length - before, self.read),
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
-            # The previous prompt's keys and values go: a NaN among them would spread, though nothing attends to it.
+            # Erase the previous prompt's keys and values: a NaN would spread even though nothing attends to it.
             cache=dataclasses.replace(where(of_streams, own(cache), own(self.cache)), prefix=self.cache.prefix),
             keep=keep,
         )
@@ -139,8 +139,8 @@ class Pool:
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt that has one.
 
-        One prompt after the other, so that a prompt alone does not wait for empty places; on a mesh, which divides the
-        places, all at once.
+        Prompts are read one after the other, so that no time is spent on empty places. On a mesh, which divides the
+        places, they are read all at once.
         """
         if run.mesh is not None:
             return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))
@@ -196,7 +196,7 @@ class Pool:
 
 
 def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:
-    """Return the inputs of some prompts of a request, int32[R], their rows, and the cache before they are read."""
+    """Return the inputs and rows of the `prompts int32[R]` of a request, and the cache before they are read."""
     run = run.of_prompts(prompts.shape[0])
     tokens, cache, rows = open_prompts(run, request.select(prompts))
     if run.extensions.hook is not None:
@@ -211,5 +211,5 @@ def _width(request: Request) -> int:
 
 
 def chunk_size(cfg: GenerationConfig, width: int) -> int:
-    """Return the most tokens that a pass reads of a prompt of `width` tokens, padding included."""
+    """Return the maximum number of tokens, padding included, that a pass reads of a prompt of `width` tokens."""
     return min(cfg.prefill_chunk_size or _CHUNK, width)

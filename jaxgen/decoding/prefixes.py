@@ -1,7 +1,8 @@
 """A store of prefixes: keys and values of whole chunks of prompts, as the pool has read them.
 
-A chunk's keys and values depend on its tokens and on those before it. Prompts that begin with the same chunks can so
-copy them from the store, and get the same bits as by reading them. The store is a cache with a row for each chunk.
+A chunk's keys and values depend on its tokens and on those before it. Prompts that begin with the same chunks can
+therefore copy them from the store, and get the same bits as by reading them. The store is a cache with one row per
+chunk.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Places:
     """Where the first J chunks of some prompts are in the store.
 
     Attributes:
-        have: int32[n, J], the places from which chunks are copied; `NOWHERE` from the first chunk on that is read.
-        keep: int32[n, J], the places in which chunks are stored when they have been read, or `NOWHERE`.
+        have: int32[n, J], the places from which chunks are copied; `NOWHERE` for chunks that the model must read.
+        keep: int32[n, J], the places where chunks are stored once they have been read, or `NOWHERE`.
     """
 
     have: Array
@@ -33,7 +34,7 @@ class Places:
 
 
 def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
-    """Return an empty cache of R rows with the chunks that are stored at `have int32[R, J]`."""
+    """Fill an empty cache of R rows with the chunks stored at `have int32[R, J]`."""
     rows, chunks = have.shape
     known = have != NOWHERE
     width = chunks * store.slots
@@ -51,7 +52,7 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
 
 
 def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
-    """Return the store with chunk number `chunk int32[R]` of each row of a cache at the place `keep int32[R]`."""
+    """Store chunk number `chunk int32[R]` of each row of a cache at place `keep int32[R]`; return the store."""
     # Each dropped chunk gets its own place, because the scatter promises unique indices.
     place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
 

@@ -1,4 +1,4 @@
-"""Prompts that wait to be read, each with a number, in a ring of places."""
+"""Numbered prompts that wait to be read, in a ring of places."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NOBODY = -1  # the number of no prompt
 
 @flax.struct.dataclass
 class Queue:
-    """Q places for prompts, those that wait one after the other, from `first` on and then from place 0.
+    """Ring of Q places. Waiting prompts occupy consecutive places from `first` on, continuing at place 0.
 
     Attributes:
         request: the prompts in all places, complete.
-        number: int32[Q], the number of each prompt, by which its sequences are known; `NOBODY` for one that is skipped.
-        sequences: int32[Q], how many sequences each prompt gets.
+        number: int32[Q], the number of each prompt, which identifies its sequences; `NOBODY` for a prompt to skip.
+        sequences: int32[Q], the number of sequences per prompt.
         first: int32[], the place of the next prompt.
-        waiting: int32[], how many prompts wait.
-        prefixes: where their first chunks are in the store of prefixes; None without a store.
+        waiting: int32[], the number of waiting prompts.
+        prefixes: where the prompts' first chunks are in the store of prefixes; None without a store.
     """
 
     request: Request

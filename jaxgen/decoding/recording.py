@@ -24,7 +24,7 @@ class LayerRecording(RowState):
     Attributes:
         prefill: one array per layer: hidden states `[B, P, D]`, attention weights float32[B, A, P, P].
         decode: one array per layer: `[N - 1, rows, D]`, float32[N - 1, rows, A, P + N]. The first step, which runs the
-            prompt, is not included; zeros in steps that a row never took. Inside the loop the first two axes are
+            prompt, is not included; steps that a row never took are zero. Inside the loop, the first two axes are
             swapped: `[rows, N - 1, ...]`.
     """
 
@@ -38,8 +38,8 @@ class LayerRecording(RowState):
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
         """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps on the first axis.
 
-        Columns that rounding up added on the left are removed. If the last axis is columns too (attention weights),
-        `tokens` is how many generated tokens to keep there; else None.
+        Columns that rounding up added on the left are removed. If the last axis is also columns (attention weights),
+        `tokens` is how many generated tokens to keep there; otherwise None.
         """
         bucket = self.prefill[0].shape[-2]
 
@@ -64,7 +64,7 @@ def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
 
     Args:
         mask: bool[B, P], True for the prompt's tokens.
-        length: int32[B], the number of prefilled tokens. If there are more than the mask has, the others came first.
+        length: int32[B], the number of prefilled tokens. If it exceeds the mask's, the additional tokens come first.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
@@ -80,10 +80,10 @@ def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
 
 @flax.struct.dataclass
 class Recording(RowState):
-    """The records that the config asks for; the others are None.
+    """The records that the config requests; the others are None.
 
     Attributes:
-        scores: float32[rows, N, V], the scores that each token was chosen from; zeros in steps never taken.
+        scores: float32[rows, N, V], the scores from which each token was chosen; zeros in steps never taken.
         logits: float32[rows, N, V], as the model returned them.
         hidden_states: L + 1 layers, the embeddings first.
         attentions: L layers.
@@ -98,7 +98,7 @@ class Recording(RowState):
 
     @classmethod
     def begin(cls, cfg: GenerationConfig, capacity: int, out: ModelOutput, columns: jax.Array) -> Recording:
-        """Allocate `capacity` steps for each prompt and record its prefill `out`; `columns int32[B, P]`."""
+        """Allocate `capacity` steps for each prompt, and record its prefill `out`; for `columns` see `columns_of`."""
         prompts, width = columns.shape
         everything = (prompts, capacity, cfg.model.vocab_size)
         later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
@@ -119,7 +119,7 @@ class Recording(RowState):
         )
 
     def put(self, step: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Recording:
-        """Record step `step int32[rows]` of the rows that are `live bool[rows]`; both scores are float32[rows, V]."""
+        """Record step `step int32[rows]` where `live bool[rows]`; logits and scores are float32[rows, V]."""
         return dataclasses.replace(
             self,
             scores=None if self.scores is None else put_step(self.scores, step, live, scores),
@@ -129,9 +129,9 @@ class Recording(RowState):
     def put_layers(
         self, step: jax.Array, live: jax.Array, out: ModelOutput, column: int | jax.Array, offset: int
     ) -> Recording:
-        """Record the layers' values for the `step`-th token of each live row, which they read in `column`.
+        """Record the layers' values for the `step`-th token of each live row, which is in `column` of the output.
 
-        `offset`: the number of slots in the cache's prefix. If it is 0, a row's generated tokens follow its prompt.
+        `offset` is the number of slots in the cache's prefix. If it is 0, a row's generated tokens follow its prompt.
         """
         hidden, attentions, columns = self.hidden_states, self.attentions, self.columns
         rows = step.shape[0]

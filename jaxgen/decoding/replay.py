@@ -1,4 +1,4 @@
-"""Replay: recompute the scores that given tokens were chosen from."""
+"""Replay: recompute the scores from which existing tokens were chosen."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Replay:
     Attributes:
         cfg: greedy search or sampling, without guidance.
         extensions: processors and an automaton.
-        new_tokens: int32[] or one per prompt, the maximum number of new tokens of a row.
-        longest: int32[], the maximum number of tokens of a row, including its prompt.
+        new_tokens: int32[] or one per prompt, the maximum number of new tokens in a row.
+        longest: int32[], the maximum number of tokens in a row, including its prompt.
     """
 
     cfg: GenerationConfig
@@ -39,7 +39,7 @@ class Replay:
     longest: Array
 
     def begin(self, ids: jax.Array, mask: jax.Array, width: int) -> History:
-        """Return the history of the first `width` columns of `ids int32[rows, L]`, with room for the others."""
+        """Return the history of the first `width` columns of `ids int32[rows, L]`, with space for the others."""
         rows, columns = ids.shape
         prompt = Tokens.align(ids[:, :width], mask[:, :width])
         budget = jnp.minimum(repeat_rows(jnp.atleast_1d(self.new_tokens), rows), self.longest - prompt.length)
@@ -49,7 +49,7 @@ class Replay:
         return History.begin(self.cfg, room, prompt.length, budget, grammar)
 
     def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, reduce_column: Callable):
-        """Score the next T tokens of each row, one column at a time; the backward pass computes the scores again.
+        """Score the next T tokens of each row, one column at a time; the backward pass recomputes the scores.
 
         Args:
             history: the preceding tokens.

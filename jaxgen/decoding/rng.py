@@ -1,6 +1,6 @@
 """Random keys of rows: a row draws the same numbers in every batch.
 
-`draw` in sample.py folds in the step, which is the number of tokens that the row has generated.
+`draw` in sample.py folds in the step, that is, the number of tokens that the row has generated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trees of arrays that follow rows, and which of their arrays belong to prompts."""
+"""Trees of per-row arrays, some of which belong to prompts instead of sequences."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class RowState:
     """Base of pytree dataclasses whose arrays have one row per sequence, on the first axis.
 
     Attributes:
-        of_prompts: names of the fields whose arrays have one row per prompt, which all sequences of the prompt share.
+        of_prompts: names of the fields whose arrays have one row per prompt, shared by all its sequences.
     """
 
     of_prompts: ClassVar[tuple[str, ...]] = ()
 
     def map_rows(self: State, of_sequences: Callable, *others: Any, of_prompts: Callable = lambda x, *_: x) -> State:
-        """Map the arrays of sequences, and those of prompts, which are left unchanged unless a function is given.
+        """Map the arrays of sequences; the arrays of prompts stay unchanged unless `of_prompts` is passed.
 
-        Functions also receive the arrays of `others`, which have the same structure.
+        The functions also receive the arrays of `others`, which have the same structure.
         """
         return _map((self, *others), of_sequences, of_prompts)
 

@@ -1,8 +1,8 @@
-"""The state that follows a row: its tokens, options, key, grammar, stop strings, constraints, hook and records.
+"""The state of a row: its tokens, options, key, grammar, stop strings, constraints, hook and records.
 
-All of it supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select` rows
-(reorder them, as beams do) and `insert` rows (a finished row is replaced by another prompt). The first axis of every
-array is the rows, or the prompts where that is declared, so that each operation is one map; see `RowState`.
+Every part supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select`
+rows (reorder them, as beams do) and `insert` rows (replace a finished row by another prompt). The first axis of every
+array is the rows, or the prompts where that is declared, so each operation is one map; see `RowState`.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Rows(RowState):
         options: the options of the row's prompt, by name.
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], the states of the stop strings' automaton; None without stop strings.
-        unusual: bool[rows], the rows whose options are not all in `Run.usual`; None without it.
-        logged: bool[rows], the rows whose log-probabilities are recorded; None for all.
+        unusual: bool[rows], rows with options that are not in `Run.usual`; None without it.
+        logged: bool[rows], rows whose log-probabilities are recorded; None for all.
         constraints: progress through the constraints of beam search; None without constraints.
         hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
-        logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless asked for.
+        logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless requested.
         recording: the per-step records of the output.
         cache_ids: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
             known.
@@ -76,7 +76,7 @@ class Rows(RowState):
         Args:
             run: the constants.
             request: the prompts, complete.
-            known: the tokens of each prompt whose ids are known, including those of its cache.
+            known: the tokens of each prompt whose ids are known, including those in its cache.
             cache_ids: int32[B, W], as in the attributes.
             total: int32[B], the number of tokens of each prompt, including those without known ids.
         """
@@ -120,7 +120,7 @@ class Rows(RowState):
         return ~self.history.done
 
     def pad(self, run: Run) -> Rows:
-        """Return as many rows as there are prompts in the loop; those that are added are finished."""
+        """Add finished rows until there are as many as prompts in the loop."""
         rows = run.pad(self)
         return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
 
@@ -135,22 +135,22 @@ class Rows(RowState):
         return dataclasses.replace(self, keys=keys)
 
     def select(self, rows: jax.Array, groups: int = 1) -> Rows:
-        """Return the state with row `rows[i]` in place of row i, int32[rows]; both belong to one prompt.
+        """Return the state with row `rows[i]` in place of row i, int32[rows]; both must belong to the same prompt.
 
-        `groups`: into how many equal parts the rows are cut, each row coming from its own; see `shapes.take`.
+        The rows consist of `groups` equal parts, and each row is taken from its own part; see `shapes.take`.
         """
         return self.map_rows(lambda x: take(x, rows, groups))
 
     def take(self, rows: jax.Array) -> Rows:
-        """Return rows `rows int32[n]` with what their prompts own; no two rows belong to one prompt."""
+        """Return rows `rows int32[n]` with the arrays of their prompts; no two rows belong to the same prompt."""
         return jax.tree.map(lambda x: x[rows], self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
 
         A row number of `count` or more inserts nothing; the others must be distinct. `source` has the same structure
-        and sizes. If prompts have several sequences, all sequences of a prompt are replaced by those of another, in
-        their order: what a prompt's sequences share is replaced too.
+        and sizes. If prompts have several sequences, all sequences of a prompt must be replaced by those of another, in
+        order, because the state that they share is replaced too.
         """
         # Each dropped row gets its own number, because the scatter promises unique indices.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
@@ -175,20 +175,20 @@ class Rows(RowState):
             live: bool[rows], the rows that take part; finished rows never do.
             logits: float32[rows, V], as the model returned them.
             scores: float32[rows, V], from which the tokens were chosen.
-            failed: int32[rows], a `StopReason` for a row that no token could be chosen for; else NONE.
+            failed: int32[rows], a `StopReason` for a row for which no token could be chosen; otherwise NONE.
         """
         live &= self.live
         added = live & (failed == StopReason.NONE)
         rows = self.append(run, tokens, added, scores)
         if run.cfg.output_logprobs is not None:
             rows = rows.with_logprobs(run, added, logits, scores)
-        if run.cfg.records:  # a failed step too: its scores show why
+        if run.cfg.records:  # failed steps are recorded too: their scores show the reason
             recording = self.recording.put(self.history.step, live, logits, scores)
             rows = dataclasses.replace(rows, recording=recording)
         return rows.end(live & ~added, failed)
 
     def append(self, run: Run, tokens: jax.Array, added: jax.Array, scores: jax.Array) -> Rows:
-        """Append a token to each row that is `added bool[rows]`, and set the reasons of the rows that end.
+        """Append a token to each row where `added bool[rows]` is True, and set the reasons of the rows that end.
 
         Arguments are those of `push`.
         """
@@ -209,7 +209,7 @@ class Rows(RowState):
             return rows.end(added, first_reason(**stops, **ends))
 
     def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the states of grammar and stop strings after the tokens, and bool[rows] by reason: which rows end."""
+        """Return the states of grammar and stop strings after the tokens, and which rows end: bool[rows] by reason."""
         grammar, stop_strings = self.history.grammar, self.stop_strings
 
         def read() -> tuple[Any, Any, dict[str, Any]]:
@@ -218,8 +218,8 @@ class Rows(RowState):
             if isinstance(automaton, TokenAutomaton) and grammar is not None:
                 eos = RowOptions(run.cfg, self.options).eos(self.count)
                 following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
-                endless = ~jnp.any(eos, axis=-1)  # rows without an eos id to end with
-                # With an empty budget, a text to which a token could be added ends for its length.
+                endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
+                # If the budget is empty and another token could follow, the row ends with the reason LENGTH.
                 remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
                 ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
             if strings is not None and stop_strings is not None:
@@ -234,13 +234,13 @@ class Rows(RowState):
         return lax.cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
     def end(self, rows: jax.Array, reason: jax.Array) -> Rows:
-        """Set the reason, int32[rows], of the `rows bool[rows]`; a row with a reason other than NONE is done."""
+        """Set the reason, int32[rows], of the `rows bool[rows]`; a row with a reason other than NONE is finished."""
         reasons = jnp.where(rows, reason, self.reasons)
         history = dataclasses.replace(self.history, done=self.history.done | (reasons != StopReason.NONE))
         return dataclasses.replace(self, history=history, reasons=reasons)
 
     def with_logprobs(self, run: Run, added: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
-        """Add the log-probability of the newest token of each row that is `added`; arguments are those of `push`."""
+        """Record the log-probability of the newest token of each `added` row; arguments are those of `push`."""
         assert self.logprobs is not None
         source = logits if run.cfg.output_logprobs == "logits" else scores
 

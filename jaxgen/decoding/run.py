@@ -22,25 +22,25 @@ from jaxgen.model.context import NO_CONTEXT, Context
 from jaxgen.model.sharding import ROWS, constrain, rows_on
 from jaxgen.shapes import repeat_rows
 
-Array = Any  # jax's inside a program, numpy's before it
+Array = Any  # jax.Array inside a program, np.ndarray before
 _PROCESSORS = frozenset(option.name for option in OPTIONS.values() if option.stage)
 
 
 @flax.struct.dataclass
 class Request:
-    """The prompts of a run with all that belongs to each, checked, and rounded up in an eager call; all traced.
+    """The prompts of a run with everything that belongs to each: checked, rounded up in an eager call, all traced.
 
     Attributes:
         ids: int32[B, P], padded on any side; `UNKNOWN` throughout if only embeddings were given.
         mask: bool[B, P], True for tokens.
         budget: int32[B], the maximum number of tokens to generate per prompt.
-        options: values of options that are on, each for all prompts or `[B, ...]`; see `GenerationConfig.split`.
+        options: values of the enabled options, each for all prompts or `[B, ...]`; see `GenerationConfig.split`.
         grammar: int32[] or int32[B], the first state of the token automaton; None without one.
         stop_strings: int32[] or int32[B], the first state of the stop strings' automaton; None without stop strings.
-        unusual: bool[B], the prompts whose options are not all in `Run.usual`; None without it.
-        logged: bool[B], the prompts whose log-probabilities are recorded; None for all.
+        unusual: bool[B], prompts with options that are not in `Run.usual`; None without it.
+        logged: bool[B], prompts whose log-probabilities are recorded; None for all.
         key: one key, `key[B]`, or None for greedy search.
-        cache: the tokens before the prompts, with B rows or a divisor of B; or None.
+        cache: the tokens before the prompts; its number of rows is B or a divisor of B. Or None.
         embeds: `[B, P, D]`, or None.
         negative_ids: int32[B, Q], the negative prompts of guidance, or None.
         negative_mask: bool[B, Q], or None.
@@ -61,14 +61,14 @@ class Request:
     negative_mask: Array | None = None
 
     def select(self, prompts: jax.Array) -> Request:
-        """Return the prompts of these numbers, int32[n], of a complete request; the cache must be shared by all."""
+        """Return the prompts numbered `prompts int32[n]` of a complete request; all must share the cache."""
         selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
         return dataclasses.replace(selected, cache=self.cache)
 
     def complete(self) -> Request:
-        """Return the request in which each prompt has its own entry in every array but those of the cache.
+        """Return the request with one entry per prompt in every array except those of the cache.
 
-        Any of the prompts can then be selected by indexing each array.
+        Prompts can then be selected by indexing each array.
         """
         prompts = self.ids.shape[0]
         states = {"grammar": self.grammar, "stop_strings": self.stop_strings}
@@ -88,7 +88,7 @@ class Sizes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
         slots: slots for the tokens of `Request.cache` and, unless its rows are shared, the prompts; 0 without a cache.
-        needs: what the decode mode needs.
+        needs: the requirements of the decode mode.
     """
 
     prompts: int
@@ -98,9 +98,9 @@ class Sizes:
 
 
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
-    """Return True if a cache of `rows` rows gets one for each of `prompts` prompts, instead of sharing its own.
+    """Return True if a cache of `rows` rows is expanded to one row per prompt, instead of being shared.
 
-    Padding the prompts for a mesh would otherwise leave a number that is not a multiple of the cache's rows.
+    Otherwise, padding the prompts for a mesh could leave a number that is not a multiple of the cache's rows.
     """
     return 1 < rows <= prompts < rows_on(mesh, prompts)
 
@@ -111,16 +111,16 @@ class Run:
 
     Attributes:
         params: the model's parameters.
-        cfg: the model's config, and which options are on. Values that belong to a prompt are in `Request.options` and
-            `Rows.options`.
-        usual: the config with the options that most rows have; None if all rows have all that are on in `cfg`. In a
-            step in which all rows are usual, only its options are applied. Then the automata's state 0 is that of rows
+        cfg: the model's config, and which options are on. The values that belong to a prompt are in `Request.options`
+            and `Rows.options`.
+        usual: the config with the options that most rows have; None if all rows have all options of `cfg`. A step in
+            which no row is unusual applies only these options. State 0 of the automata is then the state of rows
             without a grammar or stop strings.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
-        draft: in assisted generation, the run of the model that drafts tokens; else None. Only its model and the
-            settings of drafting are read: tokens are chosen by this run.
+        draft: in assisted generation, the run of the model that drafts tokens; otherwise None. Only its model and its
+            drafting settings are used: tokens are chosen by this run.
         mesh: the mesh that the parameters are divided over, or None.
     """
 
@@ -140,12 +140,12 @@ class Run:
 
     @property
     def needs(self) -> Needs:
-        """What the decode mode needs."""
+        """The requirements of the decode mode."""
         return self.sizes.needs
 
     @property
     def changes_scores(self) -> bool:
-        """True if something changes the scores before a token is chosen."""
+        """True if anything changes the scores before a token is chosen."""
         extensions = self.extensions
         return bool(extensions.processors or extensions.allowed is not None or self.cfg.enabled & _PROCESSORS)
 
@@ -166,7 +166,7 @@ class Run:
 
     @property
     def pad_id(self) -> jax.Array:
-        """The id that follows a row's end."""
+        """The id that fills a row after its end."""
         return jnp.asarray(self.cfg.pad_token_id, jnp.int32)
 
     @property
@@ -175,13 +175,13 @@ class Run:
         return rows_on(self.mesh, self.sizes.prompts)
 
     def of_prompts(self, prompts: int) -> Run:
-        """Return the run of another number of prompts."""
+        """Return the run with another number of prompts."""
         return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, prompts=prompts))
 
     def pad(self, tree: Any) -> Any:
-        """Return arrays `[B, ...]` with as many rows as there are prompts in the loop, and divided over the mesh.
+        """Pad arrays `[B, ...]` to the number of prompts in the loop, and divide them over the mesh.
 
-        The rows that are added are copies of the first.
+        The added rows are copies of the first.
         """
         given, wanted = self.sizes.prompts, self.prompts
         if given < wanted:
@@ -190,6 +190,6 @@ class Run:
         return constrain(tree, self.mesh, ROWS)
 
     def cut(self, tree: Any) -> Any:
-        """Return the rows of the given prompts, `[B * n, ...]`, of arrays with those of all prompts in the loop."""
+        """Drop the padding: return the rows of the caller's prompts, `[B * n, ...]`."""
         given, padded = self.sizes.prompts, self.prompts
         return tree if given == padded else jax.tree.map(lambda x: x[: x.shape[0] * given // padded], tree)

@@ -26,12 +26,12 @@ _BLOCK = 512
 
 @flax.struct.dataclass
 class Choice:
-    """The next token of each row, and the scores that it was chosen from.
+    """The next token of each row, and the scores from which it was chosen.
 
     Attributes:
         token: int32[rows].
         scores: float32[rows, V], after all processors and warpers.
-        failed: int32[rows], a `StopReason` for a row that no token can be chosen for; else NONE.
+        failed: int32[rows], a `StopReason` for a row for which no token can be chosen; otherwise NONE.
     """
 
     token: jax.Array
@@ -41,7 +41,7 @@ class Choice:
 
 @flax.struct.dataclass
 class SampleState:
-    """Rows and the keys and values of all of their tokens but the last."""
+    """Rows, and the keys and values of all their tokens except the last."""
 
     rows: Rows
     cache: KVCache
@@ -70,13 +70,13 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
     def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
-        """Choose the first token of rows that are sequences already, none of which shares its prompt's slots."""
+        """Choose the first token of rows that already are sequences and do not share their prompts' slots."""
         rows, read = prefilled.rows, prefilled.read
         # With all slots in one part, a step has fewer and larger products.
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
 
     def empty(self, run: Run, rows: Rows, cache: KVCache, count: int) -> SampleState:
-        """Return the state of `count` rows that have ended, of the form that entering `rows` with `cache` have."""
+        """Return the state of `count` ended rows, with the same structure as entering `rows` with `cache`."""
         ended = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
         slots = cache.empty_rows(count * guidance.streams(run.cfg), cache.slots + run.capacity)
         return SampleState(constrain(ended, run.mesh, ROWS), slots)
@@ -89,7 +89,7 @@ class Sample(Mode):
     def step(self, run: Run, state: SampleState) -> SampleState:
         """Run each row's last token through the model and choose the next."""
         rows = state.rows
-        # A finished row reads nothing, so that its cache stays as it is.
+        # A finished row reads nothing, so its cache stays unchanged.
         tokens = Tokens(rows.history.last(1), rows.live[:, None])
         read, rows = run_model(run, rows, tokens, state.cache)
         if run.cfg.records:
@@ -117,9 +117,9 @@ def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax
 
 
 def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, offset: int) -> Rows:
-    """Record the layers' values for the newest token of each live row, which the model read in `column`.
+    """Record the layers' values for the newest token of each live row, which is in `column` of the model's output.
 
-    `offset` is that of the cache.
+    `offset` is the number of slots in the cache's prefix.
     """
     recording = rows.recording.put_layers(rows.history.step, live, read.out, column, offset)
     return dataclasses.replace(rows, recording=recording)
@@ -158,15 +158,15 @@ def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:
 
 
 def greedy(scores: jax.Array) -> jax.Array:
-    """Return the token with the highest score, int32[rows]; the lowest id of equals."""
+    """Return the token with the highest score, int32[rows]; the lowest id in a tie."""
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token from softmax(scores) in each row, int32[rows].
 
-    First a block of tokens is drawn by its total probability, then a token of that block. The distribution is the same,
-    and random numbers are needed only for the blocks and for the tokens of one block, not for the whole vocabulary.
+    First a block of tokens is drawn by its total probability, then a token within the block. The distribution is the
+    same, but random numbers are needed only for the blocks and one block's tokens, not for the whole vocabulary.
 
     Args:
         keys: key[rows].

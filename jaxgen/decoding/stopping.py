@@ -24,25 +24,25 @@ class StopReason(enum.IntEnum):
     EOS = 1
     STOP_STRING = 2
     CRITERION = 3  # one of stopping_criteria
-    COMPLETE = 4  # the token automaton's text is complete, nothing can follow, and there is no eos id to generate
+    COMPLETE = 4  # the text is complete by the token automaton, nothing can follow, and there is no eos id
     LENGTH = 5  # max_new_tokens or max_length
     TIME = 6  # max_time
     NO_TOKEN = 7  # all tokens are banned
     NOT_A_NUMBER = 8  # the scores contain NaN
-    BAD_ID = 9  # the prompt has an id outside the vocabulary, or no token
-    CANCELLED = 10  # by the caller of an engine
+    BAD_ID = 9  # the prompt is empty or has an id outside the vocabulary
+    CANCELLED = 10  # cancelled by the caller of an engine
 
 
 FAILURES = {
     StopReason.NO_TOKEN: "every token is banned: loosen the options that ban tokens, or set remove_invalid_values=True",
     StopReason.NOT_A_NUMBER: "the scores are not numbers: the parameters or a processor produce NaN; "
     "remove_invalid_values=True replaces NaN by 0",
-    StopReason.BAD_ID: "the prompt has an id outside the vocabulary, or no token",
+    StopReason.BAD_ID: "the prompt is empty or has an id outside the vocabulary",
 }
 
 
 def first_reason(**conditions: jax.Array) -> jax.Array:
-    """int32[rows]: the first reason, by name, whose bool[rows] is true; NONE if there is none."""
+    """int32[rows]: the first reason whose condition, a bool[rows] passed by name, is true; NONE if there is none."""
     reason = jnp.zeros((), jnp.int32)
     for name in reversed([reason.name for reason in StopReason if reason.name in conditions]):
         reason = jnp.where(conditions[name], jnp.int32(StopReason[name]), reason)

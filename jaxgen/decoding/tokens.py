@@ -1,4 +1,4 @@
-"""The tokens that the model reads in one pass, without padding before or between them."""
+"""The tokens that the model reads in one pass, with padding only after them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tokens:
 
     @classmethod
     def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Tokens:
-        """Remove the padding of `ids int32[B, T]`, wherever it is: tokens move to the left."""
+        """Move the tokens of `ids int32[B, T]` to the left, so that padding comes last."""
         order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
         length = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         return cls(

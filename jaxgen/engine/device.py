@@ -28,14 +28,14 @@ _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_ar
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """What is the same in all chunks of an engine, but for the parameters and tables.
+    """Everything that is the same in all chunks of an engine, except the parameters and tables.
 
     Attributes:
-        form: of the prompts.
+        form: the form of the prompts.
         extensions: the caller's functions.
         mode: the decode mode, with rows that leave and enter.
         sizes: the static sizes.
-        steps: the most steps of a chunk.
+        steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
         stored: how many chunks of prefixes the store has space for; 0 for no store.
     """
@@ -50,10 +50,10 @@ class Loop:
 
     @classmethod
     def of(cls, form: Form, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0) -> Loop:
-        """Return the loop of this many slots.
+        """Return the loop for this many slots.
 
         Raises:
-            InputError, ConfigError: what an engine cannot have.
+            InputError, ConfigError: the engine does not support something that is requested.
         """
         mode = mode_of(form.full)
         cfg = form.full.replace(slots=slots)
@@ -64,7 +64,7 @@ class Loop:
 
     @property
     def places(self) -> int:
-        """The most prompts that wait on the device."""
+        """The maximum number of prompts that wait on the device."""
         return max(2 * self.mode.slots, 8)
 
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
@@ -75,7 +75,7 @@ class Loop:
     @property
     def of_open(self) -> dict[str, Any]:
         """The static arguments of `open_queue`."""
-        steps = 2 * self.steps + 8  # each step is one of the journal, and so is each sequence that enters
+        steps = 2 * self.steps + 8  # the journal counts each step, and each sequence that enters, as one step
         return {**self.of_chunk, "places": self.places, "steps": steps, "stored": self.stored}
 
     @property
@@ -85,11 +85,11 @@ class Loop:
 
 
 class Device:
-    """The device's side of an engine: its state, and the program that changes it.
+    """The device side of an engine: its state, and the program that changes it.
 
     Args:
         params: the first parameters; each chunk gets its own.
-        loop: what is the same in all chunks.
+        loop: everything that is the same in all chunks.
         store_bytes: the size of the store of prefixes.
     """
 
@@ -101,13 +101,13 @@ class Device:
         self._state: Any = None
 
     def open(self, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> None:
-        """Make the state: all slots are free."""
+        """Create the state, with all slots free."""
         state = _open(self._run(params, tables), arrivals, **self._loop.of_open)
-        # As chunks return it: another program would be compiled for a state that is not committed.
+        # Committed, like the states that chunks return; otherwise a second program would be compiled.
         self._state = state if self._mesh is not None else committed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals, tables: dict[str, Any], steps: int) -> jax.Array:
-        """Start a chunk of so many steps and return what will have happened in it; see `run_chunk`."""
+        """Start a chunk of `steps` steps and return its journal, before it is finished; see `run_chunk`."""
         arrivals, run = replicate(arrivals, self._mesh), self._run(params, tables)
         self._state, packed = _chunk(run, self._state, arrivals, np.int32(steps), **self._loop.of_chunk)
         return packed
@@ -117,13 +117,13 @@ class Device:
 
 
 def committed(tree: Any, like: Any = None) -> Any:
-    """Return arrays that are committed to their device, or to that of `like`; those that are there are not copied."""
+    """Return arrays committed to their device, or to that of `like`; arrays already there are not copied."""
     leaf = jax.tree.leaves(tree if like is None else like)[0]
     return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 
 
 def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.stages.Traced:
-    """Return the program of a chunk, not compiled yet; parameters may be shapes."""
+    """Return the program of a chunk before compilation; parameters may be shapes."""
     run = loop.run(params, tables)
     state = jax.eval_shape(lambda: open_queue(run, arrivals, **loop.of_open))
     return _chunk.trace(run, state, arrivals, np.int32(loop.steps), **loop.of_chunk)

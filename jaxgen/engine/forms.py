@@ -1,4 +1,4 @@
-"""Prompts with options of their own, checked and brought into arrays of fixed sizes."""
+"""Prompts with their own options, checked and put into arrays of fixed sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
 from jaxgen.text.tokenizer import Tokenizer
 
-ENTRIES, WIDTH = 32, 8  # of the tables of ids, by default: entries, and ids of a sequence
-# What a prompt may have besides the options of the config.
+ENTRIES, WIDTH = 32, 8  # default sizes of the tables of ids: entries, and ids per entry
+# Fields that a prompt may have in addition to the options of the config.
 _FIELDS = ("ids", "text", "index", "n", "key", "allowed")
 _DYNAMIC = "dynamic RoPE"
 _RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
@@ -36,17 +36,17 @@ class Prompt:
     """A prompt as the device reads it.
 
     Attributes:
-        index: what is folded into the engine's key for it, and what its results are known by.
+        index: identifies the prompt's results, and is folded into the engine's key.
         ids: int32[n].
-        budget: the maximum number of tokens of each of its sequences.
-        sequences: how many sequences it gets.
+        budget: the maximum number of tokens in each of its sequences.
+        sequences: the number of sequences to generate.
         options: a leaf for each option that the program has.
         key: the data of its own key, or None.
-        grammar: the automaton of its texts, or None.
-        stop_strings: the texts that end it, or None.
+        grammar: the automaton that its answers must follow, or None.
+        stop_strings: the strings that end its answers, or None.
         logged: its results have log-probabilities.
-        top_logprobs: how many of the most likely tokens they show.
-        unusual: it turns on an option that the engine's config does not, or has a grammar.
+        top_logprobs: how many of the most likely tokens the log-probabilities include.
+        unusual: the prompt turns on an option that the engine's config does not, or has a grammar.
     """
 
     index: int
@@ -63,20 +63,20 @@ class Prompt:
 
 
 class Form:
-    """What prompts may ask for, given the config of the engine: its values are the defaults.
+    """The options that prompts may set, and their defaults, which come from the engine's config.
 
-    `options` names what prompts may set of the options that may have one value per prompt, None for all. Their tables
-    of ids have `entries` entries. `key_impl` is the implementation of random keys; None if prompts have none.
-    `adapters` is their number in the parameters.
+    `options` names the options that prompts may set, among those that can have one value per prompt; None for all.
+    Tables of ids have `entries` entries. `key_impl` is the implementation of random keys; None if prompts have none.
+    `adapters` is the number of adapters in the parameters.
 
     Attributes:
         cfg: the engine's config.
-        full: the config of the program, with all options that a prompt may have of its own.
+        full: the config of the program, with all options that a prompt may set.
         usual: the config with the options that `cfg` turns on.
-        width: the most tokens of a prompt.
-        capacity: the most tokens of an answer.
-        own: the names of the options that a prompt may have of its own.
-        off: for each of them, the value with which it is off.
+        width: the maximum number of tokens in a prompt.
+        capacity: the maximum number of tokens in an answer.
+        own: the names of the options that a prompt may set.
+        off: for each of these options, the value that turns it off.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Form:
         self.off = {name: _off_leaf(cfg, name, entries) for name in names if adapters or name != "adapter"}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
-        # One value of do_sample for all prompts would be part of the program.
+        # A single do_sample for all prompts would be part of the program, so it is made one value per prompt.
         one = _without_min_length(one.replace(do_sample=[True]) if cfg.on("do_sample") else one)
         self.usual = self._in_requests(one)
         self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self.off)
@@ -112,7 +112,7 @@ class Form:
         return {name: self._leaf(cfg, name) for name in self.off}
 
     def _leaf(self, cfg: GenerationConfig, name: str) -> Any:
-        """Return the leaf of an option, as large as all prompts have it."""
+        """Return the leaf of an option, in the size that all prompts share."""
         off, kind = self.off[name], OPTIONS[name].kind
         if name == "do_sample":
             return np.bool_(cfg.on(name))
@@ -126,10 +126,10 @@ class Form:
         Args:
             given: the prompt; a dict may also have `index`, `key`, `n` (for `num_return_sequences`) and `allowed`, a
                 `TokenAutomaton`.
-            index: used if it has none.
+            index: used for a prompt without `index`.
 
         Raises:
-            InputError, ConfigError, TypeError: a prompt or an option that cannot be honoured.
+            InputError, ConfigError, TypeError: the prompt or one of its options is not valid or not supported.
         """
         fields = dict(given) if isinstance(given, Mapping) else {"ids": given}
         named = {name: fields.pop(name) for name in _FIELDS if name in fields}
@@ -137,21 +137,21 @@ class Form:
         ids = self._ids(named)
         sequences = cfg.num_return_sequences
         if not cfg.on("max_new_tokens"):
-            raise ConfigError("max_new_tokens must be a number: leave it out for that of the engine's config")
+            raise ConfigError("max_new_tokens must be a number: leave it out to use the engine's value")
         budget = int(cfg.max_new_tokens)  # pyright: ignore[reportArgumentType]
         if budget > self.capacity:
             raise ConfigError(
-                f"max_new_tokens={budget} is more than the {self.capacity} of the engine's config, for which it has "
-                "memory: raise it there"
+                f"max_new_tokens={budget} is more than the engine's max_new_tokens={self.capacity}, for which memory "
+                "is reserved: lower it, or raise it in the engine's config"
             )
         if cfg.output_logprobs not in (None, self.cfg.output_logprobs):
             raise ConfigError(
-                f"output_logprobs={cfg.output_logprobs!r} is not that of the engine's config, which is "
-                f"{self.cfg.output_logprobs!r}: a prompt can only leave them out, with None"
+                f"output_logprobs={cfg.output_logprobs!r} differs from the engine's {self.cfg.output_logprobs!r}: a "
+                "prompt can only turn it off, with None"
             )
         if cfg.top_logprobs > self.cfg.top_logprobs:
             raise ConfigError(
-                f"top_logprobs={cfg.top_logprobs} is more than the {self.cfg.top_logprobs} of the engine's config"
+                f"top_logprobs={cfg.top_logprobs} is more than the engine's top_logprobs={self.cfg.top_logprobs}"
             )
         grammar = self._grammar(named.get("allowed"), cfg, budget)
         options = self._leaves(cfg) if fields else dict(self._defaults)
@@ -196,7 +196,7 @@ class Form:
             check_options(cfg, 1)
             for name in fields:
                 if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
-                    raise ConfigError(f"{name} must be the value of this prompt, got {shown(fields[name])}")
+                    raise ConfigError(f"{name} must be a single value for this prompt, got {shown(fields[name])}")
         return cfg
 
     def _ids(self, named: Mapping[str, Any]) -> np.ndarray:
@@ -208,16 +208,16 @@ class Form:
         except ValueError as error:
             raise TypeError(f"ids must be a list of token ids, got {shown(given)}") from error
         if not ids.size and ids.ndim == 1:
-            raise InputError("the prompt has no token: pass at least one")
+            raise InputError("the prompt has no tokens: pass at least one")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise TypeError(f"ids must be a list of token ids, got {shown(given)}")
         vocab = self.cfg.model.vocab_size
         if len(wrong := ids[(ids < 0) | (ids >= vocab)]):
-            raise InputError(f"the prompt has the id {wrong[0]}, and the vocabulary is 0 to {vocab - 1}")
+            raise InputError(f"the prompt has the id {wrong[0]}, but the vocabulary is 0 to {vocab - 1}")
         if len(ids) > self.width:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, more than prompt_width={self.width}, for which the engine has "
-                "memory: raise it, or cut the prompt"
+                f"the prompt has {len(ids)} tokens, more than prompt_width={self.width}: raise it, or shorten "
+                "the prompt"
             )
         return ids.astype(np.int32)
 
@@ -235,7 +235,7 @@ class Form:
             raise InputError(f"key must be one key, got shape {list(key.shape)}")
         check_key(key, cfg.replace(do_sample=True), 1)
         if (impl := str(jax.random.key_impl(key))) != self._key_impl:
-            raise InputError(f"key is of the implementation {impl}, and those of the engine are {self._key_impl}")
+            raise InputError(f"key has the implementation {impl}, but the engine's keys have {self._key_impl}")
         return np.asarray(jax.random.key_data(key))
 
     def _grammar(self, allowed: Any, cfg: GenerationConfig, budget: int) -> TokenAutomaton | None:
@@ -255,9 +255,9 @@ class Form:
         return Text().sets(cfg.stop_strings)[0]
 
     def request(self, prompts: Sequence[Prompt], rows: int, grammar: Sequence[int], stops: Sequence[int]) -> Request:
-        """Return the prompts as a request of `rows` prompts without keys; those that are missing are empty.
+        """Return the prompts as a request without keys, padded with empty prompts to `rows`.
 
-        `grammar` and `stops` are the first states of each prompt.
+        `grammar` and `stops` are the initial states of the prompts.
         """
         ids, mask = np.zeros((rows, self.width), np.int32), np.zeros((rows, self.width), bool)
         budget, unusual = np.zeros(rows, np.int32), np.zeros(rows, bool)
@@ -275,7 +275,7 @@ class Form:
 
 
 def not_in_slots(cfg: GenerationConfig) -> str | None:
-    """Return the mode or the option because of which an engine cannot have a config; None if it can."""
+    """Return the mode or option that keeps an engine from using a config; None if there is none."""
     if not mode_of(cfg).refills:
         return cfg.mode
     if cfg.model.rope.type == "dynamic":
@@ -285,14 +285,14 @@ def not_in_slots(cfg: GenerationConfig) -> str | None:
 
 
 def _check(cfg: GenerationConfig) -> None:
-    """Refuse a config that an engine cannot have."""
+    """Raise an error for a config that an engine does not support."""
     reason = not_in_slots(cfg)
     if reason in (cfg.mode, _DYNAMIC):
         raise ConfigError(f"an engine works with greedy search, sampling and DoLa, not with {reason}: use generate")
     if not isinstance(cfg.max_new_tokens, int):
         raise ConfigError(
-            f"max_new_tokens must be one number in an engine's config, got {shown(cfg.max_new_tokens)}: it is the most "
-            "tokens of an answer, and what a prompt gets that does not set it"
+            f"max_new_tokens must be one number in an engine's config, got {shown(cfg.max_new_tokens)}: it is the "
+            "maximum for an answer, and the default for prompts"
         )
     if reason in _RECORDS:
         raise ConfigError(f"{reason} is not offered by an engine: use output_logprobs, or generate")
@@ -300,12 +300,12 @@ def _check(cfg: GenerationConfig) -> None:
         raise ConfigError(f"{reason} is not an option of an engine: leave it out")
     for name in cfg.enabled:
         if OPTIONS[name].kind.prompt_count(getattr(cfg, name)) is not None:
-            raise ConfigError(f"{name} has one value per prompt, and an engine has no fixed prompts: set one value")
+            raise ConfigError(f"{name} has one value per prompt, but an engine has no fixed prompts: set one value")
     check_options(cfg, 1)
 
 
 def _per_prompt() -> list[str]:
-    """Return the options that a prompt may have of its own."""
+    """Return the options that a prompt may set."""
     return [
         name
         for name, option in OPTIONS.items()
@@ -335,7 +335,7 @@ def _without_min_length(cfg: GenerationConfig) -> GenerationConfig:
 
 
 def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:
-    """Return the leaf of a prompt for which an option is off; a table is large enough for the values of `cfg`."""
+    """Return the leaf that turns an option off; a table is large enough for the values of `cfg`."""
     kind, width = OPTIONS[name].kind, WIDTH
     if cfg.on(name):
         for leaf in jax.tree.leaves(kind.leaf(getattr(cfg, name))):
@@ -345,13 +345,13 @@ def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:
 
 
 def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
-    """Return the leaf of a value in the shape of `off`."""
+    """Pad the leaf of a value to the shape of `off`."""
     value = np.asarray(value, off.dtype)
     if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
-        # A table is rounded up; only its entries have to fit.
+        # The value's size is rounded up, but only its used entries have to fit.
         used = np.argwhere(value != off.flat[0]).max(axis=0, initial=-1) + 1
         if any(used > off.shape):
-            raise ConfigError(f"{name} has {used.tolist()} entries, and an engine's tables have {list(off.shape)}")
+            raise ConfigError(f"{name} has {used.tolist()} entries, but the engine's table has {list(off.shape)}")
         value = value[tuple(map(slice, used))]
     leaf = np.array(off)
     leaf[tuple(map(slice, value.shape))] = value

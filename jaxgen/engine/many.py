@@ -29,34 +29,34 @@ def generate_many(
     ordered: bool = False,
     **engine: Any,
 ) -> Iterator[Completion]:
-    """Answer the prompts of an iteration, thousands of them or endless, and yield each sequence when it has ended.
+    """Answer any number of prompts from an iterable, which may be endless; yield each sequence as it ends.
 
     >>> for done in generate_many(params, prompts, key, cfg, slots=16, tokenizer=tok):          # doctest: +SKIP
     ...     print(done.index, done.text)
 
-    Prompts are read as they are needed. The error of a prompt, an id outside the vocabulary for example, is in its
-    completion; the others are answered.
+    Prompts are read as needed. If a prompt is not valid, for example because of an id outside the vocabulary, its
+    completion has the error, and the other prompts are still answered.
 
-    If the parameters are divided over several processes, all of them iterate, and process 0 reads the prompts and gets
-    the completions. In the others the iteration is empty, and ends with that of process 0.
+    If the parameters are divided over several processes, all of them must iterate. Process 0 reads the prompts and gets
+    the completions. In the other processes the iteration yields nothing, and ends when that of process 0 ends.
 
     Args:
         params: the parameters.
-        prompts: each a list of ids; or a dict with `ids`, or with `text` and a tokenizer, and with options by name, as
-            `Engine.submit` takes them. A prompt without `index` has its place in the iteration.
+        prompts: each a list of ids, or a dict with `ids` (or `text`, if there is a tokenizer) and options by name, as
+            for `Engine.submit`. The default of `index` is the prompt's place in the iteration.
         key: the prompt with index i uses `fold_in(key, i)`; None if nothing is drawn.
         cfg: the options, as for `Engine`.
-        slots: the number of sequences that are decoded at a time.
+        slots: the number of sequences decoded at a time.
         tokenizer: for prompts and results as text, and for stop strings.
         ordered: yield the completions in the order of the prompts.
         **engine: further arguments of `Engine`.
 
     Raises:
-        InputError, ConfigError, TypeError: as `Engine`.
+        InputError, ConfigError, TypeError: as for `Engine`.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
-    most = 4 * slots  # prompts that have been read and not answered: some wait, so that no slot is free
+    most = 4 * slots  # unanswered prompts; more than slots, so that slots never wait for a prompt
     with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
         completions = ended(made, prompts, most) if made.leads else iter(())
         if ordered:
@@ -67,9 +67,9 @@ def generate_many(
 
 
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
-    """Yield sequences when they end: the place of their prompt, the completion, and True for the prompt's last one.
+    """Yield sequences as they end: the place of the prompt, the completion, and True for the prompt's last one.
 
-    At most `most` prompts are in the engine at a time; the engine takes so many.
+    At most `most` prompts are in the engine at a time; the engine must accept that many.
     """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
@@ -105,7 +105,7 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
 
 
 def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
-    """Return the result of a prompt that cannot be answered."""
+    """Return the result for a prompt that cannot be answered."""
     ids = given.get("ids")
     ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
     ids = list(ids) if isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids) else []
@@ -113,7 +113,7 @@ def _failed(given: Mapping[str, Any], error: Exception) -> Completion:
 
 
 def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[tuple[int, list[Completion]]]:
-    """Yield the place of each prompt and its completions, when all of them have ended."""
+    """Yield the place of each prompt and its completions once all of them have ended."""
     begun: dict[int, list[Completion]] = {}
     for place, completion, is_last in completions:
         begun.setdefault(place, []).append(completion)
@@ -122,7 +122,7 @@ def by_prompt(completions: Iterable[tuple[int, Completion, bool]]) -> Iterator[t
 
 
 def in_order(groups: Iterable[tuple[int, list[Completion]]]) -> Iterator[tuple[int, list[Completion]]]:
-    """Yield what `by_prompt` yields in the order of the prompts."""
+    """Yield the items of `by_prompt` in the order of the prompts."""
     early: dict[int, list[Completion]] = {}
     following = 0
     for place, group in groups:

@@ -14,7 +14,7 @@ from jaxgen.decoding.prefixes import NOWHERE
 from jaxgen.errors import InputError
 from jaxgen.request.memory import cache_bytes
 
-_BYTES = 2**28  # of the store, unless the prompts of all slots need less
+_BYTES = 2**28  # default size of the store, unless the prompts of all slots need less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Claim:
 
     Attributes:
         have: the places of its first chunks, which are copied.
-        keep: the chunks that are stored when they have been read: number, name and place.
-        epoch: the number of times that the store had been emptied before.
+        keep: number, name and place of the chunks to store once they have been read.
+        epoch: how many times the store had been emptied before.
     """
 
     have: tuple[int, ...]
@@ -33,21 +33,21 @@ class Claim:
 
 
 class Prefixes:
-    """Chunks of prompts in a store with a fixed number of places; the least recently used ones leave it.
+    """Chunks of prompts in a store with a fixed number of places; the least recently used chunks are evicted.
 
-    Prompts are loaded on the device in the order in which they `enter`. A place may so be given to a later prompt while
-    earlier ones still have to copy from it: the later one writes after them.
+    Prompts are loaded on the device in the order in which they `enter`. A place can therefore be reassigned to a later
+    prompt while earlier prompts still have to copy from it, because the later prompt writes after they have copied.
 
     Args:
         places: how many chunks the store has space for; 0 for no store.
-        chunk: the number of tokens of a chunk.
-        most: the most chunks of a prompt that are stored.
+        chunk: the number of tokens in a chunk.
+        most: the maximum number of chunks to store per prompt.
     """
 
     def __init__(self, places: int, chunk: int, most: int):
         self.places, self.chunk, self.most = places, chunk, most if places else 0
         self._free = list(range(places))
-        self._stored: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # the least recently used first
+        self._stored: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # least recently used first
         self._coming: set[bytes] = set()
         self._epoch = 0
 
@@ -84,10 +84,10 @@ class Prefixes:
         return cache_bytes(cfg.model, self.places, self.chunk, cfg.cache_dtype) if self.places else 0
 
     def names(self, ids: np.ndarray, adapter: int = -1) -> list[bytes]:
-        """Return a name for each whole chunk of a prompt that can be stored: equal ones follow equal tokens.
+        """Return a name for each whole chunk that can be stored; equal chunks after equal tokens have equal names.
 
-        The chunk of the last token cannot, because the model must read that token to continue it. Each adapter has
-        chunks of its own.
+        The chunk with the last token is not stored, because the model must read that token to continue. Each adapter
+        has its own chunks.
         """
         names, name = [], adapter.to_bytes(4, "little", signed=True)
         for number in range(min(self.most, (len(ids) - 1) // self.chunk)):
@@ -97,7 +97,7 @@ class Prefixes:
         return names
 
     def must_wait(self, names: list[bytes]) -> bool:
-        """Return True if a prompt in flight is reading the next chunk of this one, which is then not read twice."""
+        """Return True if a prompt in flight is about to store this prompt's next chunk, so that waiting saves work."""
         known = self._known(names)
         return known < len(names) and names[known] in self._coming
 
@@ -106,14 +106,14 @@ class Prefixes:
         return next((number for number, name in enumerate(names) if name not in self._stored), len(names))
 
     def enter(self, names: list[bytes]) -> Claim:
-        """Let a prompt be sent to the device."""
+        """Claim places for a prompt that is sent to the device."""
         known = self._known(names)
         have = tuple(self._stored[name] for name in names[:known])
-        for name in reversed(names[:known]):  # so that a chunk stays longer than those after it
+        for name in reversed(names[:known]):  # so that a chunk outlives the chunks after it
             self._stored.move_to_end(name)
         keep = []
         for number, name in enumerate(names[known:], known):
-            if name in self._stored or name in self._coming:  # one before it has left the store
+            if name in self._stored or name in self._coming:  # an earlier chunk was evicted, this one was not
                 continue
             if not self._free and len(self._stored) <= known:
                 break
@@ -123,7 +123,7 @@ class Prefixes:
         return Claim(have, tuple(keep), self._epoch)
 
     def confirm(self, claim: Claim) -> None:
-        """A prompt has been read to its end: what it keeps is in the store."""
+        """Mark the claimed chunks as stored, once the prompt has been read to the end."""
         for _, name, place in reversed(claim.keep):
             if claim.epoch == self._epoch:
                 self._coming.remove(name)
@@ -132,14 +132,14 @@ class Prefixes:
                 self._free.append(place)
 
     def release(self, claim: Claim) -> None:
-        """A prompt will not be read to its end."""
+        """Free the claimed places of a prompt that will not be read to the end."""
         for _, name, place in claim.keep:
             self._free.append(place)
             if claim.epoch == self._epoch:
                 self._coming.remove(name)
 
     def clear(self) -> None:
-        """Forget all chunks, because the weights have changed."""
+        """Empty the store, because the weights have changed."""
         self._epoch += 1
         self._free += self._stored.values()
         self._stored.clear()

@@ -1,4 +1,4 @@
-"""An engine on several processes: process 0 decides what each chunk begins with, and the others do the same."""
+"""An engine on several processes: process 0 plans each chunk, and the others follow."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jaxgen.errors import InputError
 class Step(enum.IntEnum):
     """The next action of all processes."""
 
-    WAIT = 0  # nothing; sent from time to time, because a collective operation must not wait for ever
+    WAIT = 0  # nothing; sent from time to time, because collective operations time out
     CHUNK = 1
     END = 2
 
 
 class Plan(NamedTuple):
-    """What all processes do next.
+    """The next action of all processes, with its data.
 
     Attributes:
-        step: what it is.
-        version: of the weights that the chunk uses.
-        steps: the number of steps that it takes.
-        arrivals: what the chunk begins with.
+        step: the action.
+        version: the version of the weights that the chunk uses.
+        steps: the number of steps in the chunk.
+        arrivals: the changes that the chunk begins with.
         tables: the tables of automata, by name.
     """
 
@@ -42,11 +42,11 @@ class Plan(NamedTuple):
 
 
 class Processes:
-    """How process 0 tells the others its plans. All processes call the same functions in the same order.
+    """Sends the plans of process 0 to the others. All processes call the same functions in the same order.
 
     Args:
         first: a plan without arrivals, with the first tables.
-        arguments: what all processes must have made the engine with.
+        arguments: the arguments of the engine, which must be the same in all processes.
 
     Raises:
         InputError: the processes have different arguments.
@@ -57,10 +57,10 @@ class Processes:
         self._tables: dict[str, Any] = first.tables
         digests = multihost_utils.process_allgather(_digest(arguments, first.arrivals))
         if (np.asarray(digests) != digests[0]).any():
-            raise InputError("the processes made the engine with different arguments: they must be the same in all")
+            raise InputError("the processes created the engine with different arguments: they must be the same in all")
 
     def send(self, plan: Plan) -> None:
-        """Tell the other processes what to do next; called by process 0."""
+        """Send the plan to the other processes; called by process 0."""
         arrivals, tables = plan.arrivals, plan.tables
         arrive = bool((arrivals.number != NOBODY).any() or (arrivals.cancelled >= 0).any())
         change = any(table is not self._tables[name] for name, table in tables.items())
@@ -76,7 +76,7 @@ class Processes:
         self.send(self._first._replace(step=step, tables=self._tables))
 
     def receive(self) -> Plan:
-        """Return what process 0 has sent."""
+        """Return the plan that process 0 has sent."""
         step, version, steps, arrive, change = _broadcast(np.zeros(5, np.int32)).tolist()
         arrivals = _broadcast(self._first.arrivals) if arrive else self._first.arrivals
         if change:
@@ -85,7 +85,7 @@ class Processes:
 
 
 def _broadcast(tree: Any) -> Any:
-    """Return the arrays of process 0, in a tree with the same form in all processes; in one operation."""
+    """Return the arrays of process 0, using one operation; the tree has the same structure in all processes."""
     leaves, form = jax.tree.flatten(tree)
     leaves: list[np.ndarray] = [np.asarray(leaf) for leaf in leaves]
     packed = np.concatenate([np.frombuffer(leaf.tobytes(), np.uint8) for leaf in leaves])
@@ -99,7 +99,7 @@ def _broadcast(tree: Any) -> Any:
 
 
 def _digest(text: str, tree: Any) -> np.ndarray:
-    """Return uint8[32] that differs for another text, or a tree with other arrays."""
+    """Return a hash of a text and of the arrays in a tree, uint8[32]."""
     digest = hashlib.sha256(text.encode())
     for leaf in map(np.asarray, jax.tree.leaves(tree)):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())

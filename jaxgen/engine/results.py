@@ -1,4 +1,4 @@
-"""What becomes of a prompt: events while it is answered, and the completions."""
+"""Results of a prompt: events while it is being answered, and completions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Event(NamedTuple):
     """The next tokens of a sequence.
 
     Attributes:
-        sequence: which of the prompt's sequences.
+        sequence: the number of the sequence within the prompt.
         tokens: the ids, at least one unless the sequence has ended.
-        text: what they complete, whole characters; empty without a tokenizer.
-        stop_reason: why it ended, `StopReason.NONE` if it has not.
-        logprobs: those of the tokens, as in `Completion`.
+        text: the text that the tokens complete, in whole characters; empty without a tokenizer.
+        stop_reason: why the sequence ended; `StopReason.NONE` if it has not.
+        logprobs: the log-probabilities of the tokens, as in `Completion`.
     """
 
     sequence: int
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class News(NamedTuple):
-    """What happened to a sequence in a chunk: an `Event` without text."""
+    """The result of a chunk for one sequence: an `Event` without text."""
 
     sequence: int
     tokens: list[int]
@@ -52,16 +52,16 @@ class Completion:
 
     Attributes:
         index: the prompt's index.
-        sequence: which of the prompt's sequences.
+        sequence: the number of the sequence within the prompt.
         ids: the prompt.
         tokens: the generated tokens, eos included.
         text: their text without special tokens; None without a tokenizer.
-        stop_reason: why it ended; NONE if it never began.
-        logprobs: those of the tokens, `[n]` each, and of the most likely ones, `[n, top_logprobs]`; None unless the
-            engine's config has `output_logprobs`, or if the prompt sets it to None.
-        error: why it failed, or None.
-        versions: the versions of the weights that its tokens depend on, in order, the one that was current when its
-            prompt was sent to the device first; see `Engine.update_params`.
+        stop_reason: why the sequence ended; NONE if it never began.
+        logprobs: the log-probabilities of the tokens, `[n]`, and of the most likely ones, `[n, top_logprobs]`; None
+            unless the engine's config has `output_logprobs`, or if the prompt sets it to None.
+        error: why the sequence failed, or None.
+        versions: the versions of the weights that the tokens depend on, in order. The first is the version that was
+            current when the prompt was sent to the device; see `Engine.update_params`.
         cached_tokens: how many of the prompt's first tokens were in the store of prefixes.
     """
 
@@ -82,7 +82,7 @@ class QueueFull(JaxgenError):
 
 
 class EngineClosed(JaxgenError):
-    """The engine takes no more prompts, or was closed before this one was answered."""
+    """The engine is closed, or was closed before the prompt was answered."""
 
 
 @dataclasses.dataclass
@@ -96,8 +96,8 @@ class _Sequence:
 class Handle:
     """A prompt that was submitted to an engine.
 
-    Iterate over it, or use `async for`, to get its events as they come, from the first one on; `result` waits for the
-    end. Several threads may do so.
+    Iterate over the handle, with `for` or `async for`, to get all events as they come; `result` waits for the end.
+    Several threads may do so.
 
     Attributes:
         failure: the exception that `result` raises, or None.
@@ -113,12 +113,12 @@ class Handle:
         thread: threading.Thread | None = None,
     ):
         self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
-        self._thread = thread  # the engine's
+        self._thread = thread  # the engine's thread
         self._sequences = [_Sequence() for _ in range(prompt.sequences)]
         self._events: list[News] = []
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._telling = 0  # calls of the listener that have not returned
+        self._telling = 0  # running calls of the listener
         self._has_ended = False
         self.failure: BaseException | None = None
         self.cached_tokens = 0
@@ -130,28 +130,28 @@ class Handle:
 
     @property
     def sequences(self) -> int:
-        """How many sequences the prompt gets."""
+        """The number of the prompt's sequences."""
         return len(self._sequences)
 
     @property
     def done(self) -> bool:
-        """True if all of its sequences have ended, or cannot be continued."""
+        """True if all sequences have ended, or cannot be continued."""
         return self.failure is not None or self._has_ended
 
     def cancel(self) -> None:
-        """Give up the prompt: its sequences end with `StopReason.CANCELLED`, and keep the tokens that they have."""
+        """Cancel the prompt: its sequences end with `StopReason.CANCELLED`, and keep the tokens they have so far."""
         self._cancel()
 
     def result(self, timeout: float | None = None) -> list[Completion]:
         """Wait until all sequences have ended and return them, in order.
 
         Args:
-            timeout: the number of seconds to wait, None for no limit.
+            timeout: the number of seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: they have not ended in time; they continue.
-            EngineClosed: the engine was closed before.
-            InputError: called by `on_event` before they have ended, which would wait for itself.
+            TimeoutError: the sequences have not ended in time; they continue.
+            EngineClosed: the engine was closed before they ended.
+            InputError: `on_event` called this before they ended, and would wait for itself.
         """
         if threading.current_thread() is self._thread and not self.done:
             raise InputError("result waits for the engine, whose thread calls on_event: call it in another thread")
@@ -163,11 +163,11 @@ class Handle:
         return self.completions()
 
     def completions(self) -> list[Completion]:
-        """Return the sequences as they are now; the reason of one that has not ended is `StopReason.NONE`."""
+        """Return the sequences in their current state; a sequence that has not ended has `StopReason.NONE`."""
         return [self.completion(number) for number in range(self.sequences)]
 
     def completion(self, number: int) -> Completion:
-        """Return one of the sequences as it is now."""
+        """Return one of the sequences in its current state."""
         sequence, prompt = self._sequences[number], self._prompt
         tokens = list(sequence.tokens)
         return Completion(
@@ -184,7 +184,7 @@ class Handle:
         )
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield the events until all sequences have ended; raise `EngineClosed` if they never will."""
+        """Yield the events until all sequences have ended; raise `EngineClosed` if the engine closes first."""
         reader, seen = EventReader(self._tokenizer), 0
         while True:
             with self._changed:
@@ -199,7 +199,7 @@ class Handle:
             raise self.failure
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield the events, as the iteration in a thread does."""
+        """Yield the same events as the synchronous iteration."""
         reader, seen = EventReader(self._tokenizer), 0
         waiter = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:
@@ -230,10 +230,10 @@ class Handle:
         rest: Any = None,
         versions: tuple[int, ...] = (0,),
     ) -> None:
-        """Add what happened to a sequence; called by the engine."""
+        """Add new results of a sequence; called by the engine."""
         with self._changed:
             sequence = self._sequences[number]
-            if sequence.reason:  # cancelled meanwhile
+            if sequence.reason:  # cancelled in the meantime
                 return
             sequence.tokens += tokens
             sequence.reason = reason
@@ -256,7 +256,7 @@ class Handle:
                 self._add(number, [], reason)
 
     def _fail(self, error: BaseException) -> None:
-        """End all sequences with an exception; the listener hears of a sequence without tokens and reason."""
+        """End all sequences with an exception; the listener gets one item, without tokens or a reason."""
         with self._changed:
             if self.done:
                 return
@@ -265,20 +265,20 @@ class Handle:
         self._tell(News(0, [], StopReason.NONE))
 
     def _tell(self, news: News) -> None:
-        """Call the listener; an exception that it raises is the prompt's failure, and it is not called again."""
+        """Call the listener. If it raises, the exception becomes the prompt's failure, and no more calls follow."""
         listener = self._listener
         if listener is None:
             return
         try:
             listener(news)
-        except BaseException as error:  # SystemExit too must not end the engine
+        except BaseException as error:  # not even SystemExit may end the engine
             self._listener = None
             self._fail(error)
 
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, event in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed, and nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop was closed; nobody is waiting
                 loop.call_soon_threadsafe(event.set)
 
 
@@ -299,7 +299,7 @@ class EventReader:
 
 
 def _logprobs(parts: list[np.ndarray], prompt: Prompt) -> LogProbs | None:
-    """Return the log-probabilities in the columns of the journal, and of the most likely ones as many as asked for."""
+    """Return the log-probabilities from the journal's columns, with as many of the most likely tokens as requested."""
     if not parts or not prompt.logged:
         return None
     columns, top = np.concatenate(parts), prompt.top_logprobs

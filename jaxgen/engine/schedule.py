@@ -1,4 +1,4 @@
-"""What each chunk begins with, and what happened in it: the engine's view of its prompts, without a device."""
+"""Scheduling of prompts: what to send with each chunk, and how to read its results. Independent of the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
 _NUMBERS = 2**31 - 1
-_SECONDS = 0.1  # of a chunk, about
+_SECONDS = 0.1  # approximate duration of a chunk
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,15 +27,15 @@ class Flight:
 
     Attributes:
         prompt: the prompt.
-        owner: who gets its results.
-        automata: its automata by the names of their tables, each with the key that equal ones share.
-        number: its number on the device, `NOBODY` before it is sent there.
+        owner: the recipient of its results.
+        automata: by table name, the prompt's automata, each with a key that equal automata share.
+        number: its number on the device; `NOBODY` before it is sent there.
         remaining: how many of its sequences have not ended.
         chunks: the names of its chunks in the store of prefixes; None before they are needed.
-        claim: its part in the store; None before it is sent, and when it has been read.
+        claim: its part in the store; None before the prompt is sent, and after it has been read.
         cached: how many of the prompt's tokens were in the store.
         begun: how many of its sequences have begun.
-        version: of the weights, when it was sent.
+        version: the version of the weights when the prompt was sent.
     """
 
     prompt: Prompt
@@ -54,14 +54,14 @@ class Flight:
 
 
 class Counts(NamedTuple):
-    """What an engine has done so far.
+    """Counts of an engine so far.
 
     Attributes:
-        tokens: the number of tokens that it generated.
-        steps: the number of steps in which it did so.
-        occupancy: the mean number of slots in use in a step.
-        running: the number of prompts now that have their first token.
-        waiting: the number of prompts now that do not have it yet.
+        tokens: the number of generated tokens.
+        steps: the number of steps taken.
+        occupancy: the mean number of slots in use per step.
+        running: the current number of prompts that have their first token.
+        waiting: the current number of prompts without a token yet.
     """
 
     tokens: int
@@ -72,14 +72,14 @@ class Counts(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """What happened to one sequence in a chunk.
+    """The journal's entries for one sequence in a chunk.
 
     Attributes:
-        flight: its prompt.
-        sequence: which of the prompt's sequences.
+        flight: the prompt.
+        sequence: the number of the sequence within the prompt.
         tokens: int32[n].
-        reason: a `StopReason`, 0 if it has not ended.
-        rest: int32[n, C], the further columns of the journal.
+        reason: a `StopReason`; 0 if the sequence has not ended.
+        rest: int32[n, C], the remaining columns of the journal.
     """
 
     flight: Flight
@@ -90,19 +90,19 @@ class Entries(NamedTuple):
 
 
 class Schedule:
-    """The prompts of an engine, in the order in which they came.
+    """The prompts of an engine, in the order of their arrival.
 
     Args:
-        form: of the prompts.
+        form: the form of the prompts.
         tables: the tables of automata, by name.
-        places: the most prompts that can wait on the device.
-        arrivals: the most prompts that can arrive before a chunk.
+        places: the maximum number of prompts that wait on the device.
+        arrivals: the maximum number of prompts sent with a chunk.
         key: the data of the engine's key.
         prefixes: the index of the store of prefixes.
 
     Attributes:
-        version: of the present weights.
-        holds: prompts that wait are not sent.
+        version: the version of the current weights.
+        holds: if True, waiting prompts are not sent.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Schedule:
         self.flying: dict[int, Flight] = {}
         self._numbers = itertools.cycle(range(_NUMBERS))
         self._cancelled: collections.deque[Flight] = collections.deque()
-        self._sent: collections.deque[int] = collections.deque()  # in the chunks that have not been read
-        self._queued = 0  # on the device, when the last chunk that was read ended
+        self._sent: collections.deque[int] = collections.deque()  # prompts per chunk that has not been read
+        self._queued = 0  # prompts waiting on the device at the end of the last chunk read
         self._tokens = self._begun = self._steps = 0
 
     @property
@@ -131,15 +131,15 @@ class Schedule:
 
     @property
     def counts(self) -> Counts:
-        """Counts up to the last chunk that was read."""
-        # A sequence gets its first token when it enters, and one in each step from there on.
+        """Counts up to the last chunk read."""
+        # A sequence gets its first token when it enters, and another one in each step after that.
         rows = max(self._tokens - self._begun, 0)
         running = sum(flight.begun > 0 for flight in self.flying.values())
         waiting = len(self.waiting) + len(self.flying) - running
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
 
     def cancel(self, flight: Flight) -> None:
-        """Give up a prompt, which gets no more results; nothing happens if it has ended."""
+        """Cancel a prompt, which then gets no more results. If it has already ended, do nothing."""
         if flight in self.waiting:
             self.waiting.remove(flight)
         elif self.flying.get(flight.number) is flight:
@@ -147,12 +147,12 @@ class Schedule:
             self._land(flight)
 
     def arrivals(self) -> Arrivals:
-        """Return what has changed since the last chunk: prompts leave `waiting` while there are places for them."""
+        """Return the changes since the last chunk; prompts leave `waiting` as long as there are places for them."""
         cancelled = self._cancellations()
         space = min(self.most, self.places - self._queued - sum(self._sent))
         sent: list[Flight] = []
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
-        blocked: set[str] = set()  # tables for which an earlier prompt waits
+        blocked: set[str] = set()  # tables that an earlier prompt is waiting for
         for flight in list(self.waiting):
             if self.holds or len(sent) >= space:
                 break
@@ -168,7 +168,7 @@ class Schedule:
         return self._arrivals(sent, starts, cancelled)
 
     def _enter(self, flight: Flight, blocked: set[str]) -> dict[str, int] | None:
-        """Add a prompt to the tables and the store; return its first states, or None if it must wait."""
+        """Add a prompt to the tables and the store; return its initial states, or None if it must wait."""
         if flight.chunks is None:
             flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
         if self.prefixes.must_wait(flight.chunks):
@@ -177,7 +177,7 @@ class Schedule:
         for name, table in self.tables.items():
             state = 0
             if name in flight.automata:
-                # Not even one that is in the table: an earlier prompt could wait for ever.
+                # Not even if its automaton is already in the table: the earlier prompt might wait forever.
                 state = None if name in blocked else table.enter(*flight.automata[name])
             if state is None:
                 blocked.add(name)
@@ -190,8 +190,8 @@ class Schedule:
         return states
 
     def _cancellations(self) -> np.ndarray:
-        """Return the numbers of prompts that are given up now; what they would have stored is forgotten."""
-        numbers = np.full(self.most, NOBODY - 1, np.int32)  # a number that nobody has
+        """Return the numbers of prompts to cancel now, and release their claims on the store."""
+        numbers = np.full(self.most, NOBODY - 1, np.int32)  # a number that no prompt has
         for place in range(min(self.most, len(self._cancelled))):
             flight = self._cancelled.popleft()
             numbers[place] = flight.number
@@ -216,7 +216,7 @@ class Schedule:
         return Arrivals(request, number, sequences, key, index, own_key, cancelled, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
-        """Yield what happened in the oldest chunk that has not been read, by sequence; prompts that end leave."""
+        """Yield the entries of the oldest unread chunk, by sequence; remove prompts that have ended."""
         self._sent.popleft()
         count, self._queued, self._steps = packed[0, :3].tolist()
         entries = packed[1 : 1 + count]
@@ -227,13 +227,13 @@ class Schedule:
             flight = self.flying.get(int(part[0, 0]))
             if flight is None:  # cancelled
                 continue
-            if flight.claim is not None:  # its first token, or its end: it has been read
+            if flight.claim is not None:  # its first token or its end, so the prompt has been read
                 self.prefixes.confirm(flight.claim)
                 flight.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
             part = part[part[:, 2] >= 0]  # an end without a token
             self._tokens += len(part)
-            if sequence >= flight.begun:  # they begin in order
+            if sequence >= flight.begun:  # sequences begin in order
                 self._begun += sequence + 1 - flight.begun
                 flight.begun = sequence + 1
             yield Entries(flight, sequence, part[:, 2], reason, part[:, 4:])
@@ -253,13 +253,14 @@ class Schedule:
 
 
 class Pace:
-    """Chooses the number of steps of a chunk: as many as take a tenth of a second, at least 1.
+    """Chooses the number of steps in a chunk: as many as take a tenth of a second, but at least 1.
 
-    The first token of a prompt is read when its chunk has ended, and what comes meanwhile waits for the next one.
+    The first token of a prompt is read only when its chunk has ended, and prompts that arrive in the meantime wait for
+    the next chunk.
 
     Attributes:
-        most: the most steps.
-        steps: of the next chunk.
+        most: the maximum number of steps.
+        steps: the number of steps in the next chunk.
     """
 
     def __init__(self, most: int):
@@ -267,7 +268,7 @@ class Pace:
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
-        """Count a chunk, after which `taken` steps have been taken in all; it was started and ended at these times."""
+        """Adapt to a chunk that ran between these times; `taken` steps have been taken in total after it."""
         steps, seconds = taken - self._taken, ended - max(begun, self._ended)
         self._taken, self._ended = taken, ended
         if steps > 0:

@@ -1,4 +1,4 @@
-"""Tables of states that prompts in flight share: their grammars and stop strings."""
+"""Tables of automaton states shared by the prompts in flight: grammars and stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 
 class Kind(Protocol):
-    """A kind of automata, and how several become one table."""
+    """A kind of automaton, and how to join several into one table."""
 
     name: str
 
@@ -25,21 +25,21 @@ class Kind(Protocol):
         ...
 
     def start(self, automaton: Any) -> int:
-        """Return the first state, counted from 0 in the automaton."""
+        """Return the initial state, counted from 0 in the automaton."""
         ...
 
     def free(self) -> Any:
-        """Return the automaton of prompts that have none."""
+        """Return the automaton for prompts that have none of their own."""
         ...
 
     def join(self, parts: dict[int, Any]) -> Any:
-        """Return the table of automata, each from the state on that is its key."""
+        """Return the table of automata, where each key is the first state of its automaton in the table."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammars:
-    """Token automata, in a table of so many states and classes of tokens."""
+    """Token automata, in a table with space for `capacity` states and classes of tokens."""
 
     vocab_size: int
     capacity: tuple[int, int]
@@ -54,7 +54,7 @@ class Grammars:
         return int(automaton.start)
 
     def free(self) -> TokenAutomaton:
-        """Return the automaton in which every token may follow, special tokens too."""
+        """Return the automaton that allows every token, including special tokens."""
         every = np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool), np.zeros(1, np.int32)
         return TokenAutomaton(*every, start=np.int32(0))  # pyright: ignore[reportArgumentType]
 
@@ -65,7 +65,7 @@ class Grammars:
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """Automata of stop strings, in a table of so many states."""
+    """Automata of stop strings, in a table with space for `capacity` states."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -101,7 +101,7 @@ class _Part:
 
 
 class Table:
-    """A table that automata join and leave while prompts use it: no state changes its number.
+    """A table that automata join and leave while prompts use it. The numbers of states in use never change.
 
     Attributes:
         joint: the table on the device.
@@ -114,17 +114,17 @@ class Table:
         self.joint = self._join()
 
     def fits(self, automaton: Any) -> None:
-        """Raise an error if an automaton does not fit even if it is the only one."""
+        """Raise an error if an automaton would not fit even into an empty table."""
         if (needed := self._kind.states(automaton) + 1) > self._states:
             raise InputError(
-                f"{self._kind.name} needs {needed} states, and the engine's table has {self._states}: make the "
+                f"{self._kind.name} needs {needed} states, but the engine's table has {self._states}: create the "
                 "engine with more, or use fewer or shorter texts"
             )
 
     def enter(self, key: Hashable, automaton: Any) -> int | None:
-        """Add a user of an automaton, which joins the table if it is not there; return its first state.
+        """Add a user of an automaton, which joins the table if it is not in it; return its initial state.
 
-        None if there is no space for it now.
+        Return None if the table has no space for it at the moment.
         """
         with self._lock:
             part = self._parts.get(key)
@@ -135,7 +135,7 @@ class Table:
                 part = self._parts[key] = _Part(automaton, first)
                 try:
                     self.joint = self._join()
-                except InputError:  # too many classes of tokens together
+                except InputError:  # together they have too many classes of tokens
                     del self._parts[key]
                     return None
             part.users += 1

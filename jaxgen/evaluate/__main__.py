@@ -1,4 +1,4 @@
-"""`python -m jaxgen.evaluate`: run the tasks of lm-evaluation-harness with a checkpoint."""
+"""`python -m jaxgen.evaluate`: run lm-evaluation-harness tasks on a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxgen.model.config import DTYPES
 from jaxgen.model.quantization import CHOICES
 
 PROGRAM = "python -m jaxgen.evaluate"
-_MODEL = "jaxgen"  # its name in the harness
+_MODEL = "jaxgen"  # the model type's name in the harness
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         options, rest = _parse(sys.argv[1:] if words is None else words)
         try:
-            import lm_eval.models  # registers the harness's own models first
+            import lm_eval.models  # makes the harness register its own models first
             from lm_eval.__main__ import cli_evaluate
             from lm_eval.api.registry import model_registry
         except ModuleNotFoundError as error:
@@ -39,32 +39,32 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return our options, and the rest, which are the harness's."""
+    """Return our options, and the remaining ones, which belong to the harness."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage="%(prog)s --model DIR --tasks NAME ... [options]",
-        description="Evaluate a checkpoint with the tasks of lm-evaluation-harness.",
+        description="Evaluate a checkpoint on lm-evaluation-harness tasks.",
         epilog="All other options are the harness's: --tasks, --num_fewshot, --limit, --include_path, --output_path, "
         "--log_samples, --apply_chat_template, --gen_kwargs, --use_cache, ...: see python -m lm_eval run --help.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR", help="a checkpoint's directory, or the id of one on the hub")
+    add("--model", required=True, metavar="DIR", help="a checkpoint directory, or its id on the hub")
     add("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--quantize", choices=CHOICES, help="round the weights to 8 bits")
     add("--slots", type=arguments.count, default=32, metavar="N", help="answers generated at a time (default: 32)")
     tokens = "tokens scored at a time (default: 8192, on a CPU 1024)"
     add("--batch-tokens", type=arguments.count, metavar="N", help=tokens)
-    add("--max-length", type=arguments.count, metavar="N", help="of a request (default: the model's context)")
-    most = "of an answer whose task sets no limit (default: 256)"
+    add("--max-length", type=arguments.count, metavar="N", help="tokens per request (default: the model's context)")
+    most = "maximum tokens per answer if the task sets no limit (default: 256)"
     add("--max-gen-toks", type=arguments.count, default=256, metavar="N", help=most)
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help="keep compiled programs")
     return parser.parse_known_args(list(words))
 
 
 def _model(options: argparse.Namespace) -> type:
-    """Return the class that the harness makes the model of."""
+    """Return the class that the harness instantiates as the model."""
     from convert import load_adapter, load_hf
     from convert.hub import local_directory
     from jaxgen.cli.compile_cache import keep_programs
@@ -89,7 +89,7 @@ def _model(options: argparse.Namespace) -> type:
             harness = {name: given.pop(name) for name in ("batch_size", "max_batch_size", "device") if name in given}
             if given:
                 raise InputError(
-                    f"--model_args has {min(given)}, which is not an option here: see --help for those of the model"
+                    f"--model_args has {min(given)}, which is not an option here: see --help for the model's options"
                 )
             super().__init__(params, cfg, Tokenizer.from_pretrained(path), name=options.model, **sizes, **harness)
 

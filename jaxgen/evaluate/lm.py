@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's interface to a model that runs here."""
+"""The model interface of lm-evaluation-harness, implemented by jaxgen."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _SLOTS, _ANSWER = 32, 256
 
 
 class JaxgenLM(TemplateLM):
-    """A model for `lm_eval.simple_evaluate`, or for `lm_eval.evaluate`.
+    """A model for `lm_eval.simple_evaluate` or `lm_eval.evaluate`.
 
     >>> lm = JaxgenLM(params, cfg, tok, name="Qwen2.5-0.5B")                                     # doctest: +SKIP
     >>> results = lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])                         # doctest: +SKIP
 
-    Log-likelihoods come from `score_many`, which reads the context of several choices once; answers from
-    `generate_many`, with the options and stop strings of each request. Texts are tokenized and cut as by the harness's
-    own `hf` model.
+    Log-likelihoods come from `score_many`, which reads a context once for all of its choices. Answers come from
+    `generate_many`, with the options and stop strings of each request. Texts are tokenized and truncated as in the
+    harness's own `hf` model.
 
     Args:
         params: the parameters.
-        cfg: the model's config. `cfg.adapter` is read; other options of generation are those of each request.
-        tokenizer: the model's.
+        cfg: the model's config. `cfg.adapter` applies to all requests; other generation options come from each request.
+        tokenizer: the model's tokenizer.
         name: identifies the model in reports and in the cache of requests.
-        max_length: the most tokens of a request, by default the model's context.
-        max_gen_toks: the most tokens of an answer whose task sets no limit.
-        slots: the answers that are generated at a time.
-        batch_tokens: the tokens that are scored at a time, as in `score_many`.
-        seed: of the random key of requests that draw tokens.
+        max_length: the maximum number of tokens per request; by default the model's context.
+        max_gen_toks: the maximum number of tokens per answer if the task sets no limit.
+        slots: the number of answers generated at a time.
+        batch_tokens: the number of tokens scored at a time, as in `score_many`.
+        seed: the seed for requests that draw tokens.
         batch_size, max_batch_size, device: accepted from the harness, without effect.
     """
 
@@ -71,7 +71,7 @@ class JaxgenLM(TemplateLM):
         ends = eos_list(cfg.eos_token_id)
         self._eot = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)
         if self._eot is None:
-            raise InputError("neither the tokenizer nor the config has an eos token, which an empty context needs")
+            raise InputError("an empty context needs an eos token, but neither the tokenizer nor the config has one")
         bos = tokenizer.bos_token_id
         self._prefix = self._eot if bos is None else bos
         self._eos_text = tokenizer.decode([self._eot], skip_special_tokens=False)
@@ -84,7 +84,7 @@ class JaxgenLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that an empty context consists of: the bos token, or if there is none the eos token."""
+        """The id that stands for an empty context: the bos token, or the eos token if there is no bos."""
         return self._prefix  # pyright: ignore[reportReturnType]
 
     @property
@@ -93,17 +93,17 @@ class JaxgenLM(TemplateLM):
         return self._name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Return the ids of a text; a bos token that it begins with is not added again."""
+        """Return the ids of a text; if the text already begins with the bos token, do not add another."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
         return self._tokenizer.encode(string, add_special_tokens=add_special_tokens) if string else []
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the chat template, which the harness reports."""
+        """Return the chat template, for the harness's report."""
         return self._tokenizer.chat_template if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text; without a generation prompt, the last message is to be continued."""
+        """Return a conversation as text; without a generation prompt, the model continues the last message."""
         text = self._tokenizer.render_chat(chat_history, add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -111,7 +111,7 @@ class JaxgenLM(TemplateLM):
         return text[: text.rindex(last) + len(last)]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the harness adds to its report."""
+        """Return information about the model for the harness's report."""
         return {"model": self._name, "model_dtype": self._cfg.model.dtype, "model_num_parameters": self._count()}
 
     def _count(self) -> int:
@@ -120,7 +120,7 @@ class JaxgenLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Score continuations of contexts; these are cut on the left to the model's context."""
+        """Score continuations of contexts, truncating the contexts on the left to fit the model."""
         pairs = [self._cut(context, continuation) for _, context, continuation in requests]
         found = score_many(self._params, pairs, self._cfg, batch_tokens=self.batch_tokens)
         results = [(scores.total, bool(scores.is_greedy.all())) for scores in found]
@@ -130,12 +130,12 @@ class JaxgenLM(TemplateLM):
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         if not continuation or len(continuation) > self.max_length:
-            raise InputError(f"a continuation has {len(continuation)} tokens, and 1 to {self.max_length} are possible")
-        room = self.max_length + 1 - len(continuation)  # the last token is not read
+            raise InputError(f"a continuation has {len(continuation)} tokens: it must have 1 to {self.max_length}")
+        room = self.max_length + 1 - len(continuation)  # the model does not read the last token
         return context[-room:], continuation
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, in windows of the model's context that do not overlap."""
+        """Return the log-likelihood of whole texts, using non-overlapping windows of the model's context."""
         windows: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -154,7 +154,7 @@ class JaxgenLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return an answer to each context, cut at the first of the request's stop strings."""
+        """Return an answer to each context, cut at the first stop string of the request."""
         if not requests:
             return []
         read = [self._read(*request.args) for request in requests]
@@ -181,12 +181,12 @@ class JaxgenLM(TemplateLM):
         return answers
 
     def _read(self, context: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return a prompt for `generate_many`, and the strings at which its answer is cut."""
+        """Return a prompt for `generate_many`, and the strings at which to cut its answer."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(options, self.max_gen_toks))
         stops = [text for text in handle_stop_sequences(given.pop("until", None), self._eos_text) if text]
         most = given.pop("max_gen_toks")
         if most >= self.max_length:
-            raise InputError(f"an answer of {most} tokens leaves no room for its context in {self.max_length}")
+            raise InputError(f"an answer of {most} tokens leaves no room for its context in {self.max_length} tokens")
         if not given.get("do_sample"):
             given = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "top_k")}
         for name in given:
@@ -194,6 +194,6 @@ class JaxgenLM(TemplateLM):
                 remedy = "use max_gen_toks" if name == "max_length" else "leave it out"
                 raise ConfigError(f"the task's generation_kwargs have {name}, which is not an option here: {remedy}")
         ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
-        # The eos token ends an answer by its id; its text is not among the tokens of others.
+        # The eos token ends an answer by its id, so its text need not be a stop string.
         texts = [text for text in stops if text != self._eos_text]
         return {"ids": ids, "max_new_tokens": most, "stop_strings": texts or None, **given}, stops

@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 print(summary(read_description(options.out or options.source)), flush=True)
         return 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return BROKEN_PIPE
     except (JaxgenError, ImportError, OSError) as error:
         _say(in_flags(str(error)))
@@ -71,7 +71,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", metavar="MODEL", help="a local checkpoint directory; with --describe alone, an exported file")
     add("out", metavar="OUT", nargs="?", type=arguments.path, help="the file to write")
-    add("--describe", action="store_true", help="print what the file's programs are, need and return")
+    add("--describe", action="store_true", help="describe the file's programs, their inputs and outputs")
     add("--weights", type=arguments.path, metavar="FILE", help="also write the weights, as one safetensors file")
     size = "prompts per call, or any (default: 1)"
     add("-b", "--batch-size", type=_batch, metavar="N|any", help=size)
@@ -80,14 +80,14 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--engine", action="store_true", help="export the loop of an engine")
     add("--slots", type=arguments.count, metavar="N", help="sequences that the engine decodes at a time")
     add("--platforms", type=_platforms, default=PLATFORMS, metavar="A,B", help=f"(default: {','.join(PLATFORMS)})")
-    add("--dtype", choices=DTYPES, help="of the weights (default: as in MODEL)")
-    add("--quantize", choices=CHOICES, help="weights of 8 bits; none: not, where MODEL has such (default: as in MODEL)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: as in MODEL)")
+    add("--quantize", choices=CHOICES, help="8-bit weights; none: dequantize MODEL's (default: as in MODEL)")
     add_generation(parser)
     options, rest = parser.read(words)
     if rest:
         parser.error(f"{rest[0]!r} comes after MODEL and OUT: leave it out")
     if options.out is None and not options.describe:
-        parser.error("OUT is missing: name the file to write, or add --describe to print what FILE has")
+        parser.error("OUT is missing: name the file to write, or add --describe to describe FILE")
     if options.engine and options.slots is None:
         parser.error("--engine needs --slots, the number of sequences at a time")
     if options.slots is not None and not options.engine:
@@ -96,7 +96,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         if options.out is None:
             parser.error("--weights needs OUT, the file of the programs")
         if options.weights.absolute() == options.out.absolute():
-            parser.error(f"--weights {options.weights} is OUT too: choose another name")
+            parser.error(f"--weights {options.weights} is the same file as OUT: choose another name")
         if not options.weights.absolute().parent.is_dir():
             parser.error(f"--weights {options.weights}: there is no directory {options.weights.absolute().parent}")
     if options.engine and options.batch_size is not None:
@@ -133,5 +133,5 @@ def _programs(params: Any, cfg: GenerationConfig, options: argparse.Namespace) -
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed on a device: leave it to others
+    jax.config.update("jax_platforms", "cpu")  # no device is needed, so leave the accelerator to other processes
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Export of the loop of an `Engine`: prompts come and go between chunks, which another host starts and reads."""
+"""Export of the loop of an `Engine`, for a host that starts chunks, reads them, and adds prompts in between."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from jaxgen.export.plain import KEYS, flat_params, flatten, param_names, unflatt
 from jaxgen.generation import extensions_of
 from jaxgen.request.checks import check_call
 
-_STEPS = 8  # of a chunk, unless the host asks for another number
-# Fields of a request, and the inputs that they are; its options have their own names.
+_STEPS = 8  # default number of steps in a chunk; the host can set another
+# The input name of each field of a request; options keep their own names.
 _FIELDS = {"ids": "ids", "mask": "attention_mask", "budget": "max_new_tokens"}
 _NEWS = ("number", "sequences", "index", "own_key", "cancelled")
 
@@ -41,25 +41,26 @@ def export_engine(
     stopping_criteria: Sequence[Callable] | None = None,
     hook: StepHook | None = None,
 ) -> ExportedPrograms:
-    """Return the programs of an `Engine`, with which a host without jaxgen answers prompts that come and go.
+    """Return the programs of an `Engine`, with which a host without jaxgen can answer prompts as they arrive.
 
     >>> export_engine(params, cfg, slots=16, prompt_width=512).save("engine.zip")               # doctest: +SKIP
 
-    `open` makes the state, in which all slots are free. `chunk` lets prompts arrive, takes a few steps, and returns the
-    next state and the journal of what happened. A prompt's tokens are those of an `Engine`. Grammars and stop strings
-    need tables that the host cannot make, so prompts cannot have them. docs/production.md has a host.
+    `open` creates the initial state, in which all slots are free. `chunk` adds prompts, takes a few steps, and returns
+    the next state and a journal of what happened. A prompt gets the same tokens as from an `Engine`. Grammars and stop
+    strings are not possible, because they need tables that the host cannot build. docs/production.md has an example of
+    a host.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the programs.
-        cfg: the options of all prompts, and the values for prompts that do not set them, as for `Engine`.
-        slots: the number of sequences that are decoded at a time, and the most prompts that arrive before a chunk.
-        prompt_width: the most tokens of a prompt.
-        platforms: those that the programs run on: some of cpu, cuda, tpu and rocm.
-        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. They are part of the programs,
-            with their arrays.
+        cfg: the options, which are defaults for the prompts, as for `Engine`.
+        slots: the number of sequences decoded at a time, and the maximum number of prompts that arrive before a chunk.
+        prompt_width: the maximum number of tokens in a prompt.
+        platforms: the platforms that the programs run on: one or more of cpu, cuda, tpu and rocm.
+        logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. They and their arrays become part
+            of the programs.
 
     Raises:
-        InputError, ConfigError, TypeError: as `Engine`; what needs the host.
+        InputError, ConfigError, TypeError: as for `Engine`; or something needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     model_of(cfg)
@@ -125,14 +126,14 @@ def _programs(
 
 
 def _as_inputs(arrivals: Arrivals) -> dict[str, np.ndarray]:
-    """Return what arrives as inputs: arrays by name."""
+    """Return arrivals as inputs: arrays by name."""
     news = {name: getattr(arrivals, name) for name in _NEWS} | {"key": arrivals.key_data}
     fields = {name: getattr(arrivals.request, field) for field, name in _FIELDS.items()}
     return fields | flatten(arrivals.request.options) | news
 
 
 def _arrivals(inputs: dict[str, Any], form: Form) -> Arrivals:
-    """Return what arrives, of inputs."""
+    """Return the arrivals in the inputs; the inverse of `_as_inputs`."""
     options = unflatten({name: form.off[name] for name in sorted(form.off)}, inputs)
     unusual = jnp.zeros(inputs["number"].shape, bool)
     for name in form.own - form.usual.enabled:
@@ -146,7 +147,7 @@ def _arrivals(inputs: dict[str, Any], form: Form) -> Arrivals:
 
 
 def _journal(cfg: GenerationConfig) -> str:
-    """Describe the journal."""
+    """Return a description of the journal's format."""
     columns = "number, sequence, token or -1, stop reason or 0"
     if cfg.output_logprobs:
         columns += ", the float32 bits of the token's log-probability"

@@ -21,11 +21,11 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class ExportedPrograms:
-    """Programs that run with jax alone: docs/production.md says how.
+    """Programs that run with jax alone; docs/production.md shows how.
 
     Attributes:
-        description: what the programs are, need and return, as in the file's description.json.
-        inputs: the values of those inputs that have one unless the caller sets another, as in the file's inputs.npz.
+        description: describes the programs, their inputs and outputs, as in the file's description.json.
+        inputs: default values for inputs that have one, as in the file's inputs.npz.
         programs: the programs by name.
     """
 
@@ -34,7 +34,7 @@ class ExportedPrograms:
     programs: dict[str, export.Exported]
 
     def save(self, path) -> None:
-        """Write the file, in place of one that is there."""
+        """Write the file, replacing an existing one."""
         contents = {name: program.serialize() for name, program in self.programs.items()}
         values = io.BytesIO()
         np.savez(values, allow_pickle=False, **self.inputs)  # pyright: ignore[reportArgumentType]
@@ -45,17 +45,17 @@ class ExportedPrograms:
                 file.writestr(f"{name}.bin", bytes(program))
 
     def params(self, params: Any) -> dict[str, jax.Array]:
-        """Return parameters as the programs take them: arrays by the names of their tensors in a checkpoint.
+        """Return parameters in the form that the programs accept: arrays, by their tensor names in a checkpoint.
 
         Raises:
-            InputError: parameters of another form than those that the programs were exported for.
+            InputError: the shapes or dtypes differ from those of the parameters at export.
         """
         flat = flat_params(params)
         wanted, given = self.description["params"], forms(flat)
         for name in [*wanted, *given]:
             if wanted.get(name) != given.get(name):
                 found, needed = (_form(entries.get(name)) for entries in (given, wanted))
-                raise InputError(f"params: {name} is {found}, and the programs are for {needed}: export again")
+                raise InputError(f"params: {name} is {found}, but the programs need {needed}: export again")
         return flat
 
 
@@ -75,15 +75,15 @@ def read_description(path) -> dict[str, Any]:
     """Return the description of a file.
 
     Raises:
-        InputError: a file of another kind.
+        InputError: the file is of a different kind.
     """
     try:
         with zipfile.ZipFile(path) as file:
             description = json.loads(file.read(DESCRIPTION))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise InputError(f"{path} is not a file of exported programs: export writes such files") from error
+        raise InputError(f"{path} is not a file of exported programs: pass one that export has written") from error
     if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise InputError(f"{path} has another format than {FORMAT}: read it with the jaxgen that wrote it")
+        raise InputError(f"{path} does not have format {FORMAT}: read it with the version of jaxgen that wrote it")
     return description
 
 

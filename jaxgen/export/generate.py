@@ -29,14 +29,14 @@ from jaxgen.request.checks import check_call, check_room
 from jaxgen.request.prepare import CallInputs, prepare
 
 _NOT_RETURNED = ("cache", "prompt_width")
-# Arguments of `generate` that an exported program does not have, and why.
+# Arguments of `generate` that an exported program does not have, and the reasons.
 _REFUSED = {
     "streamer": "it is called on the host while tokens are generated: export an engine, whose chunks return them",
     "assistant": "a program has one model: use prompt_lookup_num_tokens or assistant_early_exit",
     "cache": "a continuation is not a dict of arrays: export an engine, or pass the whole prompt",
-    "inputs_embeds": "prompts are ids",
-    "negative_prompt_ids": "guidance_scale moves away from the last token of each prompt",
-    "negative_prompt_attention_mask": "guidance_scale moves away from the last token of each prompt",
+    "inputs_embeds": "pass prompts as ids",
+    "negative_prompt_ids": "the negative prompt is always the last token of each prompt",
+    "negative_prompt_attention_mask": "the negative prompt is always the last token of each prompt",
 }
 
 
@@ -58,21 +58,21 @@ def export_generate(
 
     >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")               # doctest: +SKIP
 
-    Its inputs are the prompts, the data of a key if tokens are drawn, and the values of all traced options that are on:
-    these can be changed at each call. Its tokens are those of `generate`. `max_new_tokens` is an input too; more than
-    that of `cfg`, for which there is memory, counts as that many.
+    The program's inputs are the prompts, the data of a key if tokens are drawn, and the values of all enabled traced
+    options, which can be changed in each call. The tokens are the same as from `generate`. `max_new_tokens` is also an
+    input; it is limited to the value in `cfg`, for which memory is reserved.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the program.
-        cfg: the options. One with a value per prompt stays one with a value per prompt.
-        batch: the number of prompts; None for any, chosen by each call, which compiles for it.
-        prompt_width: the columns of prompts; shorter ones are padded, on any side.
-        platforms: those that the program runs on: some of cpu, cuda, tpu and rocm.
-        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. They are part
-            of the program, with their arrays.
+        cfg: the options. An option with one value per prompt keeps one value per prompt.
+        batch: the number of prompts; None if each call may choose it, and compile for it.
+        prompt_width: the number of columns for prompts; shorter prompts are padded on any side.
+        platforms: the platforms that the program runs on: one or more of cpu, cuda, tpu and rocm.
+        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. They and their
+            arrays become part of the program.
 
     Raises:
-        InputError, ConfigError, TypeError: as `generate`; what needs the host.
+        InputError, ConfigError, TypeError: as for `generate`; or something needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     _refuse(others)
@@ -106,7 +106,7 @@ def _program(
 ) -> tuple[Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], dict[str, np.ndarray]]:
     """Return `generate` as a function of dicts, of parameters and inputs, and the inputs that have values already."""
     most = int(budget.max())
-    sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # without max_length, it sizes the arrays
+    sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # so that max_new_tokens sizes the arrays
     leaves, static = sized.tree_flatten()
     on = {name: leaf for name, leaf in zip(TRACED, leaves, strict=True) if leaf is not None}
     values = {name: np.asarray(jnp.asarray(x)) for name, x in flatten(jax.tree.map(jnp.asarray, on)).items()}
@@ -144,6 +144,6 @@ def _check_sizes(cfg: GenerationConfig, batch: int | None, prompt_width: int) ->
     if batch is not None:
         check_size("batch", batch)
     if not cfg.on("max_new_tokens"):
-        raise ConfigError("max_new_tokens is not set, and an exported program has arrays of fixed size: set it")
+        raise ConfigError("max_new_tokens is not set, but an exported program has arrays of fixed size: set it")
     if batch is None and cfg.slots is not None:
         raise ConfigError(f"batch=None is not offered with slots={cfg.slots}: pass the number of prompts")

@@ -1,4 +1,4 @@
-"""The export of a function for several platforms, and the part of a description that all exports share."""
+"""Export of a function for several platforms, and the part of the description that all exports share."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _TRACEBACKS = "jax_traceback_in_locations_limit"
 
 
 def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], allowed: Any = None) -> None:
-    """Raise an error for what no exported program can have."""
+    """Raise an error for anything that an exported program cannot have."""
     if importlib.util.find_spec("flatbuffers") is None:
-        raise ImportError('jax stores programs with flatbuffers, which is missing: pip install "jaxgen[export]"')
+        raise ImportError('flatbuffers, which jax needs to store programs, is missing: pip install "jaxgen[export]"')
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_ALLOWED):
         raise InputError(f"platforms must be a list of some of {', '.join(_ALLOWED)}, got {platforms!r}")
     if mesh_of(params) is not None:
-        raise InputError("params are divided over a mesh, and an exported program is for one device: pass their shapes")
+        raise InputError("params are divided over a mesh, but an exported program is for one device: pass their shapes")
     for name in ("max_time", "token_healing"):
         if getattr(cfg, name):
             raise ConfigError(f"{name} needs the host, which an exported program does not call: leave it out")
@@ -61,16 +61,16 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
     """Export a function for arguments of these shapes.
 
     Raises:
-        ConfigError: the function calls the host, or a kernel whose form jax does not guarantee; a symbolic size where
-            the size must be known.
+        ConfigError: the function calls the host, or a kernel whose format jax does not guarantee; or a size is symbolic
+            where it must be known.
     """
     jitted = jax.jit(function)
     try:
         with _without_tracebacks():
             if calls := sorted(_callbacks(jitted.trace(*arguments).jaxpr.jaxpr)):
                 raise ConfigError(
-                    f"logits_processor, stopping_criteria or hook calls the host, by {', '.join(calls)}, which an "
-                    "exported program cannot: compute it with jax"
+                    f"logits_processor, stopping_criteria or hook calls the host, by {', '.join(calls)}, but an "
+                    "exported program cannot do so: compute it with jax"
                 )
             result = export.export(jitted, platforms=tuple(platforms))(*arguments)
     except jax.errors.JAXTypeError:
@@ -81,18 +81,18 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
 
 
 def _explained(error: Exception) -> Exception:
-    """Return an error of jax as one that says what to do."""
+    """Translate an error of jax to one that says what to do."""
     text = str(error)
     if "custom call" in text:
         return ConfigError(f"a kernel of logits_processor, stopping_criteria or hook cannot be exported: {text}")
     if isinstance(error, NotImplementedError) and "lowering" in text:
-        return ConfigError(f"an operation is not there on all platforms: name fewer in platforms; jax says: {text}")
+        return ConfigError(f"an operation is not available on all platforms: name fewer in platforms; jax says: {text}")
     return error
 
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Leave the lines and paths of source files out of programs: they take a quarter of the space."""
+    """Omit the lines and paths of source files from programs, because they take a quarter of the space."""
     limit = jax.config.values[_TRACEBACKS]
     jax.config.update(_TRACEBACKS, 0)
     try:
@@ -124,7 +124,7 @@ def description(
         params: the parameters, or their shapes.
         cfg: the options.
         inputs: arrays, or their shapes, by name.
-        outputs: likewise.
+        outputs: the same for the outputs.
         programs: the exported programs by name.
     """
     first = next(iter(programs.values()))
@@ -149,7 +149,7 @@ def description(
 
 
 def _static(cfg: GenerationConfig, inputs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the options that are part of the program and not at their defaults."""
+    """Yield the options that are part of the program and differ from their defaults."""
     given = {name.partition(".")[0] for name in inputs}
     for name, option in OPTIONS.items():
         value = getattr(cfg, name)

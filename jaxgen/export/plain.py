@@ -1,4 +1,4 @@
-"""Trees of jaxgen's types as dicts of arrays with dotted names, and back."""
+"""Conversion of trees of jaxgen's types to dicts of arrays with dotted names, and back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
 
-KEYS = "threefry2x32"  # the implementation of random keys: the only one with equal bits on all platforms
+KEYS = "threefry2x32"  # the only implementation of random keys with the same bits on all platforms
 
 
 def param_names(params: Any) -> Any:
-    """Return a tree like the parameters, with the name of each array: that of its tensor in a checkpoint.
+    """Return a tree like the parameters, with the tensor name of each array in a checkpoint.
 
     Raises:
-        InputError: weights that checkpoints do not store.
+        InputError: checkpoints do not store this kind of weights.
     """
     names = {}
     for name, weight in flax.traverse_util.flatten_dict(params, sep=".").items():
@@ -34,17 +34,17 @@ def param_names(params: Any) -> Any:
 
 
 def flat_params(params: Any) -> dict[str, Any]:
-    """Return the arrays of parameters by the names of their tensors in a checkpoint."""
+    """Return the arrays of parameters by their tensor names in a checkpoint."""
     return dict(zip(jax.tree.leaves(param_names(params)), jax.tree.leaves(params), strict=True))
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return the arrays of a tree by dotted names, keys as their data."""
+    """Return the arrays of a tree by dotted names, with random keys as their data."""
     return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in _named(tree)}
 
 
 def unflatten(like: Any, arrays: dict[str, Any]) -> Any:
-    """Return the tree that `flatten` made `arrays` of; its structure and the places of its keys are those of `like`."""
+    """Invert `flatten`; the structure of the tree and the places of its random keys are those of `like`."""
     leaves = [
         jax.random.wrap_key_data(arrays[name], impl=KEYS) if _is_key(x) else arrays[name] for name, x in _named(like)
     ]

@@ -1,8 +1,8 @@
-"""Expressions as tables over bytes, built within bounds.
+"""Compilation of expressions to tables over bytes, within size limits.
 
-An expression becomes a nondeterministic automaton over bytes (Thompson), then a deterministic one (subsets of states),
-then equal states are merged. Sizes and work are counted while building, so a small expression with a huge automaton is
-refused early, with the part that it is due to.
+An expression becomes a nondeterministic automaton over bytes (Thompson), then a deterministic one (subsets of states);
+then equivalent states are merged. Sizes and work are counted while building, so a small expression with a huge
+automaton is rejected early, and the error names the responsible part.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jaxgen.grammar.expression import Characters, Choice, Expression, Members, P
 from jaxgen.grammar.utf8 import spelled
 
 BYTES = 256
-# Bounds of one automaton. Building at all of them takes about a second and 150 MB.
+# Limits of one automaton. An automaton that reaches all of them takes about a second and 150 MB to build.
 STATES = 2**15
-NFA_STATES = 2**16  # of the nondeterministic automaton
+NFA_STATES = 2**16  # states of the nondeterministic automaton
 WORK = 2_000_000  # states and transitions visited while building
-HIGHEST = 400  # expressions inside each other
-MANY = 16  # repetitions, from which on a message names the repetition and not a part of it
-MINIMIZE_WORK = 20_000_000  # transitions compared while merging; beyond that, equal states stay apart
+HIGHEST = 400  # levels of nested expressions
+MANY = 16  # from this many repetitions on, a message names the repetition and not a part of it
+MINIMIZE_WORK = 20_000_000  # transitions compared while merging; beyond this, states are not merged
 
 
 class ByteAutomaton(NamedTuple):
-    """Deterministic automaton in which every state can be reached and leads to an accepting one.
+    """Deterministic automaton in which every state is reachable and leads to an accepting state.
 
-    `table int32[S, 256]` is the state after each byte, -1 for none; `accepting` is bool[S].
+    `table int32[S, 256]` has the state after each byte, or -1 if there is none; `accepting` is bool[S].
     """
 
     table: np.ndarray
@@ -38,13 +38,13 @@ class ByteAutomaton(NamedTuple):
 
 
 def compile_expression(expression: Expression, name: str = "the pattern") -> ByteAutomaton:
-    """Compile an expression, which messages refer to by a name.
+    """Compile an expression; error messages refer to it by `name`.
 
     Raises:
-        InputError: an expression that matches nothing, or whose automaton is too large.
+        InputError: the expression matches nothing, or its automaton is too large.
     """
     if expression.height > HIGHEST:
-        raise InputError(f"{name} has too many parts inside each other: simplify it")
+        raise InputError(f"{name} is nested too deeply: simplify it")
     if expression.size > NFA_STATES:
         _refuse_size(_largest(expression, name))
     automaton = _determinized(expression, name)
@@ -55,7 +55,7 @@ def compile_expression(expression: Expression, name: str = "the pattern") -> Byt
 
 
 def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.ndarray:
-    """Return the states that can be reached from a start and that lead to an accepting one, bool[S]."""
+    """Return the states that are reachable from a start and lead to an accepting state, bool[S]."""
     source, target = edges(table)
     return (distances(np.isin(np.arange(len(table)), start), source, target) >= 0) & (
         distances(accepting, target, source) >= 0
@@ -65,27 +65,27 @@ def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.nd
 def restricted(
     table: np.ndarray, accepting: np.ndarray, start: Any, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Remove all states except `kept bool[S]`, and the transitions into the others."""
+    """Remove all states except `kept bool[S]`, and the transitions into removed states."""
     number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1).astype(np.int32)  # -1 stays -1
     return number[table[kept]], accepting[kept], number[start]
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each distinct row's first occurrence, and for each row the number of its distinct row."""
+    """Return the index of each distinct row's first occurrence, and for each row, the number of its distinct row."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
 
 
 def edges(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pairs of a state and a state that may follow it, each once."""
+    """Return the distinct pairs of a state and a possible next state."""
     source, column = np.nonzero(table >= 0)
     pairs = np.unique(source * len(table) + table[source, column])
     return pairs // len(table), pairs % len(table)
 
 
 def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the number of edges from a state in `begin bool[S]` to each state, int32[S]; -1 without a way."""
+    """Return the distance of each state from the states `begin bool[S]`, int32[S]; -1 if there is no path."""
     order = np.argsort(source, kind="stable")
     follower = target[order]
     first = np.searchsorted(source[order], np.arange(len(begin) + 1))
@@ -102,7 +102,7 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
 
 
 def _largest(expression: Expression, name: str) -> str:
-    """Return the name of the smallest part that is too large by itself, or that has most of the size."""
+    """Return the name of the smallest part that is too large by itself, or that accounts for most of the size."""
     while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
@@ -113,14 +113,14 @@ def _largest(expression: Expression, name: str) -> str:
 
 def _refuse_size(name: str) -> NoReturn:
     raise InputError(
-        f"{name} is too large: an automaton may have {STATES} states; lower its bounds, or split or simplify it"
+        f"{name} is too large: an automaton may have {STATES} states; lower its limits, or split or simplify it"
     )
 
 
 class _Nfa:
-    """Nondeterministic automaton: moves by bytes, and jumps without a byte (epsilon transitions).
+    """Nondeterministic automaton with moves on bytes, and jumps (epsilon transitions).
 
-    `parts` has the name of the part that each state belongs to.
+    `parts` has the name of each state's part.
     """
 
     def __init__(self, name: str):
@@ -128,7 +128,7 @@ class _Nfa:
         self.moves: list[list[tuple[int, int, int]]] = []  # first byte, last byte, target
         self.parts: list[str] = []
         self.name = name
-        self.repeated = False  # many times: parts inside are not named, because together they are large
+        self.repeated = False  # inside a large repetition: its parts are too large only together
 
     def state(self) -> int:
         self.jumps.append([])
@@ -142,7 +142,7 @@ class _Nfa:
         return self.jumps[start][-1]
 
     def add(self, expression: Expression, start: int) -> int:
-        """Add states that read an expression from `start`; return the last. No transition to `start` is added."""
+        """Add states that read an expression from `start`; return the last state. Nothing leads back to `start`."""
         match expression:
             case Text(text):
                 for byte in text:
@@ -176,7 +176,7 @@ class _Nfa:
         raise AssertionError(expression)
 
     def repeat(self, expression: Repeat, start: int) -> int:
-        """Add copies of the item, those beyond `low` optional; without a bound the last copy is a loop."""
+        """Add copies of the item; those after `low` are optional. Without an upper bound, the last copy is a loop."""
         item, low, high, separator = expression.item, expression.low, expression.high, expression.separator
         copies = max(low, 1) if high is None else high
         end = self.state()
@@ -197,7 +197,7 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add two ways through the members: before the first that is present, and after it."""
+        """Add two paths through the members: one before the first member that is present, and one after it."""
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:
@@ -216,7 +216,7 @@ class _Nfa:
 
 
 def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Construct the subsets of states that the same bytes lead to: the table, the accepting states and the start."""
+    """Construct the deterministic automaton (subset construction): the table, the accepting states and the start."""
     nfa = _Nfa(name)
     start = nfa.state()
     final = nfa.add(expression, start)
@@ -230,7 +230,7 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
     work = 0
 
     def closure(begin: tuple[int, ...]) -> int:
-        """Return the number of the set of states that jumps lead to, of those that read a byte or accept."""
+        """Return the number of the set of states reached by jumps, limited to states that read a byte or accept."""
         nonlocal work
         if begin not in closures:
             seen, rest = set(begin), list(begin)
@@ -272,8 +272,8 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
 def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
     """Merge states that accept the same texts (Moore): split by acceptance, then by the states after the next byte.
 
-    Classes of states are compared by sums of random numbers. If two sums are ever equal by chance, or if it takes too
-    long, nothing is merged.
+    Classes of states are compared by sums of random numbers. If two sums ever collide, or if this takes too long,
+    nothing is merged.
     """
     table, accepting, start = automaton
     columns, _ = distinct(np.ascontiguousarray(table.T))
@@ -286,7 +286,7 @@ def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
         if len(first) == parts:
             break
         parts = len(first)
-        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last is that of -1
+        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last is for -1
         sums = name[part] + (name[np.append(part, -1)[narrow]] * weights).sum(axis=1)
     else:
         return automaton

@@ -1,6 +1,6 @@
-"""Schemas that no value can satisfy both, so that oneOf of them is the same as anyOf.
+"""Detection of disjoint schemas, which no value satisfies together, so that oneOf is the same as anyOf.
 
-All answers are on the safe side: False where it is not clear.
+All answers are conservative: False if in doubt.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from jaxgen.grammar.keywords import (
     types_of,
 )
 
-MOST = 200_000  # comparisons of two schemas, or of a value and a schema
-ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has one schema
+MOST = 200_000  # limit for comparisons of two schemas, or of a value and a schema
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has just one schema
 
 
 class Overlaps:
-    """The comparisons of one schema's parts, which must have been checked before."""
+    """Comparisons between the parts of one schema, which must have been checked before."""
 
     def __init__(self, root: Any):
         self.root = root
         self.known: dict[tuple[int, int], bool] = {}
-        self.keys: dict[int, set[str]] = {}  # of the schemas with literals
+        self.keys: dict[int, set[str]] = {}  # for schemas with literals
         self.compared = 0
 
     def excludes(self, one: Any, other: Any) -> bool:
-        """Return True if no text that is generated for `one` is valid against `other`.
+        """Return True if no text generated for `one` is valid against `other`.
 
         Raises:
             InputError: the schema has too many parts.
@@ -105,7 +105,7 @@ class Overlaps:
         return any(self.excludes(ours[name], (theirs or {})[name]) for name in shared)
 
     def may_be(self, value: Any, schema: Any, depth: int = 0) -> bool:
-        """Return False if a value is not valid against a schema; True if it is, or if that is not clear."""
+        """Return False if a value is not valid against a schema; True if it is valid, or if in doubt."""
         self._count()
         schema = self.resolved(schema)
         if _is_free(schema) or depth > DEEPEST:
@@ -143,7 +143,7 @@ def _is_free(schema: Any) -> bool:
 
 
 def _valid_types(schema: dict[str, Any]) -> list[str]:
-    """Return the types of valid values: all without `type`, although fewer are generated."""
+    """Return the types of valid values. Without `type`, these are all types, although fewer are generated."""
     return types(schema) if "type" in schema else list(OF_TYPE)
 
 
@@ -161,12 +161,12 @@ def _below(high: int | None, low: int | None) -> bool:
 
 
 def _key(value: Any) -> str:
-    """Return a text that two values share if they are equal for JSON schemas: 1 is 1.0, but true is not 1."""
+    """Return a text that is the same for equal values in the sense of JSON schemas: 1 equals 1.0, but not true."""
     return json.dumps(_rounded(value), sort_keys=True)
 
 
 def _rounded(value: Any) -> Any:
-    """Make all numbers floats, as many programs do; large whole numbers that become equal count as equal."""
+    """Convert all numbers to floats, as many programs do; large whole numbers may become equal."""
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 10**300 else value
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Regular expressions as trees. A part of a tree may occur in several places; it is then one object.
+"""Regular expressions as trees. A part of a tree may occur in several places as the same object.
 
-Expressions are compared by identity. `size` is the number of states that one needs before subsets are formed;
-`height` counts the expressions inside each other.
+Expressions are compared by identity. `size` is the number of states in the nondeterministic automaton; `height` is the
+depth of nesting.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Expression:
     height: int
 
     def __post_init__(self):
-        # Now, because a deep tree would need a deep recursion.
+        # Computed at once, because computing it later for a deep tree would need deep recursion.
         object.__setattr__(self, "size", self._count())
         object.__setattr__(self, "height", 1 + max((part.height for part in self.parts()), default=0))
 
     def parts(self) -> list[Expression]:
-        """Return the expressions that it consists of, without separators."""
+        """Return the expressions that this one consists of, without separators."""
         match self:
             case Sequence(items) | Choice(items):
                 return list(items)
@@ -97,7 +97,7 @@ class Repeat(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Members(Expression):
-    """Expressions in order, of which those that are not needed may be absent; separators between those present."""
+    """Expressions in order, some of them optional, with separators between those present."""
 
     items: tuple[tuple[Expression, bool], ...]
     separator: Expression
@@ -108,7 +108,7 @@ class Members(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Anchor(Expression):
-    """`^` or `$`, as it was read; expressions that are compiled have none."""
+    """`^` or `$` as read from a pattern; removed before compilation."""
 
     sign: str
 
@@ -118,7 +118,7 @@ class Anchor(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Part(Expression):
-    """An expression that messages refer to by a name."""
+    """An expression with a name for error messages."""
 
     name: str
     item: Expression
@@ -132,18 +132,18 @@ NOTHING = Choice(())
 
 
 def sequence(*items: Expression | str) -> Expression:
-    """Return one expression after another; a str is a text."""
+    """Return a sequence of expressions; a str is a text."""
     return Sequence(tuple(Text(item.encode()) if isinstance(item, str) else item for item in items))
 
 
 def choice(items: Iterable[Expression | str]) -> Expression:
-    """Return a choice, or the expression if there is only one; a str is a text."""
+    """Return a choice of expressions, or the expression itself if there is only one; a str is a text."""
     options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items)
     return options[0] if len(options) == 1 else Choice(options)
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the characters in any of the ranges, without surrogates, which are not characters."""
+    """Return the characters in any of the ranges, except surrogates, which are not characters."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""The formats of JSON schemas as regular expressions: exactly valid dates and times, and subsets of the others."""
+"""The formats of JSON schemas as regular expressions: exact for dates and times, subsets for the others."""
 
-_COMMON_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # all but 0000, which many programs reject
+_COMMON_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # all except 0000, which many programs reject
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _MONTHS = (
     "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])",

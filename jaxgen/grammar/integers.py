@@ -1,4 +1,4 @@
-"""Ranges of integers as expressions of their decimal digits."""
+"""Ranges of integers as expressions over their decimal digits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxgen.grammar.utf8 import Ranges
 def integer_range(low: int | None, high: int | None) -> Expression:
     """Return the expression of the integers from `low` to `high`, both included; None means no bound.
 
-    Each integer has one text, without leading zeros; 0 has no sign. There is at least one integer.
+    Each integer has one text, without leading zeros; 0 has no sign. The range must not be empty.
     """
     parts: list[Expression | str] = []
     if low is None or low < 0:
@@ -34,9 +34,9 @@ def _positive(low: int, high: int | None) -> Expression:
 
 
 def _blocks(low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a range into blocks (first, last, free): numbers that begin with first to last and end in `free` any digits.
+    """Split a range into blocks (first, last, free): a prefix from first to last, then `free` arbitrary digits.
 
-    `first` and `last` differ in their last digit only.
+    `first` and `last` differ only in their last digit.
     """
     while low <= high:
         free, unit = 0, 1

@@ -1,9 +1,9 @@
-"""A JSON schema as an expression: the texts of values that are valid against it.
+"""Conversion of a JSON schema to an expression for the texts of its valid values.
 
-What an expression cannot represent is refused, so every text is JSON and valid. The converse is not true: strings have
-no \\u escapes where another spelling exists, members come in the schema's order, patterns match whole strings,
-free-form values nest at most two levels deep, and schemas that refer to themselves end after `LEVELS` levels: there, a
-reference matches nothing, so that optional members and items are left out.
+Anything that an expression cannot represent is rejected, so every text is valid. The converse is not true: strings
+have no \\u escapes where another spelling exists, members come in the schema's order, patterns match whole strings,
+free-form values nest at most two levels deep, and recursive schemas end after `LEVELS` levels. At that depth a
+reference matches nothing, so optional members and items are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.utf8 import Ranges
 
 FREE_DEPTH = 2
-LEVELS = 3  # of a schema that refers to itself
+LEVELS = 3  # levels of a recursive schema
 MOST_VALUES = 20_000
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 SCALARS = {
@@ -48,21 +48,21 @@ SCALARS = {
     "integer": INTEGER,
     "number": rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
 }
-ESCAPED = '"\\/bfnrt'  # what may follow a backslash
-UNPRINTABLE = ((0x7F, 0x9F),)  # not generated without a pattern, although JSON allows them
+ESCAPED = '"\\/bfnrt'  # characters that may follow a backslash
+UNPRINTABLE = ((0x7F, 0x9F),)  # allowed by JSON, but generated only if a pattern asks for them
 MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 
 
 def read_schema(
     schema: dict[str, Any] | str, whitespace_pattern: str | None = None, *, name: str = "the schema"
 ) -> Expression:
-    """Return the expression of texts that are valid against the schema, a dict or its JSON.
+    """Return the expression of the texts that are valid against a schema, which is a dict or JSON.
 
     docs/constrained.md lists the supported keywords. `whitespace_pattern` matches the whitespace between JSON's tokens;
-    "[ ]?" if None. Messages name a part of the schema by its path from `name`.
+    None means "[ ]?". Error messages name a part of the schema by its path from `name`.
 
     Raises:
-        InputError: any other keyword, or a schema that is not valid.
+        InputError: the schema is not valid, or has an unsupported keyword.
         TypeError: `schema` is neither a dict nor a str.
     """
     if not isinstance(schema, dict | str):
@@ -73,7 +73,7 @@ def read_schema(
 
 
 class _Place(NamedTuple):
-    """Where a schema is: its name in messages, the ids of the parts whose references lead to it, and its depth."""
+    """Location of a schema: its name in messages, the ids of the parts whose references lead to it, and its depth."""
 
     name: str
     refs: tuple[int, ...] = ()
@@ -92,16 +92,16 @@ class _Converter:
     def __init__(self, root: Any, space: Expression):
         self.root, self.space = root, space
         self.comma = sequence(space, ",", space)
-        self.known: dict[Any, Expression] = {}  # of references, and of free values by their depth
+        self.known: dict[Any, Expression] = {}  # by reference, or by depth for free-form values
         self.references, self.overlaps = References(root), Overlaps(root)
         self.values = 0
 
     def value(self, schema: Any, place: _Place) -> Expression:
         if place.depth > DEEPEST:
-            raise InputError(f"the schema has more than {DEEPEST} schemas inside each other: simplify it")
+            raise InputError(f"the schema is nested more than {DEEPEST} levels deep: simplify it")
         self.values += 1
         if self.values > MOST_VALUES:
-            raise InputError(f"the schema has more than {MOST_VALUES} parts, with those of its recursion: simplify it")
+            raise InputError(f"the schema has more than {MOST_VALUES} parts, counting its recursion: simplify it")
         if schema is True:
             return self.free(FREE_DEPTH)
         if not isinstance(schema, dict):
@@ -227,7 +227,7 @@ def _string(schema: dict[str, Any], place: _Place) -> Expression:
 
 @functools.cache
 def _character() -> Expression:
-    """Return the expression of a character of a string without a pattern."""
+    """Return the expression of one character in a string without a pattern."""
     plain = Characters(complement(union([*MUST_ESCAPE, *UNPRINTABLE])))
     return choice([plain, sequence("\\", choice(ESCAPED))])
 
@@ -252,7 +252,7 @@ def _bounded(name: str, schema: dict[str, Any], place: _Place) -> Expression:
 
 @functools.lru_cache(1000)
 def _in_string(ranges: Ranges) -> Expression:
-    """Return the expression of one of some characters, escaped where JSON must do so."""
+    """Return the expression of any one of these characters, escaped where JSON requires it."""
     plain, special = common(ranges, complement(MUST_ESCAPE)), common(ranges, MUST_ESCAPE)
     spelled = [json.dumps(chr(code))[1:-1] for first, last in special for code in range(first, last + 1)]
     return choice([*([Characters(plain)] if plain else []), *spelled])

@@ -1,4 +1,4 @@
-"""The keywords of JSON schemas, read and checked: each function raises an `InputError` that names the schema."""
+"""Keywords of JSON schemas, read and checked. Each function raises an `InputError` that names the schema."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxgen.errors import InputError, shown
 from jaxgen.text.json_file import parse_json
 
 LONGEST = 1_000_000  # characters of a schema
-_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # in a JSON pointer
-DEEPEST = 64  # schemas inside each other
-MOST_DIGITS = 40  # of a bound: n digits need about n * n states before equal states are merged
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # an index in a JSON pointer
+DEEPEST = 64  # levels of nesting
+MOST_DIGITS = 40  # digits of a bound: n digits need about n * n states before states are merged
 
 ANNOTATIONS = frozenset(
     "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
@@ -30,16 +30,16 @@ OF_TYPE = {
     "string": "minLength maxLength pattern format",
     "array": "items prefixItems minItems maxItems",
     "object": "properties required additionalProperties",
-    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # those of numbers are refused by name
+    **dict.fromkeys(("integer", "number"), " ".join(BOUNDS)),  # for numbers, the bounds are rejected by name
     **dict.fromkeys(("boolean", "null"), ""),
 }
 
 
 def plain(schema: dict[str, Any] | str) -> Any:
-    """Return a schema, a dict or its JSON, as JSON has it: a copy, which has no object twice and no cycle."""
+    """Return a copy of a schema (a dict or JSON) in which no object occurs twice, and which has no cycles."""
     text = schema if isinstance(schema, str) else _dumped(schema)
     if len(text) > LONGEST:
-        raise InputError(f"the schema has more than {LONGEST} characters, the most that is supported")
+        raise InputError(f"the schema has more than {LONGEST} characters, the supported maximum")
     try:
         return parse_json(text)
     except InputError as error:
@@ -48,7 +48,7 @@ def plain(schema: dict[str, Any] | str) -> Any:
 
 
 def _dumped(schema: dict[str, Any]) -> str:
-    """Return the JSON of a dict; only the beginning if it is too long, as where objects occur in several places."""
+    """Return the JSON of a dict. If it is too long, for example because of shared objects, stop in the middle."""
     pieces, size = [], 0
     try:
         for piece in json.JSONEncoder().iterencode(schema):
@@ -64,7 +64,7 @@ def _dumped(schema: dict[str, Any]) -> str:
 
 
 def refuse(where: str, reason: str) -> NoReturn:
-    """Raise an error about the schema with the name `where`."""
+    """Raise an error about the schema named `where`."""
     raise InputError(f"{where if len(where) < 200 else f'{where[:80]}...{where[-80:]}'}{reason}")
 
 
@@ -84,7 +84,7 @@ def is_base(name: Any) -> bool:
 
 
 def target(root: Any, name: Any, where: str) -> Any:
-    """Return the schema that a reference stands for."""
+    """Return the schema that a reference points to."""
     if not isinstance(name, str) or (name != "#" and not name.startswith("#/")):
         refuse(where, f" refers to {shown(name)}: only references inside the schema are supported, such as #/$defs/a")
     found: Any = root
@@ -100,7 +100,7 @@ def target(root: Any, name: Any, where: str) -> Any:
 
 
 def types(schema: dict[str, Any], where: str = "") -> list[str]:
-    """Return the names of a schema's types; an object or an array may go without."""
+    """Return the names of a schema's types; for an object or an array, they can be inferred."""
     if "type" not in schema:
         if "properties" in schema or "prefixItems" in schema:
             return ["object"] * ("properties" in schema) + ["array"] * ("prefixItems" in schema)
@@ -113,7 +113,7 @@ def types(schema: dict[str, Any], where: str = "") -> list[str]:
 
 
 def types_of(value: Any) -> tuple[str, ...]:
-    """Return the types that a value has: a whole number has two."""
+    """Return the types of a value; a whole number has two."""
     match value:
         case None:
             return ("null",)
@@ -129,7 +129,7 @@ def types_of(value: Any) -> tuple[str, ...]:
 
 
 def literals(schema: dict[str, Any], where: str = "") -> list[Any]:
-    """Return the values of const or enum that are of the schema's type."""
+    """Return the values of const or enum that have the schema's type."""
     values = [schema["const"]] if "const" in schema else items(schema, "enum", where)
     if "type" in schema:
         names = types(schema, where)
@@ -140,7 +140,7 @@ def literals(schema: dict[str, Any], where: str = "") -> list[Any]:
 
 
 def members(schema: dict[str, Any], where: str = "") -> tuple[dict[str, Any] | None, list[str]]:
-    """Return an object's properties, None if there are none, and the names of those that are required."""
+    """Return an object's properties (None if there are none), and the names of the required ones."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) and "properties" in schema:
         refuse(where, f": properties must be an object, got {shown(properties)}")
@@ -156,7 +156,7 @@ def members(schema: dict[str, Any], where: str = "") -> tuple[dict[str, Any] | N
 
 
 def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int | None]:
-    """Return the minimum and the maximum, or None, of a length or of a number of items."""
+    """Return the minimum and the maximum (None without a maximum) of a length or a number of items."""
     low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
     for name, number in ((f"min{of}", low), (f"max{of}", high)):
         if name in schema and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
@@ -189,7 +189,7 @@ def items(schema: dict[str, Any], keyword: str, where: str = "") -> list[Any]:
 
 
 def check(keywords: list[str], allowed: str, where: str) -> None:
-    """Refuse keywords other than those allowed."""
+    """Raise an error for keywords that are not allowed."""
     known = allowed.split()
     other = [bare(name) for name in keywords if name not in known]
     if other:

@@ -1,4 +1,4 @@
-"""References between the parts of a JSON schema, and those that lead back."""
+"""References between the parts of a JSON schema, and their cycles."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import target
 
-MOST = 500  # parts that are referred to
-MOST_STEPS = 500_000  # values that are visited; a part inside another is visited with both
+MOST = 500  # limit for parts that are referred to
+MOST_STEPS = 500_000  # limit for visited values; a part inside another part is visited with both
 
 
 class References:
-    """The parts that the parts of a schema refer to, by their ids."""
+    """For each part of a schema, the parts that it refers to, by their ids."""
 
     def __init__(self, root: Any):
         self.root = root
@@ -23,14 +23,14 @@ class References:
         self.steps = 0
 
     def cycle(self, part: Any) -> frozenset[int]:
-        """Return the parts that `part` refers to and that refer back to it, both directly or by way of others."""
+        """Return the parts that `part` refers to and that refer back to it, directly or indirectly."""
         if id(part) not in self.cycles:
             others = self._reach(part).items()
             self.cycles[id(part)] = frozenset(number for number, other in others if id(part) in self._reach(other))
         return self.cycles[id(part)]
 
     def _reach(self, part: Any) -> dict[int, Any]:
-        """Return the parts that `part` refers to, directly or by way of others."""
+        """Return the parts that `part` refers to, directly or indirectly."""
         if id(part) not in self.reached:
             found: dict[int, Any] = {}
             rest = [part]
@@ -42,7 +42,7 @@ class References:
         return self.reached[id(part)]
 
     def _inside(self, part: Any) -> list[Any]:
-        """Return the parts that are referred to inside `part`, also by values that only look like references."""
+        """Return the parts referred to inside `part`, including by values that only look like references."""
         if id(part) not in self.direct:
             if len(self.direct) >= MOST:
                 raise InputError(f"the schema refers to more than {MOST} of its parts: simplify it")
@@ -51,7 +51,7 @@ class References:
                 here = rest.pop()
                 self.steps += 1
                 if self.steps > MOST_STEPS:
-                    raise InputError("the schema has too many references to parts inside each other: simplify it")
+                    raise InputError("the schema has too many references to nested parts: simplify it")
                 name = here.get("$ref") if isinstance(here, dict) else None
                 if isinstance(name, str) and (other := self._find(name)) is not None:
                     found[id(other)] = other
@@ -63,6 +63,6 @@ class References:
         if name not in self.named:
             try:
                 self.named[name] = target(self.root, name, "")
-            except InputError:  # refused where it is a reference
+            except InputError:  # if this is a reference, it is rejected elsewhere
                 self.named[name] = None
         return self.named[name]

@@ -1,8 +1,9 @@
-r"""Regular expressions of JavaScript (ECMA 262, with its flag u), which are also those of JSON schemas, as trees.
+r"""Parser for regular expressions of JavaScript (ECMA 262, with flag u), which JSON schemas use too.
 
-Whole texts are matched, so anchors may only stand where they change nothing. Refused by name is what no automaton has
-(look-around, back-references), word boundaries, and what Python, Rust and JavaScript read differently, such as `[]a]`
-or `\Z`. From other languages come `(?P<name>...)`, and flags at the start: `(?i)`, `(?s)`.
+Patterns match whole texts, so anchors are only allowed where they change nothing. Several features are rejected by
+name: those that an automaton cannot represent (look-around, back-references), word boundaries, and syntax that Python,
+Rust and JavaScript read differently, such as `[]a]` or `\Z`. Two are borrowed from other languages: `(?P<name>...)`,
+and flags at the start, `(?i)` and `(?s)`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from jaxgen.grammar.expression import (
 from jaxgen.grammar.utf8 import Ranges
 
 LONGEST = 10_000  # characters of a pattern
-DEEPEST = 32  # groups inside each other
-MOST_CATEGORIES = 100  # in one pattern; each has up to a thousand ranges of characters
+DEEPEST = 32  # levels of nested groups
+MOST_CATEGORIES = 100  # per pattern; each has up to a thousand ranges of characters
 
 DIGIT = ((0x30, 0x39),)
 WORD = union([*DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
@@ -69,12 +70,12 @@ _LATER = {
 def read_regex(
     pattern: str, where: str = "the pattern", characters: Callable[[Ranges], Expression] = Characters
 ) -> Expression:
-    r"""Return the tree of a pattern that matches whole texts.
+    r"""Parse a pattern, which must match whole texts.
 
-    `where` names the pattern in messages; `characters` makes the expression of one of some characters.
+    `where` names the pattern in messages; `characters` creates the expression of one character from ranges.
 
     Raises:
-        InputError: an invalid or unsupported pattern.
+        InputError: the pattern is not valid or not supported.
         TypeError: `pattern` is not a str.
     """
     if not isinstance(pattern, str):
@@ -89,7 +90,7 @@ def read_regex(
 
 
 class _Reader:
-    """A pattern and how far it has been read."""
+    """Reader of a pattern, with its current position."""
 
     def __init__(self, pattern: str, where: str, characters: Callable[[Ranges], Expression]):
         self.pattern, self.where, self.characters = pattern, where, characters
@@ -102,7 +103,7 @@ class _Reader:
         raise InputError(f"{self.where} {shown(self.pattern)} {reason}, at character {self.place + 1}")
 
     def next(self, text: str) -> bool:
-        """Skip a text if it follows."""
+        """Skip a text if it comes next; return True if it did."""
         found = self.pattern.startswith(text, self.place)
         self.place += len(text) * found
         return found
@@ -114,7 +115,7 @@ class _Reader:
 
     def choice(self, depth: int) -> Expression:
         if depth > DEEPEST:
-            self.refuse(f"has more than {DEEPEST} groups inside each other")
+            self.refuse(f"has groups nested more than {DEEPEST} levels deep")
         items = [self.sequence(depth)]
         while self.next("|"):
             items.append(self.sequence(depth))
@@ -134,7 +135,7 @@ class _Reader:
         if isinstance(item, Anchor):
             self.refuse(f"repeats {item.sign}")
         low, high = self.bounds()
-        self.next("?")  # lazy: the same texts
+        self.next("?")  # a lazy repetition matches the same texts
         if self.place < len(self.pattern) and self.pattern[self.place] in "*+?{":
             self.refuse("repeats a repetition: put it into a group, (?:...)")
         source = self.pattern[start : self.place]
@@ -182,7 +183,7 @@ class _Reader:
         return self.characters(self.cased(ranges))
 
     def cased(self, ranges: Ranges) -> Ranges:
-        """Return the characters, in either case with the flag i."""
+        """Return the characters, in both cases if the flag i is set."""
         return _any_case(ranges) if "i" in self.flags else ranges
 
     def group(self, depth: int) -> Expression:
@@ -265,7 +266,7 @@ class _Reader:
         self.refuse(f"has the escape {shown(chr(92) + sign)}, which is not known" if sign else "ends in a backslash")
 
     def code_point(self) -> int:
-        r"""Read `xHH`, `uHHHH` or `u{H...}`; two halves of a surrogate pair are one character."""
+        r"""Read `xHH`, `uHHHH` or `u{H...}`; a surrogate pair is one character."""
         found = self.match(_HEX)
         if found is None:
             self.refuse(r"has an incomplete code: write \x41, \u0041 or \u{41}")
@@ -293,11 +294,11 @@ class _Reader:
         return complement(_category(found[1])) if negated else _category(found[1])
 
     def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
-        """Remove anchors at the ends of the text; `first` and `last`: the tree stands there."""
+        """Remove anchors at the ends of the text; `first` and `last` are True if the tree is at that end."""
         if isinstance(tree, Anchor):
             if not (first if tree.sign == "^" else last):
                 raise InputError(
-                    f"{self.where} {shown(self.pattern)} has {tree.sign} inside: leave it out: texts are always "
+                    f"{self.where} {shown(self.pattern)} has {tree.sign} inside: leave it out; texts are always "
                     "matched from start to end (the characters ^ and $ are written \\^ and \\$)"
                 )
             return EMPTY
@@ -321,7 +322,7 @@ def _category(name: str) -> Ranges:
 
 @functools.cache
 def _cases() -> list[tuple[int, int]]:
-    """Pairs of characters that differ in their case: those whose case folding is the same."""
+    """Pairs of characters that differ only in case, that is, with the same case folding."""
     alike: dict[str, list[int]] = {}
     for code in range(0x1E944):  # no character after these has a case
         alike.setdefault(chr(code).casefold(), []).append(code)
@@ -329,7 +330,7 @@ def _cases() -> list[tuple[int, int]]:
 
 
 def _any_case(ranges: Ranges) -> Ranges:
-    """Return the characters in either case."""
+    """Return the characters in both cases."""
     ends = [last for _, last in ranges] + [LAST + 1]
     starts = [first for first, _ in ranges] + [LAST + 1]
     others = [other for code, other in _cases() if starts[bisect.bisect_left(ends, code)] <= code]

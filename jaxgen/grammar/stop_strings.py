@@ -1,10 +1,10 @@
-"""Stop strings on the device: detect one that ends within the newest token.
+"""Stop strings on the device: detection of strings that end within the newest token.
 
-The strings become an Aho-Corasick automaton over bytes, which runs over the bytes of each new token. Token and
-character boundaries therefore do not matter, and no table of states times vocabulary is needed: the tables that depend
-on the tokenizer are made once, and those that depend on the strings are small. Several sets of strings share one table,
-each with its own automaton: a row's state alone says which strings end it. All tables are traced and the number of
-states is rounded up, so other strings of a similar size run the same program.
+The strings become an Aho-Corasick automaton over bytes, which reads the bytes of each new token. Token and character
+boundaries therefore do not matter, and no table of states times vocabulary is needed: the tables that depend on the
+tokenizer are built once, and those that depend on the strings are small. Several sets of strings share one table, each
+with its own automaton, so a row's state alone determines which strings end it. All tables are traced, and the number of
+states is rounded up, so other strings of similar size use the same program.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ Strings = str | Sequence[str] | Sequence[Sequence[str] | None]
 class StopStrings:
     """Automata of sets of stop strings, one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
 
-    A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", not in "stop" + "at", where
-    it was found one token earlier. It may begin in the prompt. The text of a token is that of `Tokenizer.token_bytes`:
-    a SentencePiece token keeps its space even where `decode` drops it. The text of a special token is its name, so
+    A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", but not in "stop" + "at",
+    where it was found one token earlier. It may begin in the prompt. The text of a token is `Tokenizer.token_bytes`: a
+    SentencePiece token keeps its space even where `decode` drops it. The text of a special token is its name, so
     "<|im_end|>" can be a stop string. Ids without a token have no text.
 
     Attributes:
         text: uint8[n], the bytes of all tokens, concatenated.
-        offsets: int32[V + 1], where the bytes of each token begin; the last is n.
+        offsets: int32[V + 1], the start of each token's bytes in `text`; the last is n.
         goto: int32[S, 256], the state after each byte; zeros in the padding.
         found: bool[S], True if a stop string ends in this state.
-        longest: int32[], the bytes of the longest stop string of all sets, less than S.
-        start: int32[] or int32[B], the first state, for all prompts or for each.
-        spans_prompt: a string may begin in the prompt, static.
+        longest: int32[], the number of bytes in the longest stop string of all sets, less than S.
+        start: int32[] or int32[B], the initial state for all prompts, or for each.
+        spans_prompt: True if a string may begin in the prompt; static.
     """
 
     text: jax.Array
@@ -65,14 +65,14 @@ class StopStrings:
     def build(
         cls, strings: Strings, tokenizer: Tokenizer, vocab_size: int | None = None, *, capacity: int | None = None
     ) -> StopStrings:
-        """Build the tables of the stop strings of all prompts, or of each.
+        """Build the tables for the stop strings of all prompts, or of each prompt.
 
-        Prompts with the same strings share their states. `vocab_size` is the model's, by default the tokenizer's; ids
-        beyond the tokenizer's have no text. `capacity` is the number of states, if more strings will be added.
+        Prompts with the same strings share states. `vocab_size` is the model's, by default the tokenizer's; ids beyond
+        the tokenizer's have no text. `capacity` is the number of states, if more strings will be added later.
 
         Raises:
-            ConfigError: no string, or an empty one.
-            InputError: a string that no sequence of tokens produces, or more states than `capacity`.
+            ConfigError: there are no strings, or one is empty.
+            InputError: no sequence of tokens produces one of the strings, or more states than `capacity` are needed.
             TypeError: `strings` is not a value of the option `stop_strings`.
         """
         check_tokenizer(tokenizer)
@@ -85,13 +85,13 @@ class StopStrings:
         return cls(**vocab, **tables)  # pyright: ignore[reportArgumentType]
 
     def add(self, strings: Strings) -> tuple[StopStrings, jax.Array]:
-        """Return the tables with further strings, and their first states: int32[], or int32[B] with one set per prompt.
+        """Return the tables with more strings, and their initial states: int32[], or int32[B] with one set per prompt.
 
-        All states keep their numbers and all arrays their shapes, so rows in flight continue as before, in the same
-        program. `start` is unchanged. Errors are those of `build`; strings that are added again need states again.
+        All states keep their numbers, and all arrays keep their shapes, so rows in flight continue as before, in the
+        same program. `start` is unchanged. Errors are those of `build`; adding strings again takes more states.
         """
         goto, found = np.asarray(self.goto), np.asarray(self.found)
-        used = int(np.max(goto)) + 1  # each automaton has a transition to its last state
+        used = int(np.max(goto)) + 1  # the highest state in use: each automaton has a transition to its last state
         tables = _tables(strings, np.asarray(self.text), goto[:used], found[:used], len(found))
         longest = max(self.longest, tables["longest"], key=int)
         return dataclasses.replace(self, **tables | {"longest": longest, "start": self.start}), tables["start"]
@@ -100,7 +100,7 @@ class StopStrings:
     def join(
         cls, parts: Mapping[int, StopAutomaton], tokenizer: Tokenizer, vocab_size: int, *, capacity: int
     ) -> StopStrings:
-        """Return tables of `capacity` states with some automata, each from the state on that is its key in `parts`.
+        """Return tables of `capacity` states with some automata; the keys of `parts` are their first states.
 
         `start` is 0.
         """
@@ -116,7 +116,8 @@ class StopStrings:
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
         """Return the states int32[rows] after the prompts.
 
-        The first states are `start int32[rows]`, the prompts the first `length int32[rows]` of `ids int32[rows, W]`.
+        The initial states are `start int32[rows]`. The prompts are the first `length int32[rows]` of
+        `ids int32[rows, W]`.
         """
         if not self.spans_prompt:
             return start
@@ -129,7 +130,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the states after one more token, int32[rows], and whether a stop string ends in it, bool[rows]."""
+        """Return the states after one more token, int32[rows], and bool[rows]: True if a stop string ends in it."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +142,7 @@ class StopStrings:
         return lax.fori_loop(0, jnp.max(size), step, (state, jnp.zeros(state.shape, bool)))
 
     def _span(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return where the bytes of each id begin, and their number."""
+        """Return the start and the number of bytes of each id."""
         vocab = self.offsets.shape[0] - 1
         known = (ids >= 0) & (ids < vocab)
         start, end = (self.offsets[jnp.clip(ids, 0, vocab - 1) + shift] for shift in (0, 1))
@@ -211,9 +212,9 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
 def _tables(
     strings: Strings, text: np.ndarray, goto: np.ndarray, found: np.ndarray, capacity: int | None
 ) -> dict[str, jax.Array]:
-    """Return the tables with the automata of further strings, one for each distinct set, after those in use.
+    """Return the tables with the automata of more strings, one for each distinct set, after those in use.
 
-    `text` has the bytes of all tokens. `longest` and `start` are those of the further strings.
+    `text` has the bytes of all tokens. The returned `longest` and `start` refer to the added strings.
     """
     given, possible = Text().parse("stop_strings", strings), text.tobytes()
     sets = [_patterns(own or (), possible) for own in Text().sets(given)]
@@ -226,7 +227,7 @@ def _tables(
     capacity = power_of_two(used, SMALLEST) if capacity is None else capacity
     if used > capacity:
         raise InputError(
-            f"the stop strings need {used} states together, and the table's capacity is {capacity}: build it with a "
+            f"the stop strings need {used} states together, but the table's capacity is {capacity}: build it with a "
             "larger capacity, or add fewer"
         )
     parts.append((np.zeros((capacity - used, 256), np.int32), np.zeros(capacity - used, bool)))
@@ -241,7 +242,7 @@ def _tables(
 
 
 def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:
-    """Return the bytes of a set of strings; `possible` are the bytes that tokens can have."""
+    """Return the bytes of a set of strings; `possible` has all bytes that occur in tokens."""
     patterns = tuple(sorted({encoded("a string of stop_strings", string) for string in strings}))
     for pattern in patterns:
         if not all(byte in possible for byte in pattern):
@@ -252,9 +253,9 @@ def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:
 
 
 def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `goto` and `found` of the automaton of a set of strings (Aho and Corasick 1975); state 0 is the start.
+    """Return `goto` and `found` of the automaton for a set of strings (Aho and Corasick 1975); state 0 is the start.
 
-    Without strings it has one state, which every byte leaves unchanged.
+    Without strings, it has just one state, which it never leaves.
     """
     states = 1 + sum(map(len, patterns))
     goto, found = np.zeros((states, 256), np.int32), np.zeros(states, bool)
@@ -267,7 +268,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
                 used += 1
             state = goto[state, byte]
         found[state] = True
-    # A state without a transition for a byte takes that of its longest proper suffix. Shorter states come first.
+    # A state without a transition for a byte inherits that of its longest proper suffix. Shorter states come first.
     goto, found, suffix = goto[:used], found[:used], np.zeros(used, np.int32)
     queue = collections.deque(int(child) for child in goto[0] if child)
     while queue:

@@ -1,8 +1,8 @@
-"""Token automata: the tokens that keep a row's text within a grammar, as tables on the device.
+"""Token automata: tables on the device with the tokens that keep a row's text within a grammar.
 
-A row has one number, its state. Tokens with equal transitions from every state share a class, so the table is [states,
+The state of a row is one number. Tokens with equal transitions from every state share a class, so the table is [states,
 classes] and not [states, V]: for a JSON schema, Qwen's 151,936 tokens fall into a few hundred classes. The tables are
-traced and their sizes rounded up to powers of two, so another grammar of a similar size runs the same program.
+traced, and their sizes are rounded up to powers of two, so another grammar of similar size uses the same program.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.text.utf8_text import encoded
 
 SMALLEST_TABLE = 64
-LARGEST_TABLE = 2**25  # transitions, 128 MB; also of the tables while they are made
-MOST_WORK = 2**28  # transitions that are followed while building
-LONGEST_PREFIXES = 30_000  # bytes, of all prompts
+LARGEST_TABLE = 2**25  # transitions, 128 MB; also applies to tables under construction
+MOST_WORK = 2**28  # transitions followed while building
+LONGEST_PREFIXES = 30_000  # bytes, over all prompts
 COMPLETE = 0  # the state after a prefix
-_NEVER = 2**30  # the length of the shortest text, if there is none
+_NEVER = 2**30  # stands for the length of the shortest text if there is none
 
 
 @flax.struct.dataclass
 class TokenAutomaton:
-    """Tokens that may follow in each state, and the states that they lead to.
+    """The tokens that may follow in each state, and the states that they lead to.
 
-    In state -1 the text has left the grammar.
+    In state -1, the text has left the grammar.
 
     The text consists of the bytes that tokens add after the prompt, as in `Tokenizer.token_bytes`. A SentencePiece
     token with a leading space adds that space, even as the first token, although `decode` of the new tokens alone drops
     it. A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise the text begins
-    with a token without one. Special tokens and ids without a token are not text and are never allowed. A complete text
-    can be reached from every state that tokens lead to, so a row never reaches a dead end, unless an eos token is
-    itself part of the text.
+    with a token without one. Special tokens and ids without a token are not text and are never allowed. Every state
+    that tokens lead to has a path to a complete text, so a row never reaches a dead end, unless an eos token is itself
+    part of the text.
 
     Attributes:
         classes: the class of each token.
-        transitions: the state after each class of tokens; -1 if it is not allowed, and in the padding.
+        transitions: the state after each class of tokens; -1 if the class is not allowed, and in the padding.
         accepting: True if the text so far is complete.
         shortest: the minimum number of tokens that complete the text.
-        start: the first state, or one for each prompt (`stack`).
+        start: the initial state, or one for each prompt (`stack`).
     """
 
     classes: jax.Array  # int32[V]
@@ -69,14 +69,14 @@ class TokenAutomaton:
         r"""Build the automaton of the texts that a regular expression matches from start to end.
 
         The syntax is JavaScript's (ECMA 262) without look-around and back-references; docs/constrained.md has the
-        details. `vocab_size` is the model's; a tokenizer's further ids are left out.
+        details. `vocab_size` is the model's; ids of the tokenizer beyond it are left out.
 
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
 
         Raises:
-            InputError: a pattern that cannot be compiled or matches nothing, or none of whose texts can be written
-                with the tokenizer's tokens.
-            TypeError: `pattern` is not a str, or `tokenizer` not a `jaxgen.Tokenizer`.
+            InputError: the pattern cannot be compiled or matches nothing, or the tokenizer's tokens cannot form any of
+                its texts.
+            TypeError: `pattern` is not a str, or `tokenizer` is not a `jaxgen.Tokenizer`.
         """
         return cls.from_expression(read_regex(pattern), tokenizer, name="the pattern", vocab_size=vocab_size)
 
@@ -89,12 +89,13 @@ class TokenAutomaton:
         whitespace_pattern: str | None = None,
         vocab_size: int | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton of JSON texts that are valid against a JSON schema, a dict or its text.
+        """Build the automaton of the JSON texts that are valid against a JSON schema, which is a dict or text.
 
-        Every text is valid; docs/constrained.md lists the supported keywords, and what else is not generated.
+        Every generated text is valid. docs/constrained.md lists the supported keywords, and valid texts that are not
+        generated.
 
-        `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens, `[ ]?` if None. The other
-        arguments and errors are those of `from_regex`.
+        `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens; None means `[ ]?`. The
+        other arguments and errors are those of `from_regex`.
         """
         expression = read_schema(schema, whitespace_pattern)
         return cls.from_expression(expression, tokenizer, name="the schema", vocab_size=vocab_size)
@@ -103,9 +104,9 @@ class TokenAutomaton:
     def from_expression(
         cls, expression: Expression, tokenizer: Tokenizer, *, name: str = "the grammar", vocab_size: int | None = None
     ) -> TokenAutomaton:
-        """Build the automaton of an expression of `jaxgen.grammar`, such as schemas with fixed text around them.
+        """Build the automaton of an expression of `jaxgen.grammar`, for example schemas surrounded by fixed text.
 
-        Messages refer to it by `name`. The other arguments and errors are those of `from_regex`.
+        Error messages refer to it by `name`. The other arguments and errors are those of `from_regex`.
         """
         tokens = _tokens(tokenizer, vocab_size)
         automaton = compile_expression(expression, name)
@@ -124,14 +125,15 @@ class TokenAutomaton:
     ) -> TokenAutomaton:
         """Build the automaton of texts that begin with a prefix, one prefix per prompt.
 
-        Tokens may spell the prefix in any way, and the token that completes it may extend it. After that every token is
-        allowed, special tokens too. `vocab_size` is the model's; a tokenizer's further ids are left out.
+        Tokens may spell the prefix in any way, and the token that completes it may extend beyond it. After that, every
+        token is allowed, including special tokens. `vocab_size` is the model's; ids of the tokenizer beyond it are left
+        out.
 
             automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
 
         Raises:
-            InputError: a prefix that cannot be written with the tokenizer's tokens, or prefixes that are too long.
-            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` not a list of texts.
+            InputError: the tokenizer's tokens cannot form one of the prefixes, or the prefixes are too long.
+            TypeError: `tokenizer` is not a `jaxgen.Tokenizer`, or `prefixes` is not a list of texts.
         """
         tokens = _tokens(tokenizer, vocab_size)
         is_list = isinstance(prefixes, Sequence) and not isinstance(prefixes, str)
@@ -150,15 +152,15 @@ class TokenAutomaton:
 
     @classmethod
     def stack(cls, automata: Sequence[TokenAutomaton], *, capacity: tuple[int, int] | None = None) -> TokenAutomaton:
-        """Join one automaton per prompt into one table, `start` one state per prompt.
+        """Join one automaton per prompt into one table, with one `start` state per prompt.
 
         Prompts that share an automaton (the same object) share its states. All must have the same vocabulary.
-        `capacity` is the number of states and that of classes of tokens, if more automata will be added.
+        `capacity` is the number of states and the number of token classes, if more automata will be added later.
         """
         if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == 2):
             raise TypeError(f"capacity must be a pair, (states, classes of tokens), got {capacity!r}")
         if not automata:
-            raise InputError("there is no automaton to stack: pass one per prompt")
+            raise InputError("there are no automata to stack: pass one per prompt")
         sizes = sorted({automaton.classes.shape[0] for automaton in automata})
         if len(sizes) > 1:
             raise InputError(f"the automata have vocabularies of {sizes} tokens: build all with the same vocab_size")
@@ -172,19 +174,19 @@ class TokenAutomaton:
 
     @classmethod
     def join(cls, parts: Mapping[int, TokenAutomaton], capacity: tuple[int, int] | None = None) -> TokenAutomaton:
-        """Join automata of one vocabulary into one table, each from the state on that is its key in `parts`.
+        """Join automata with the same vocabulary into one table; the keys of `parts` are their first states.
 
-        States between them lead nowhere. `start` is that of the first. `capacity` is as in `stack`.
+        States between them lead nowhere. `start` is that of the first automaton. `capacity` is as in `stack`.
         """
         total = max(first + automaton.states for first, automaton in parts.items())
-        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # numbers a token's classes in all
+        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # a token's classes as one number
         for automaton in parts.values():
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
         example = np.unique(joint, return_index=True)[1]
         if (needed := total * len(example)) > LARGEST_TABLE:
             raise InputError(
-                f"{len(parts)} automata have {needed} transitions together, and at most {LARGEST_TABLE} are supported: "
+                f"{len(parts)} automata have {needed} transitions together, but at most {LARGEST_TABLE} are supported: "
                 "stack fewer"
             )
         table, accepting = np.full((total, len(example)), -1, np.int32), np.zeros(total, bool)
@@ -198,18 +200,18 @@ class TokenAutomaton:
 
     @property
     def states(self) -> int:
-        """The number of states, without the padding: each is accepting or has a transition."""
+        """The number of states without padding; each of them is accepting or has a transition."""
         used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
         return int(np.flatnonzero(used)[-1]) + 1
 
     def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
         """Return the table with another automaton, and the `start` of that automaton in the table.
 
-        All states keep their numbers and all arrays their shapes, so rows in flight continue as before, in the same
-        program. `start` is unchanged. An automaton that is added again needs states again.
+        All states keep their numbers, and all arrays keep their shapes, so rows in flight continue as before, in the
+        same program. `start` is unchanged. Adding an automaton again takes more states.
 
         Raises:
-            InputError: the vocabulary differs, or the capacity does not suffice.
+            InputError: the vocabulary differs, or the capacity is too small.
         """
         states, classes = self.transitions.shape
         joint = self.stack([self, automaton], capacity=(states, classes))
@@ -217,7 +219,7 @@ class TokenAutomaton:
         return dataclasses.replace(joint, start=self.start), jnp.asarray(start)
 
     def begin(self, rows: int) -> jax.Array:
-        """Return the first state of each row, int32[rows]; with one start per prompt, each `rows` / B times."""
+        """Return the initial state of each row, int32[rows]; with one start per prompt, repeat each for its rows."""
         prompts = self.start.size
         if rows % prompts:
             raise InputError(
@@ -228,12 +230,12 @@ class TokenAutomaton:
     def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
         """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
 
-        `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text: they are allowed if the text is
-        complete and not otherwise, whatever the grammar says. In state -1 nothing is allowed.
+        `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text. They are allowed if and only if the
+        text is complete, regardless of the grammar. In state -1, nothing is allowed.
 
-        `remaining`, int32[rows], is the number of tokens that may still follow, eos not counted. A token
-        is then allowed only if the text can still be completed in time. If there are too few from the beginning,
-        `remaining` has no effect.
+        `remaining`, int32[rows], is the number of tokens that may still follow, not counting eos. A token is then
+        allowed only if the text can still be completed in time. If the number was too small from the start, `remaining`
+        has no effect.
         """
         following = self._following(state, remaining)
         allowed = jnp.take(following, self.classes, axis=1)
@@ -243,7 +245,7 @@ class TokenAutomaton:
         return jnp.where(self._per_row(eos, state), complete[:, None], allowed)
 
     def push(self, state: jax.Array, tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-        """Return the states int32[rows] after one more token in each row, tokens int32[rows].
+        """Return the states int32[rows] after appending one of `tokens int32[rows]` to each row.
 
         A token that is not allowed leads to -1, which is final; an eos token leaves the state unchanged.
         """
@@ -254,7 +256,7 @@ class TokenAutomaton:
         return jnp.where(stays, state, following)
 
     def exhausted(self, state: jax.Array, remaining: jax.Array | None = None) -> jax.Array:
-        """bool[rows]: True where only eos can follow, and in state -1.
+        """bool[rows]: True if only eos can follow, and in state -1.
 
         `remaining` is as in `allowed`.
         """
@@ -273,7 +275,7 @@ class TokenAutomaton:
     def _per_row(self, eos: jax.Array, state: jax.Array) -> jax.Array:
         if eos.shape[-1] != self.classes.shape[0]:
             raise InputError(
-                f"the automaton has {self.classes.shape[0]} tokens and the scores {eos.shape[-1]}: "
+                f"the automaton has {self.classes.shape[0]} tokens, but the scores have {eos.shape[-1]}: "
                 f"build it with vocab_size={eos.shape[-1]}"
             )
         return jnp.broadcast_to(eos if eos.ndim == 2 else eos[None, :], (state.shape[0], eos.shape[-1]))
@@ -287,9 +289,9 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes | None]:
 
 
 def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the automaton of the texts that begin with a prefix: its table int32[S, 256], and each prefix's state.
+    """Return the automaton of texts that begin with a prefix: its table int32[S, 256], and each prefix's first state.
 
-    A prefix has a state for each place in it; after its last byte follows `COMPLETE`.
+    A prefix has one state per byte; its last byte leads to `COMPLETE`.
     """
     begin, states = {b"": COMPLETE}, COMPLETE + 1
     for prefix in prefixes:
@@ -308,12 +310,12 @@ def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 def _token_table(
     table: np.ndarray, tokens: Sequence[bytes | None], followed: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Follow every token's bytes from every state at once: classes int[V] and transitions int32[S, classes].
+    """Follow every token's bytes from all states at once: return classes int[V] and transitions int32[S, classes].
 
-    `followed bool[S]`, all if None: from other states, no token may follow.
+    Tokens may only follow in the states `followed bool[S]`, or in all states if None.
 
-    A token is a function from states to states: the composition of those of its bytes. There are few such functions,
-    so each token has the number of its function, and only new pairs of a function and a byte are composed.
+    A token is a function from states to states, composed of the functions of its bytes. There are few distinct
+    functions, so each token gets the number of its function, and only new pairs of a function and a byte are composed.
     """
     texts = [token or b"" for token in tokens]
     lengths = np.array([len(text) for text in texts])
@@ -354,23 +356,23 @@ def _token_table(
 def _refuse_size(states: int) -> NoReturn:
     raise InputError(
         f"the automaton has {states} states, with too many kinds of tokens: at most {LARGEST_TABLE} transitions are "
-        "supported; lower the bounds of long texts and arrays, shorten long prefixes, or split the grammar"
+        "supported; lower the limits of long texts and arrays, shorten long prefixes, or split the grammar"
     )
 
 
 def _padded(
     classes: np.ndarray, transitions: np.ndarray, accepting: np.ndarray, start: Any, capacity: Any = None
 ) -> TokenAutomaton:
-    """Join equal classes, and pad the tables to `capacity` or powers of two."""
+    """Merge equal classes, and pad the tables to `capacity` or to powers of two."""
     columns, like = distinct(np.ascontiguousarray(transitions.T))
     classes, transitions = like[classes], transitions[:, columns]
     states, kinds = transitions.shape
     shape = capacity or tuple(power_of_two(size, SMALLEST_TABLE) for size in transitions.shape)
     if capacity is not None and math.prod(capacity) > LARGEST_TABLE:
-        raise InputError(f"capacity={capacity} is more than {LARGEST_TABLE} transitions: state a smaller one")
+        raise InputError(f"capacity={capacity} is more than {LARGEST_TABLE} transitions: pass a smaller one")
     if states > shape[0] or kinds > shape[1]:
         raise InputError(
-            f"the automata need {states} states and {kinds} classes of tokens together, and the table's capacity is "
+            f"the automata need {states} states and {kinds} classes of tokens together, but the table's capacity is "
             f"{shape[0]} and {shape[1]}: stack with a larger capacity, or add fewer"
         )
     if math.prod(shape) > LARGEST_TABLE:
@@ -389,7 +391,7 @@ def _padded(
 
 
 def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """int32[states]: the length of the shortest path to an accepting state; large if there is none."""
+    """int32[states]: the length of the shortest path to an accepting state; a large number if there is none."""
     source, target = edges(table)
     length = distances(accepting, target, source)
     return np.where(length < 0, np.int32(_NEVER), length)

@@ -1,4 +1,4 @@
-"""Characters as sequences of bytes."""
+"""UTF-8 encoding of ranges of characters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Ranges = tuple[tuple[int, int], ...]  # code points, both ends included; sorted,
 
 @functools.lru_cache(1000)
 def spelled(ranges: Ranges) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Spell characters in UTF-8: for each state the moves (first byte, last byte, target); the first state begins.
+    """Return an automaton for characters in UTF-8: for each state, the moves (first byte, last byte, target).
 
-    The state after the last is the end, in which a character is complete.
+    State 0 is the start. The number after the last state is the end, where a character is complete.
     """
     rest: dict[tuple[tuple[tuple[int, int], ...], ...], int] = {}
     states: list[list[tuple[int, int, int]]] = []
@@ -34,7 +34,7 @@ def spelled(ranges: Ranges) -> tuple[tuple[tuple[int, int, int], ...], ...]:
 
 
 def _split(first: int, last: int) -> list[tuple[tuple[int, int], ...]]:
-    """Split a range of characters into ranges of bytes, one for each byte of its characters."""
+    """Split a range of characters into sequences of byte ranges, with one range for each byte."""
     for limit in (0x7F, 0x7FF, 0xFFFF):
         if first <= limit < last:
             return [*_split(first, limit), *_split(limit + 1, last)]

@@ -1,4 +1,4 @@
-"""Everything that processors can see besides the scores: each row's tokens, and state derived from them."""
+"""Everything that processors can see in addition to the scores: each row's tokens, and state derived from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxgen.shapes import put, short_repr, token_set
 
 @flax.struct.dataclass
 class History:
-    """The tokens of each row. Padding is not among them: token i of a row is in column i.
+    """The tokens of each row, without padding: token i of a row is in column i.
 
     Each row has its own length and step.
 
@@ -57,9 +57,9 @@ class History:
         unknown: jax.Array | int = 0,
         options: Collection[str] = (),
     ) -> History:
-        """Begin with the first `length int32[rows]` of `ids int32[rows, W]`; W leaves space for `budget` more.
+        """Begin with the first `length int32[rows]` tokens of `ids int32[rows, W]`; W has space for `budget` more.
 
-        State is kept for the options that are on in `cfg`, and for those named by `options`.
+        State is only created for the options that are on in `cfg`, and for those named in `options`.
         """
         seen = None
         needs_seen = cfg.on("repetition_penalty") or "repetition_penalty" in options
@@ -92,7 +92,7 @@ class History:
     def push(self, tokens: jax.Array, live: jax.Array, allowed=None, eos: jax.Array | None = None) -> History:
         """Append `tokens int32[rows]` to the rows that are `live bool[rows]`; the others are left unchanged.
 
-        `allowed`: the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end its text.
+        `allowed` is the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end its text.
         """
         width = self.ids.shape[1]
         seen, grammar = self.seen, self.grammar

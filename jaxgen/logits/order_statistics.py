@@ -1,9 +1,9 @@
 """Order statistics of scores without sorting them.
 
-Sorting a vocabulary costs as much as a small model's forward pass. The warpers need only one value, a threshold. It is
-usually one of the highest scores, which take a few passes to find. Otherwise bisection finds it, exactly too: floats
-are mapped to integers of the same order, and the bits of the threshold are determined one by one, from the highest,
-each in one pass over the scores.
+Sorting a vocabulary costs as much as a small model's forward pass, but the warpers need only one value, a threshold. It
+is usually one of the highest scores, which can be found in a few passes. Otherwise bisection finds it, also exactly:
+floats are mapped to integers with the same order, and the bits of the threshold are determined one by one, from the
+highest down, each in one pass over the scores.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jax.sharding import Mesh
 from jaxgen.model import sharding
 
 CANDIDATES = 256
-ON_A_MESH = 64  # each device sends so many
+ON_A_MESH = 64  # candidates exchanged per device
 
 
 def candidates(scores: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Return the highest scores of each row, from the highest on: float32[rows, C], with C at most `CANDIDATES`."""
+    """Return the highest scores of each row in descending order: float32[rows, C], C at most `CANDIDATES`."""
     count = CANDIDATES if mesh is None else ON_A_MESH
     return sharding.sharded_top_k(scores[:, None], min(count, scores.shape[-1]), mesh)[0]
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:
     """Map float32 to uint32, preserving the order; −0.0 and 0.0 compare equal."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # XLA drops an addition of 0.0
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # not x + 0.0, which XLA would optimize away
     sign = jnp.uint32(1) << 31
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
@@ -43,8 +43,8 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
 def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
     """Return for each row the largest number of `bits` bits that satisfies a condition, uint32[rows].
 
-    `condition` maps uint32[rows] to bool[rows]. If it is true for a number, it must be true for all smaller ones; if
-    it is true for none, the result is 0.
+    `condition` maps uint32[rows] to bool[rows]. If it is true for a number, it must be true for all smaller numbers. If
+    it is true for no number, the result is 0.
     """
 
     def set_bit(step: jax.Array, found: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
-"""The processors and warpers that a config enables, composed into one transform.
+"""Composition of the processors and warpers that a config enables into one transform.
 
-Each option's function has the option's name, in `processors` or in `warpers`. The order is that of the records in
-`jaxgen.config.options`, which is transformers'.
+Each option's function has the name of the option, in `processors` or in `warpers`. Their order is that of the records
+in `jaxgen.config.options`, which is the same as in transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Transform(Protocol):
     """All processors and warpers as one function."""
 
     def __call__(self, history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
-        """Return the new scores float32[rows, V]. Warpers remove no token of `given int32[rows]`."""
+        """Return the new scores float32[rows, V]. Warpers never remove the tokens `given int32[rows]`."""
         ...
 
 
@@ -46,11 +46,11 @@ def build_transform(
     """Return transformers' processors and warpers as one function. Rows that do not sample get no warpers.
 
     Args:
-        cfg: the options; those that are on are applied.
+        cfg: the options; only enabled ones are applied.
         values: the values of the options for each row.
         custom: the caller's own processors.
         allowed: a `TokenAutomaton`, or a function from the history to the tokens that may follow, bool[rows, V].
-        mesh: what the scores are divided over, or None.
+        mesh: the mesh that the scores are divided over, or None.
     """
     options = RowOptions(cfg, values, mesh)
     steps = _processors(BEFORE_GRAMMAR, options)
@@ -62,7 +62,7 @@ def build_transform(
     steps += renormalizing
     draws, samples = cfg.on("do_sample"), options.table("do_sample")
     warping = _warpers(options) if draws else []
-    first_cut = int(cfg.on("temperature"))  # the first warper, which removes nothing
+    first_cut = int(cfg.on("temperature"))  # temperature is the first warper, and removes nothing
 
     def transform(history: History, scores: jax.Array, given: jax.Array | None = None) -> jax.Array:
         processed = scores = _apply(steps, history, scores)
@@ -98,23 +98,23 @@ def _processors(stage: str, options: RowOptions) -> list[Processor]:
 
 
 def call(argument: str, function: Processor, history: History, scores: jax.Array) -> Any:
-    """Call a function of the caller's, given as `argument`.
+    """Call a function that the caller passed as `argument`.
 
     Raises:
-        InputError: it asks for a value that is not known while the program is compiled.
+        InputError: the function uses a value that is not known during compilation.
     """
     try:
         return function(history, scores)
     except (ConcretizationTypeError, TracerArrayConversionError, TracerIntegerConversionError) as error:
         raise InputError(
-            f"a function of {argument} uses the value of an array, and it is compiled before there are values: write "
-            "it with jax.numpy in place of numpy, jnp.where in place of if, and without float(), int() and .item()"
+            f"a function of {argument} uses the value of an array, but it is compiled before there are values: use "
+            "jax.numpy in place of numpy, jnp.where in place of if, and no float(), int() or .item()"
         ) from error
 
 
 def _warpers(options: RowOptions) -> list[Processor]:
     steps: list[tuple[str, ...]] = [(name,) for name in _on(WARP, options.cfg)]
-    if ("top_k",) in steps and ("top_p",) in steps:  # neighbours, which share a search
+    if ("top_k",) in steps and ("top_p",) in steps:  # they are neighbours, and can share a search
         at = steps.index(("top_k",))
         steps[at : at + 2] = [("top_k", "top_p")]
     return [functools.partial(_warper, names, options) for names in steps]

@@ -1,11 +1,11 @@
 """Logits processors: functions `(scores, history, options) -> scores`, each named after its option.
 
 They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V],
--inf for a banned token. `history` describes the rows' tokens, `options` the config's values per row. Each processor
-follows the class of transformers that its docstring names. CONTRIBUTING.md shows how to add one.
+and -inf for banned tokens. `history` has the rows' tokens, and `options` the config's values per row. Each processor
+follows the transformers class named in its docstring. CONTRIBUTING.md shows how to add one.
 
-The operations that they share are at the end of this file. A table of ids is padded with -1, which matches no token;
-ids outside the vocabulary are ignored.
+Shared operations are at the end of this file. Tables of ids are padded with -1, which matches no token; ids outside the
+vocabulary are ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) 
 
 
 def encoder_repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Multiply positive scores of the prompt's tokens by the penalty and divide negative ones.
+    """Multiply positive scores of the prompt's tokens by the penalty, and divide negative ones by it.
 
     `EncoderRepetitionPenaltyLogitsProcessor`, with the prompt as the encoder's input.
     """
@@ -54,7 +54,7 @@ def encoder_repetition_penalty(scores: jax.Array, history: History, options: Row
 
 
 def repetition_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Divide positive scores of the row's tokens by the penalty and multiply negative ones.
+    """Divide positive scores of the row's tokens by the penalty, and multiply negative ones by it.
 
     `RepetitionPenaltyLogitsProcessor` (CTRL, arXiv 1909.05858).
     """
@@ -118,12 +118,12 @@ def min_new_tokens(scores: jax.Array, history: History, options: RowOptions) -> 
 
 
 def forced_bos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Force the token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
+    """Force this token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
     return force(scores, options.token("forced_bos_token_id"), history.length == 1)
 
 
 def forced_eos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Force one of these tokens as the last that the budget allows: `ForcedEOSTokenLogitsProcessor`."""
+    """Force one of these tokens as the last token of the budget: `ForcedEOSTokenLogitsProcessor`."""
     return force(scores, options.ids("forced_eos_token_id"), history.step == history.budget - 1)
 
 
@@ -133,7 +133,7 @@ def remove_invalid_values(scores: jax.Array, history: History, options: RowOptio
 
 
 def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Add `|score| * (factor ** over - 1)` to eos scores in rows with `over` tokens more than `start`.
+    """Add `|score| * (factor ** over - 1)` to eos scores in rows that are `over` tokens longer than `start`.
 
     `ExponentialDecayLengthPenalty`, with the fix of later releases: only finite values are added, so that a banned
     token stays banned.
@@ -177,13 +177,13 @@ def renormalize_logits(scores: jax.Array, history: History, options: RowOptions)
 def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
     """Return log-probabilities moved away from those of the negative prompt by `scale`; 1 changes nothing.
 
-    `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result is not normalised. A token that
-    is -inf in `cond` stays so; a token that is -inf in `uncond` alone keeps its log-probability.
+    `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result is not normalised. A token that is
+    -inf in `cond` stays -inf; a token that is -inf only in `uncond` keeps its log-probability.
 
     Args:
         cond: float32[rows, V], the raw logits.
         uncond: float32[rows, V], the raw logits after the negative prompt.
-        scale: below 1 moves towards `uncond`.
+        scale: the strength of guidance; a value below 1 moves towards `uncond`.
     """
     cond, uncond = log_softmax(cond), log_softmax(uncond)
     untouched = (scale == 1) | (cond == BANNED) | (uncond == BANNED)
@@ -196,7 +196,7 @@ def log_softmax(scores: jax.Array) -> jax.Array:
 
 
 def generated_counts(history: History, vocab_size: int) -> jax.Array:
-    """Return float32[rows, V]: how often each token was generated in a row; the prompt's tokens do not count."""
+    """Return how often each token was generated in a row, float32[rows, V]; the prompt does not count."""
     rows, width = history.ids.shape
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     generated = (column >= history.prompt_length[:, None]) & (column < history.length[:, None])
@@ -212,7 +212,7 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
     Args:
         scores: float32[rows, V].
         history: the rows' tokens.
-        sequences: int32[rows, S, n], the S sequences of each row, padded at their ends.
+        sequences: int32[rows, S, n], the S sequences of each row, padded at the end.
         bias: float32[rows, S].
     """
     vocab = scores.shape[1]
@@ -228,12 +228,12 @@ def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: 
     target = jnp.where(applies, last, vocab)
     added = add(jnp.zeros_like(scores), target, bias)
     biased = scores + added
-    # −inf and inf add up to NaN: the ban wins.
+    # -inf plus inf would be NaN; the ban wins.
     return jnp.where(jnp.isnan(biased) & ~jnp.isnan(scores), BANNED, biased)
 
 
 def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: int) -> jax.Array:
-    """Ban each token that follows the row's last n - 1 tokens among its first `end int32[rows]` tokens."""
+    """Ban each token that followed the row's last n - 1 tokens anywhere in its first `end int32[rows]` tokens."""
     ids, last = history.ids, history.last(n - 1)
     starts = ids.shape[1] - n + 1
     if starts <= 0:
@@ -251,12 +251,12 @@ def ban(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def allow_only(scores: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Ban all tokens but `allowed bool[rows, V]`: `PrefixConstrainedLogitsProcessor`."""
+    """Ban all tokens except `allowed bool[rows, V]`: `PrefixConstrainedLogitsProcessor`."""
     return jnp.where(allowed, scores, BANNED)
 
 
 def force(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Give `tokens bool[rows, V]` the score 0 in `rows bool[rows]` and ban all others there.
+    """Set the score of `tokens bool[rows, V]` to 0 in `rows bool[rows]`, and ban all other tokens there.
 
     A row with an empty set is left unchanged.
     """

@@ -13,7 +13,7 @@ from jaxgen.config.options import TRACED
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows, token_set
 
-# Values of the enabled options, `{name: [rows, ...]}`. They follow a row like its tokens.
+# Values of the enabled options, `{name: [rows, ...]}`. They belong to a row like its tokens.
 OptionValues = dict[str, Any]
 
 
@@ -23,7 +23,7 @@ def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
 
 
 def repeat_values(values: OptionValues, rows: int) -> OptionValues:
-    """Repeat values for all prompts, or one per prompt, for each of `rows` rows."""
+    """Repeat the values for all prompts, or for each prompt, to `rows` rows."""
     return {
         name: jax.tree.map(lambda x, rank: _per_row(x, rows, rank), value, TRACED[name].kind.ranks)
         for name, value in values.items()
@@ -31,13 +31,13 @@ def repeat_values(values: OptionValues, rows: int) -> OptionValues:
 
 
 def _per_row(value, rows: int, rank: int) -> jax.Array:
-    """Repeat one value of rank `rank`, or one per prompt: `[rows, ...]`."""
+    """Repeat one value of rank `rank`, or one value per prompt, to `[rows, ...]`."""
     value = jnp.asarray(value)
     return repeat_rows(value, rows) if value.ndim > rank else jnp.broadcast_to(value, (rows, *value.shape))
 
 
 class RowOptions:
-    """The options of a run in the forms that processors need: one value per row; and the mesh that scores are on."""
+    """The options of a run in the form that processors need, one value per row, and the mesh of the scores."""
 
     def __init__(self, cfg: GenerationConfig, values: OptionValues, mesh: Mesh | None = None):
         self.cfg, self.values, self.mesh = cfg, values, mesh
@@ -63,7 +63,7 @@ class RowOptions:
         return self.ids("eos_token_id") if self.cfg.on("eos_token_id") else jnp.zeros((rows, self._vocab), bool)
 
     def at_least(self, rows: int) -> jax.Array:
-        """int32[rows, 1]: how many tokens warpers keep at least, so that every beam has one that does not end it."""
+        """int32[rows, 1]: the minimum number of tokens that warpers keep, so that every beam can continue."""
         eos = self.table("eos_token_id")
         count = jnp.zeros(rows, jnp.int32) if eos is None else jnp.sum(eos >= 0, axis=-1, dtype=jnp.int32)
         return 1 + jnp.maximum(count, 1)[:, None]
@@ -81,7 +81,7 @@ class RowOptions:
         return self.values["exponential_decay_length_penalty"][part][:, None]
 
     def beginning(self, history: History) -> jax.Array:
-        """int32[rows]: the step that begin_suppress_tokens applies to, the first in which nothing is forced."""
+        """int32[rows]: the step to which begin_suppress_tokens applies, the first in which nothing is forced."""
         begin = jnp.zeros_like(history.length)
         if self.cfg.on("forced_bos_token_id"):
             forced = (history.prompt_length <= 1) & (self.value("forced_bos_token_id") >= 0)
@@ -94,7 +94,7 @@ class RowOptions:
         return begin
 
     def forced_at(self, history: History) -> tuple[jax.Array, jax.Array]:
-        """The tokens that forced_decoder_ids forces next, bool[rows, V], and the rows that have one, bool[rows]."""
+        """The tokens that forced_decoder_ids forces next, bool[rows, V], and the rows with such a token, bool[rows]."""
         forced = self.values["forced_decoder_ids"]
         here = forced[..., 0] == history.length[:, None]
         # If several entries have the same position, the last one wins, as in a dict.

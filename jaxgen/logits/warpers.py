@@ -1,7 +1,7 @@
 """Logits warpers: functions `(scores, value) -> scores` that shape the distribution that sampling draws from.
 
-Each is named after its option. Scores are float32[rows, V], −inf for a token that cannot be drawn. The value is
-`[rows, 1]`, one per row. `mesh` is what the scores are divided over, None if they are on one device.
+Each is named after its option. Scores are float32[rows, V], and -inf for tokens that cannot be drawn. The value is
+`[rows, 1]`, one per row. `mesh` is the mesh that the scores are divided over, None if they are on one device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
 def top_k(
     scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
-    """Keep the k highest scores and all that equal the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
+    """Keep the k highest scores, and all that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
     return _at_least(scores, _kth(scores, candidates(scores, mesh), k, min_tokens_to_keep))
 
 
@@ -40,8 +40,8 @@ def top_p(
 ) -> jax.Array:
     """Keep the smallest set of most likely tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
-    A token is kept if the tokens above it have less mass than p. At least `min_tokens_to_keep` tokens are kept. Ties at
-    the boundary keep the highest ids, as in a stable ascending sort. p = 1 keeps all.
+    A token is kept if the tokens above it have less mass than p. At least `min_tokens_to_keep` tokens are kept. In a
+    tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
     """
     return _nucleus(scores, candidates(scores, mesh), p, min_tokens_to_keep)
 
@@ -49,7 +49,7 @@ def top_p(
 def top_k_top_p(
     scores: jax.Array, k: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
-    """Apply `top_k` and then `top_p`, and look for the highest scores only once."""
+    """Apply `top_k` and then `top_p`, with only one search for the highest scores."""
     best = candidates(scores, mesh)
     kth = _kth(scores, best, k, min_tokens_to_keep)
     return _nucleus(_at_least(scores, kth), _at_least(best, kth), p, min_tokens_to_keep)
@@ -76,7 +76,7 @@ def _kth(scores: jax.Array, best: jax.Array, k: jax.Array, min_tokens_to_keep: i
 
 
 def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array) -> jax.Array:
-    """Return what `top_p` does; `best` are the `candidates` of the scores."""
+    """Return the result of `top_p`; `best` are the `candidates` of the scores."""
     rows, vocab = scores.shape
     at_least = jnp.broadcast_to(jnp.reshape(min_tokens_to_keep, (-1, 1)), (rows, 1))
     size = best.shape[-1]
@@ -84,7 +84,7 @@ def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_kee
     reached = jnp.cumsum(jnp.exp(best - best[:, :1]), axis=-1) >= p * total
     known = (jnp.any(reached, axis=-1, keepdims=True) & (at_least <= size)) | (p >= 1) | (size == vocab)
 
-    # The lowest score that is kept, and how many tokens with just this score are.
+    # The lowest score that is kept, and how many tokens with exactly this score are kept.
     last = jnp.minimum(jnp.sum(~reached, axis=-1, dtype=jnp.int32, keepdims=True), size - 1)
     last = jnp.clip(last, at_least - 1, size - 1)
     threshold = jnp.take_along_axis(best, last, axis=-1)
@@ -104,10 +104,10 @@ def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_kee
 def _boundary(
     scores: jax.Array, weights: jax.Array, rest: jax.Array, at_least: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest score that top_p keeps, float32[rows, 1], and how many tokens with it, int32[rows, 1].
+    """Return the lowest score that top_p keeps, float32[rows, 1], and the number kept with it, int32[rows, 1].
 
-    Of the least likely tokens, as many are removed as together weigh at most `rest float32[rows, 1]`. Near p = 1 the
-    weight of the others is rounded too much to decide, and may never reach p.
+    The least likely tokens are removed as long as their total weight is at most `rest float32[rows, 1]`. Near p = 1,
+    the total weight of the kept tokens has too large a rounding error to decide, and may never reach p.
     """
     bits = ordered_bits(scores)
 
@@ -125,22 +125,22 @@ def _boundary(
 
 
 def min_p(scores: jax.Array, p: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Keep the tokens at least p times as likely as the most likely one: `MinPLogitsWarper`. p = 0 keeps all."""
+    """Keep tokens that are at least p times as likely as the most likely one: `MinPLogitsWarper`. p = 0 keeps all."""
     kept = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)) >= p
     return jnp.where(_with_first(kept, scores, min_tokens_to_keep), scores, BANNED)
 
 
 def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Keep the tokens whose surprise is nearest to the expected one, until their total probability reaches `mass`.
+    """Keep the tokens whose surprise is closest to its expected value, until their total probability reaches `mass`.
 
-    `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. Tokens that are equally near at
-    the boundary are all kept. Among the `min_tokens_to_keep` nearest, the lowest index wins. mass = 1 keeps all.
+    `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all are
+    kept. For the `min_tokens_to_keep` closest tokens, ties go to the lowest index. mass = 1 keeps all.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probs = jnp.exp(log_probs)
     distance = jnp.abs(-log_probs - _entropy(log_probs))
-    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # in the order of the distances, which are not negative
+    bits = lax.bitcast_convert_type(distance, jnp.uint32)  # same order as the distances, which are not negative
 
     def falls_short(value: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(bits < value[:, None], probs, 0.0), axis=-1) < mass
@@ -160,7 +160,7 @@ def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int
 
 
 def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Cut like `epsilon_cutoff`, but lower if the entropy H is high: at `min(cutoff, sqrt(cutoff) * exp(-H))`.
+    """Like `epsilon_cutoff`, with a lower cutoff if the entropy H is high: `min(cutoff, sqrt(cutoff) * exp(-H))`.
 
     `EtaLogitsWarper` (arXiv 2210.15191).
     """
@@ -172,7 +172,8 @@ def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     """Keep the most likely tokens whose entropy is at most `value` times that of the 100 most likely ones.
 
     `TopHLogitsWarper` of release 5 (arXiv 2509.02510). Both entropies are sums of the tokens' terms in the entropy of
-    the distribution over the 100. The most likely token is always kept. A value of 1 keeps the 100, infinity all.
+    the distribution over these 100. The most likely token is always kept. A value of 1 keeps all 100, and infinity
+    keeps all tokens.
     """
     best, tokens = lax.top_k(scores, min(100, scores.shape[-1]))
     log_probs = jax.nn.log_softmax(best, axis=-1)
@@ -195,7 +196,7 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
     """Add the `count` tokens that are highest in `order float32[rows, V]`.
 
-    With a count of 1, or one for each row, int32[rows, 1], all that tie with the last of them are added.
+    If the count is 1, or has one value per row, int32[rows, 1], all tokens that tie with the last are also added.
     """
     if not isinstance(count, int) or count == 1:
         return kept | _reaches_kth(order, count)

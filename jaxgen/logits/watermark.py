@@ -1,11 +1,11 @@
 """The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed part of the vocabulary, and its detector.
 
-Whether a token is green depends on key, context and token alone, by one integer hash per token. So marking costs O(V),
-and the detector needs neither model nor vocabulary. The green lists are not those of transformers, which come from
-torch's generator and differ between its devices: only the library that marked a text detects the mark. They are the
-same on every backend and must stay the same in later releases.
+One integer hash of key, context and token decides whether a token is green. Marking therefore costs O(V), and the
+detector needs neither the model nor the vocabulary. The green lists differ from those of transformers, which come from
+torch's generator and vary between its devices, so only the library that marked a text can detect the mark. They are the
+same on every backend, and must stay the same in later releases.
 
-The key has 32 bits and the hash is not cryptographic: it separates keys but does not prevent forgery.
+The key has 32 bits and the hash is not cryptographic: it separates keys, but does not prevent forgery.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jaxgen.errors import InputError
 def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig) -> jax.Array:
     """Add the bias to the scores of green tokens: `WatermarkLogitsProcessor`, with jaxgen's own green lists.
 
-    "selfhash" tries every token of the vocabulary, where transformers tries the 40 most likely ones, a shortcut that
-    this hash does not need. So every token that sampling may draw is marked if it is green, as in the paper.
+    "selfhash" tries every token of the vocabulary, whereas transformers tries only the 40 most likely ones, a shortcut
+    that this hash does not need. Every green token that sampling may draw is therefore marked, as in the paper.
 
     Args:
         scores: float32[rows, V].
-        context: int32[rows, context_width], the last tokens of each row. A row with fewer, which -1 precedes, is not
-            marked.
+        context: int32[rows, context_width], the last tokens of each row. A row with fewer tokens is preceded by -1, and
+            is not marked.
         config: ratio, bias, key and scheme.
     """
     tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
@@ -41,13 +41,13 @@ def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig)
 
 
 def green(context, token, config: WatermarkingConfig):
-    """Return True for tokens that are green after their contexts; the same for arrays of numpy and of jax.
+    """Return True for tokens that are green after their contexts. Works on numpy and jax arrays alike.
 
     Args:
         context: int32[..., C], the preceding tokens, in order. "lefthash" uses one of them, "selfhash"
             `context_width - 1`.
-        token: int32[...]; it broadcasts with the context's leading axes, at least one.
-        config: its ratio and key may be traced.
+        token: int32[...], which broadcasts with the context's leading axes, at least one.
+        config: the config, whose ratio and key may be traced.
 
     Returns:
         bool[...].
@@ -56,7 +56,7 @@ def green(context, token, config: WatermarkingConfig):
     if config.seeding_scheme == "lefthash":
         seed = _hash(key, context[..., -1])
     else:
-        # The smallest hash of a pair decides, and most edits of the window's other tokens do not change it.
+        # The smallest hash of a pair decides, so most edits of other tokens in the window have no effect.
         least = np.minimum if isinstance(token, np.ndarray) else jnp.minimum
         seed = _hash(_hash(key, token), token)
         for back in range(1, config.context_width):
@@ -66,12 +66,12 @@ def green(context, token, config: WatermarkingConfig):
 
 
 def _hash(seed, token):
-    """Hash a uint32 and an id to a uint32; both are mixed, so that the hashes of neighbours are unrelated."""
+    """Hash a uint32 and an id to a uint32; both are mixed, so that neighbouring inputs have unrelated hashes."""
     return _mix(seed ^ _mix(token.astype(np.uint32) + np.uint32(0x9E3779B9)))
 
 
 def _mix(x):
-    """Map uint32 to uint32, one to one, so that each bit depends on all: lowbias32 of C. Wellons, public domain."""
+    """Map uint32 to uint32, one to one; each bit depends on all bits. lowbias32 by C. Wellons, public domain."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
@@ -82,9 +82,9 @@ class WatermarkDetectorOutput:
     """The detector's result for each row: the fields of transformers' class, as numpy arrays `[B]`.
 
     Attributes:
-        num_tokens_scored: int64, tokens that have their whole context in the row.
+        num_tokens_scored: int64, the number of tokens whose whole context is in the row.
         num_green_tokens: int64, the number of green tokens among them.
-        green_fraction: float64, their share.
+        green_fraction: float64, the fraction of green tokens.
         z_score: float64, the excess of green tokens over unmarked text, in standard deviations.
         p_value: float64, the probability of such an excess in unmarked text: the tail of the normal distribution.
             (4.41.1 omits the square root of its approximation.)
@@ -112,7 +112,7 @@ class WatermarkDetector:
     Args:
         config: the config that marked the text, or its dict; only ratio, key, scheme and context width are used.
         bos_token_id: skipped if it is a row's first token.
-        ignore_repeated_ngrams: count each pair of context and token once, so that repetition does not count as a
+        ignore_repeated_ngrams: count each pair of context and token only once, so that repetition does not look like a
             mark. (In 4.41.1 this has no effect.)
     """
 
@@ -138,11 +138,11 @@ class WatermarkDetector:
 
         Args:
             ids: int[B, L].
-            attention_mask: `[B, L]`, 0 where ids is padding, anywhere; if left out, there is no padding.
+            attention_mask: `[B, L]`, 0 for padding, which may be anywhere; if left out, there is no padding.
             z_threshold: about 0.13 % of unmarked text exceeds 3.
 
         Raises:
-            InputError: a row too short to score, or a mask of another shape.
+            InputError: a row is too short to score, or the mask has a different shape.
         """
         ids = np.asarray(ids)
         if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
@@ -166,7 +166,7 @@ class WatermarkDetector:
         )
 
     def _count(self, row: int, tokens: np.ndarray) -> tuple[int, int]:
-        """Return the number of tokens of a row that are scored, and the number of green ones."""
+        """Return the number of scored tokens in a row, and the number of green ones."""
         if len(tokens) and tokens[0] == self.bos_token_id:
             tokens = tokens[1:]
         width = self.config.context_width

@@ -18,7 +18,7 @@ class ScaledSlots:
     """Keys or values of 8 bits: `values * scales[..., None]`.
 
     Attributes:
-        values: int8 `[n, K, S, H]`, from -127 to 127; in what `Part.block` returns, the same numbers as floats.
+        values: int8 `[n, K, S, H]`, from -127 to 127; floats with the same values in `Part.block`'s result.
         scales: float32 `[n, K, S]`, one for each head and slot.
     """
 

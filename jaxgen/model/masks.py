@@ -67,7 +67,7 @@ class Visibility:
         return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
 
     def of_queries(self, begin: int, end: int, slots: int) -> Visibility:
-        """Return what queries `begin` to `end - 1` see, of the last part only in its first `slots` slots."""
+        """Restrict to queries `begin` to `end - 1`, and the last part to its first `slots` slots."""
         first = None if self.first is None else self.first[:, begin:end]
         keys = (*self.keys[:-1], self.keys[-1][:, :slots])
         return Visibility(self.queries[:, begin:end], keys, first, self.window)

@@ -18,24 +18,24 @@ from jaxgen.request.checks import check_call
 _SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 _UNUSED = ("guidance_scale", "eos_token_id", "output_scores", "output_logits", "output_logprobs", "top_logprobs")
 _UNUSED += ("output_hidden_states", "output_attentions", "assistant_early_exit")
-# The share of a vocabulary that two models with one tokenizer may differ in, because they pad it differently.
+# How much the vocabularies of two models with one tokenizer may differ, as a fraction, because of padding.
 _PADDING = 0.01
 
 
 @flax.struct.dataclass
 class Assistant:
-    """A draft model: its parameters, and its config, of which only the model and the settings of drafting are read."""
+    """A draft model: its parameters and its config. Only the model and the drafting settings of the config are used."""
 
     params: Any
     cfg: GenerationConfig
 
 
 def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant, GenerationConfig]:
-    """Check the `assistant` of a call; return it with all settings of drafting, and the call's config without them.
+    """Check the `assistant` of a call; return it with all drafting settings, and the call's config without them.
 
     Raises:
-        InputError: its parameters do not fit its config, or its vocabulary is another one.
-        ConfigError: the decode mode cannot have an assistant, or the assistant's config has no model.
+        InputError: its parameters do not fit its config, or it has a different vocabulary.
+        ConfigError: the decode mode does not support an assistant, or the assistant's config has no model.
         TypeError: it is not `(params, cfg)`.
     """
     if not isinstance(assistant, tuple | list) or len(assistant) != 2:
@@ -61,13 +61,13 @@ def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
     theirs, ours = own.model.vocab_size, cfg.model.vocab_size
     if abs(theirs - ours) > _PADDING * max(theirs, ours):
         raise InputError(
-            f"the assistant has a vocabulary of {theirs} tokens and the model of {ours}: use an assistant with the "
+            f"the assistant has a vocabulary of {theirs} tokens, but the model of {ours}: use an assistant with the "
             "model's tokenizer"
         )
 
 
 def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool) -> None:
-    """Raise an error for a call that no tokens can be drafted for; `has_ids` says that all tokens' ids are known."""
+    """Raise an error if drafting is not possible in a call; `has_ids` is True if the ids of all tokens are known."""
     threshold = OPTIONS["assistant_confidence_threshold"]
     values = None if assistant is None else threshold.kind.prompt_count(assistant.cfg.assistant_confidence_threshold)
     if values not in (None, prompts):
@@ -84,13 +84,13 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
         raise ConfigError(f"assistant_early_exit={early} must be less than the model's {layers} layers")
     if (early is not None or assistant is not None) and not has_ids:
         raise InputError(
-            "a draft model reads the ids of all tokens, and those of the embeddings or of the cache are not known: "
+            "a draft model reads the ids of all tokens, but those of the embeddings or the cache are not known: "
             "pass ids, or leave the draft model out"
         )
 
 
 def with_draft(run: Run, assistant: Assistant | None) -> Run:
-    """Return the run with the run of its draft model: the assistant, or else the model's own first layers."""
+    """Add the run of the draft model to a run: that of the assistant, or otherwise the model's own first layers."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params

@@ -1,4 +1,4 @@
-"""Checks of a call of generate(): parameters, cache, key, grammar, and limits that cannot be met."""
+"""Checks of a call of generate(): parameters, cache, key, grammar, and limits that cannot be reached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxgen.model.fused import expected_shapes
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.weights import mismatch
 
-# Options that depend on the tokens of the prompt.
+# Options that read the tokens of the prompt.
 _OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_tokens)
 
 
@@ -65,14 +65,14 @@ def check_adapter(adapter: Any, count: int) -> None:
     """Raise an error if a value of the option `adapter` is not below the number of adapters."""
     if not is_tracer(adapter) and (largest := int(np.max(adapter))) >= count:
         has = f"params have {count} adapters" if count else "params have no adapters to choose from"
-        raise InputError(f"adapter={largest}, and {has}: load_adapter attaches a list of them, the first of which is 0")
+        raise InputError(f"adapter={largest}, and {has}: load_adapter attaches a list, numbered from 0")
 
 
 def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions, mode: Mode) -> None:
-    """Raise an error for a cache that these prompts cannot continue from."""
+    """Raise an error if these prompts cannot continue from a cache."""
     if prompts % cache.rows:
         raise InputError(
-            f"the cache has {cache.rows} rows and there are {prompts} prompts: the number of prompts must be a "
+            f"the cache has {cache.rows} rows, but there are {prompts} prompts: the number of prompts must be a "
             "multiple of the cache's rows"
         )
     cache.kv.check_model(cfg.model)
@@ -90,13 +90,13 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
     readers += ["prefix_allowed_tokens_fn"] * isinstance(extensions.allowed, HostFunction)
     if readers and cache.tokens is None:
         raise InputError(
-            f"{readers[0]} depends on all tokens of a row, and the ids of those in this cache are not known: continue "
+            f"{readers[0]} depends on all tokens of a row, but the ids of those in this cache are not known: continue "
             "from the cache of a generate() output, or leave the option out"
         )
 
 
 def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: Extensions, mode: Mode) -> None:
-    """Raise an error for what is not offered while rows leave and enter."""
+    """Raise an error for options that are not offered while rows leave and enter."""
     if not mode.refills:
         what = "an assistant" if mode.drafts and cfg.mode in (GREEDY, SAMPLE) else cfg.mode
         raise ConfigError(
@@ -110,37 +110,37 @@ def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: E
             )
     if isinstance(extensions.allowed, HostFunction):
         raise ConfigError(
-            f"prefix_allowed_tokens_fn is called with a row's number, and with slots={cfg.slots} rows change: use a "
+            f"prefix_allowed_tokens_fn is called with a row's number, but with slots={cfg.slots} rows change: use a "
             "TokenAutomaton"
         )
     if cache is not None and cache.rows != 1:
         raise InputError(
-            f"with slots={cfg.slots} the cache must have one row, which all prompts share, and it has {cache.rows}: "
-            "leave slots out, or run the prompts of each row by themselves"
+            f"with slots={cfg.slots} the cache must have one row, which all prompts share, but it has {cache.rows}: "
+            "leave slots out, or run the prompts of each row separately"
         )
 
 
 def check_processes(cfg: GenerationConfig, extensions: Extensions) -> None:
-    """Raise an error for what several processes cannot do."""
+    """Raise an error for options that do not work with several processes."""
     if cfg.max_time is not None:
         raise ConfigError("max_time cannot stop several processes at the same step: leave it out")
     if isinstance(extensions.allowed, HostFunction):
         raise ConfigError(
-            "prefix_allowed_tokens_fn is called on the host of one process, and the mesh has several: use a "
+            "prefix_allowed_tokens_fn is called on the host of one process, but the mesh has several: use a "
             "TokenAutomaton, or one process"
         )
 
 
 def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int) -> None:
-    """Raise an error for an automaton built for another vocabulary, or stacked for another number of prompts."""
+    """Raise an error for an automaton built for a different vocabulary, or stacked for another number of prompts."""
     tokens, starts = automaton.classes.shape[0], automaton.start.size
     vocab = cfg.model.vocab_size
     if tokens != vocab:
         raise InputError(
-            f"the automaton has a vocabulary of {tokens} and the model of {vocab}: build it with vocab_size={vocab}"
+            f"the automaton has a vocabulary of {tokens}, but the model of {vocab}: build it with vocab_size={vocab}"
         )
     if starts not in (1, prompts):
-        raise InputError(f"the automaton is stacked for {starts} prompts and there are {prompts}: stack one for each")
+        raise InputError(f"the automaton is stacked for {starts} prompts, but there are {prompts}: stack one for each")
 
 
 def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndarray) -> None:
@@ -155,7 +155,7 @@ def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndar
 
 
 def check_key(key, cfg: GenerationConfig, prompts: int):
-    """Return the key for sampling, None for greedy search."""
+    """Return the key for sampling, or None for greedy search."""
     if not cfg.on("do_sample"):
         return None
     if key is None:
@@ -170,11 +170,11 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
 def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
     """Warn if a row cannot end before its budget is spent, or may exceed the model's context.
 
-    `_validate_generated_length` and `MaxLengthCriteria` of transformers warn likewise.
+    `_validate_generated_length` and `MaxLengthCriteria` of transformers give the same warnings.
 
     Args:
         cfg: the config.
-        lengths: int32[B], the prompts' tokens, including those given as embeddings.
+        lengths: int32[B], the number of tokens in each prompt, including those given as embeddings.
         budget: int32[B].
     """
     longest, model = int((lengths + budget).max()), cfg.model

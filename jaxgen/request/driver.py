@@ -1,4 +1,4 @@
-"""The eager driver: compiled programs for a whole run, and for a run in chunks while the host watches."""
+"""The eager driver: compiled programs for a whole run, or for a run in chunks that the host can watch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowStreamer(Protocol):
     """The interface of a `streamer` that receives the rows one by one."""
 
     def put_row(self, row: int, ids: np.ndarray, ended: bool) -> None:
-        """Receive the next tokens of a row, int32[n]. `ended`: these are the last ones; n may then be 0."""
+        """Receive the next tokens of a row, int32[n]. If `ended`, they are the last ones, and n may be 0."""
 
     def end(self) -> None:
         """Finish the stream. A row that `max_time` has cut off has not ended."""
@@ -67,7 +67,7 @@ def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
 
 
 def compile_for(prepared: Prepared, watched: bool) -> None:
-    """Compile what `run_whole`, or `run_watched`, needs for calls of this form, by running a few steps of it."""
+    """Compile the programs that `run_whole` or `run_watched` needs for such calls, by running a few steps."""
     run, mode = prepared.run, prepared.mode
     request = dataclasses.replace(prepared.request, budget=np.ones_like(prepared.request.budget))
     if watched:
@@ -80,13 +80,13 @@ def compile_for(prepared: Prepared, watched: bool) -> None:
 
 
 def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, deadline: float | None) -> Decoded:
-    """Run in chunks. Each is dispatched before the tokens of the previous one are read, except the first: the first
-    token need not wait for the program of the other chunks, which is compiled then.
+    """Run in chunks. Each chunk is dispatched before the tokens of the previous one are read, except after the first
+    chunk, so that the first token does not wait while the program of the other chunks is compiled.
 
     Args:
         prepared: the call.
-        streamer: receives the tokens; one with `put_row` by row, others by step, after the prompts.
-        deadline: when to stop, on `time.monotonic`'s clock, or None.
+        streamer: receives the tokens: by row if it has `put_row`, otherwise by step, after the prompts.
+        deadline: when to stop, by `time.monotonic`, or None.
     """
     run, mode, before, by_row = prepared.run, prepared.mode, None, has_methods(streamer, "put_row")
 
@@ -115,13 +115,13 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
 
 
 def _put_steps(streamer: Any, before: Any, now: Any) -> None:
-    """Pass on the steps that all rows have taken between two `Progress` on the host; None before the first."""
+    """Pass on the steps that all rows took between two `Progress` on the host; `before` may be None at first."""
     for column in range(0 if before is None else int(before.steps), int(now.steps)):
         streamer.put(now.tokens[:, column])
 
 
 def _put_rows(streamer: Any, before: Any, now: Any) -> None:
-    """Pass on the tokens that each row has got between two `Progress` on the host; None before the first."""
+    """Pass on the tokens that each row got between two `Progress` on the host; `before` may be None at first."""
     begin = np.zeros_like(now.lengths) if before is None else before.lengths
     just_ended = now.ended if before is None else now.ended & ~before.ended
     for row in np.flatnonzero((now.lengths > begin) | just_ended):

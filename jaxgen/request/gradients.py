@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def without_gradient(tree: T) -> T:
-    """Return the same tree; a derivative with respect to its arrays raises an error before anything is compiled.
+    """Return the same tree. Taking a derivative of its arrays raises an error before anything is compiled.
 
-    Under a jit inside the differentiated function, arrays do not show that they are differentiated. Therefore this is
-    a rule for derivatives and not a check of the arrays.
+    This is a differentiation rule and not a check of the arrays, because arrays under a jit inside the differentiated
+    function do not reveal that they are differentiated.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [

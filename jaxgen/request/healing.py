@@ -1,4 +1,4 @@
-"""Token healing: the last token of each prompt is taken back, and the answer spells its text again."""
+"""Token healing: the last token of each prompt is removed, and the answer begins by spelling its text again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxgen.request.inputs import mask_of, prompts_of
 from jaxgen.request.prepare import CallInputs
 from jaxgen.text.tokenizer import check_tokenizer
 
-# Options that force tokens at places counted from the prompt's first token.
+# Options that force tokens at positions counted from the prompt's first token.
 _PLACED = ("forced_bos_token_id", "forced_decoder_ids")
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
 
@@ -22,9 +22,9 @@ _LONGEST_CHARACTER = 4  # bytes in UTF-8
 def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple[CallInputs, TokenAutomaton]:
     """Return the prompts without their last tokens, and the automaton of texts that begin with those tokens' bytes.
 
-    If the last token begins within a character, the tokens in which that character begins are removed too, so that the
-    answer is whole characters. A prompt is left as it is if its last token has no text, as special tokens, or if it is
-    the only token. Columns before the removed ones move to the right, so the width is unchanged.
+    If the last token begins within a character, earlier tokens are removed back to the start of that character, so that
+    the answer has whole characters. A prompt stays unchanged if its last token has no text, like a special token, or is
+    its only token. Columns before the removed tokens move to the right, so the width is unchanged.
 
     Args:
         cfg: the config.
@@ -33,8 +33,8 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
         tokenizer: the model's `Tokenizer`.
 
     Raises:
-        InputError: prompts without ids, no tokenizer, or another rule for the tokens that may follow.
-        ConfigError: an option that forces tokens.
+        InputError: the prompts have no ids, there is no tokenizer, or `prefix_allowed_tokens_fn` is also set.
+        ConfigError: an option forces tokens.
         TypeError: `tokenizer` is not a `jaxgen.Tokenizer`.
     """
     if tokenizer is None:
@@ -46,7 +46,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
         raise InputError("token_healing needs the prompts' ids, and only inputs_embeds were given: pass ids too")
     for name in _PLACED:
         if cfg.on(name):
-            raise ConfigError(f"token_healing makes the prompt shorter, and {name} counts its tokens: leave one out")
+            raise ConfigError(f"token_healing makes the prompt shorter, but {name} counts its tokens: leave one out")
     ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)
     mask = mask_of(inputs.attention_mask, ids, cfg, embeds is not None)
     vocab, texts = cfg.model.vocab_size, tokenizer.token_bytes()
@@ -72,7 +72,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
 def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
     """Return how many tokens to take back from a prompt whose tokens have these texts, and their text.
 
-    It is the last token alone if the beginning of its first character is not in the prompt after the first token.
+    Only the last token is taken back if its first character does not begin in the prompt after the first token.
     """
     last = texts[-1]
     if not last or len(texts) == 1:

@@ -1,8 +1,7 @@
 """The arrays of a request: prompts, masks, embeddings and negative prompts.
 
-Concrete arrays are checked by value and stay numpy; arrays that the caller's own transformation traces are checked by
-shape and dtype. Padding is inferred and checked here; `jaxgen.decoding.tokens.Tokens.align`
-removes it.
+Concrete arrays are checked by value and stay numpy. Arrays that the caller's own transformation traces are checked by
+shape and dtype. Padding is inferred and checked here; `jaxgen.decoding.tokens.Tokens.align` removes it.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
 
     Args:
         ids: as the caller passed them, or None.
-        embeds: likewise.
-        cfg: the model and the first id, `bos_token_id`.
+        embeds: the embeddings that the caller passed, or None.
+        cfg: has the model and the default first id, `bos_token_id`.
         continues: True if a cache comes before the prompts.
     """
     if embeds is not None:
@@ -88,7 +87,7 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
 def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = False) -> Array:
     """Return the attention mask as bool[B, P]. If it is concrete, every row contains at least one token.
 
-    `embedded`: the prompts are embeddings, so that padding cannot be inferred from the ids.
+    If `embedded`, the prompts are embeddings, and padding cannot be inferred from the ids.
     """
     if attention_mask is None:
         mask = np.ones(ids.shape, bool) if embedded else _inferred_mask(ids, cfg)
@@ -106,7 +105,7 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
 
 
 def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
-    """Infer the mask as `_prepare_attention_mask_for_generation` of transformers does.
+    """Infer the mask in the same way as `_prepare_attention_mask_for_generation` of transformers.
 
     Pad tokens are padding unless the pad id is also an eos id.
     """
@@ -143,10 +142,10 @@ def negative_prompts(
 
     Args:
         negative: as the caller passed them, or None.
-        mask: likewise.
+        mask: the mask that the caller passed, or None.
         cfg: has the model and `guidance_scale`.
         prompts: B.
-        has_ids: whether the prompts have ids, the last of which is the default negative prompt.
+        has_ids: True if the prompts have ids; the last id is then the default negative prompt.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")

@@ -1,4 +1,4 @@
-"""Preparation of a call of generate(): normalise it, check concrete values, round sizes up if it is eager."""
+"""Preparation of a call of generate(): normalise it, check concrete values, and round sizes up if it is eager."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Prepared:
     Attributes:
         mode: the decode mode.
         run: the constants of the run.
-        request: the prompts, their sizes rounded up if the call is eager.
-        ids: int32[B, P], the prompts as given; P is 0 if only embeddings were given.
+        request: the prompts, with sizes rounded up if the call is eager.
+        ids: int32[B, P], the prompts as passed; P is 0 if only embeddings were passed.
         mask: bool[B, P], True for tokens.
-        width: the prompts' width as given, embeddings included.
+        width: the prompts' width as passed, including embeddings.
         new_tokens: the maximum number of tokens that a row can generate, not rounded up.
     """
 
@@ -88,10 +88,13 @@ def prepare(
     eager: bool,
     assistant: Assistant | None = None,
 ) -> Prepared:
-    """Check a call, with an error for a faulty one, and return what the loop needs.
+    """Check a call and return the inputs of the loop.
 
-    In an eager call, prompt width and number of new tokens are rounded up, so that few programs serve all calls. The
-    prompts get padding on the left, which the program removes first. Under the caller's jit sizes are unchanged.
+    In an eager call, prompt width and the number of new tokens are rounded up, so that few programs serve all calls.
+    Prompts get padding on the left, which the program removes first. Under the caller's jit, sizes are unchanged.
+
+    Raises:
+        InputError, ConfigError, TypeError: the call is not valid.
     """
     ids, embeds = prompts_of(inputs.ids, inputs.inputs_embeds, cfg, inputs.cache is not None)
     has_ids = not (inputs.ids is None and embeds is not None)
@@ -137,7 +140,7 @@ def prepare(
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
-    """Return the run without the values that belong to the prompts, and these values; see `Request.options`.
+    """Split a run into the run without the prompts' values, and these values; see `Request.options`.
 
     All values become arrays.
     """
@@ -154,7 +157,7 @@ def _check(
     extensions: Extensions,
     mode: Mode,
 ) -> None:
-    """Raise an error for parts of a call that do not fit each other."""
+    """Raise an error if parts of a call do not fit together."""
     check_options(cfg, prompts)
     if cache is not None:
         check_cache(cache, cfg, prompts, extensions, mode)
@@ -170,7 +173,7 @@ _wrapped = Program(Continuation.of, "generate (cache)")
 
 
 def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:
-    """Return the cache of a call with the ids of its tokens; on the mesh, if there is one."""
+    """Return the cache of a call with the ids of its tokens, on the mesh if there is one."""
     if not isinstance(cache, Continuation | KVCache):
         raise TypeError(
             f"cache must be the cache of an earlier output, or a jaxgen.KVCache, got {type(cache).__name__}"
@@ -216,8 +219,8 @@ def _budget(
         cfg: the config.
         mask: bool[B, P], True for the prompts' tokens.
         cached: int32[B], the number of tokens before each prompt, or None.
-        room: an upper bound on a row's tokens before generation; under jit no tighter one is known.
-        extensions: an automaton's shortest text must fit into the budget.
+        room: an upper bound on a row's tokens before generation, the tightest one known under jit.
+        extensions: the caller's extensions; an automaton's shortest text must fit into the budget.
         eager: False under the caller's jit.
     """
     prompts = mask.shape[0]

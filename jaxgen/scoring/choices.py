@@ -1,4 +1,4 @@
-"""The answers of multiple-choice questions."""
+"""Scoring of multiple-choice answers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ChoiceScores:
 
     Attributes:
         logprobs: float32[n], the log-probability of each answer.
-        per_token: float32[n], divided by the number of its tokens.
-        per_byte: float32[n], divided by the number of its bytes in UTF-8; it can be compared between tokenizers.
+        per_token: float32[n], `logprobs` divided by the answer's number of tokens.
+        per_byte: float32[n], `logprobs` divided by the answer's number of UTF-8 bytes; comparable across tokenizers.
     """
 
     logprobs: np.ndarray
@@ -38,18 +38,18 @@ def score_choices(
     >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
     >>> scores.per_token.argmax()                                                                # doctest: +SKIP
 
-    Each answer is scored as it follows the question, without a space or a chat template in between. Its tokens are
-    those after the ones that the question alone would have, so a token that spans both counts as the answer's.
+    Each answer directly follows the question, without a space or a chat template in between. Its tokens are those after
+    the tokens of the question alone, so a token that spans both counts as part of the answer.
 
     Args:
         params: the parameters.
         question: the text before every answer, rendered by `tokenizer.render_chat` for a chat model.
         choices: the answers, none of them empty.
         cfg: as in `score`.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        InputError: there are no answers, an empty one, or one that adds no token.
+        InputError: there are no answers, or one is empty or adds no token.
         TypeError: `choices` is not a list of texts.
     """
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
@@ -61,7 +61,7 @@ def score_choices(
     shared = [sum(1 for _ in itertools.takewhile(bool, map(operator.eq, alone, row))) for row in rows]
     counts = np.array([len(row) - max(start, 1) for row, start in zip(rows, shared, strict=True)])
     if counts.min() < 1:
-        raise InputError(f"{choices[int(counts.argmin())]!r} adds no token to the question that could be scored")
+        raise InputError(f"{choices[int(counts.argmin())]!r} adds no token to the question, so it has no score")
     requests = [(row[: len(row) - count], row[len(row) - count :]) for row, count in zip(rows, counts, strict=True)]
     logprobs = np.array([answer.total for answer in score_many(params, requests, cfg)], np.float32)
     sizes = np.array([len(choice.encode()) for choice in choices])

@@ -1,4 +1,4 @@
-"""Log-probabilities of many texts of any lengths, and of several continuations of one context."""
+"""Log-probabilities of many texts of any length, and of several continuations of a context."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from jaxgen.request.checks import check_call
 from jaxgen.request.inputs import token_ids
 from jaxgen.scoring.text import LOGITS_AT_ONCE, check_size, chunk_size
 
-# 7B weights in bfloat16 take 0.5 GB of keys and values for 8,192 tokens. On a CPU more than 1,024 tokens gain nothing:
-# products are as fast, and results of layers no longer fit into its caches.
+# A 7B model in bfloat16 needs 0.5 GB of keys and values for 8,192 tokens. On a CPU, more than 1,024 tokens gain
+# nothing: matrix products are no faster, and layer outputs no longer fit into its caches.
 _BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 8192, 1024
-_MOST_CONTINUATIONS = 32  # of one context in a batch; more are further groups
-_LEAST_WIDTH = 16  # of continuations with more than one token
+_MOST_CONTINUATIONS = 32  # continuations of one context in a group; the rest form further groups
+_LEAST_WIDTH = 16  # minimum width for continuations of more than one token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TokenScores:
 
     Attributes:
         logprobs: float32[n], the log-probability of each token given all tokens before it.
-        is_greedy: bool[n], whether it is the most likely token there, as greedy search would choose it.
+        is_greedy: bool[n], True if it is the token that greedy search would choose.
     """
 
     logprobs: np.ndarray
@@ -50,11 +50,11 @@ class TokenScores:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Continuations of one context, by the number of their request.
+    """Continuations of one context, by their request numbers.
 
     Attributes:
-        copies: the rows that they take.
-        widths: the columns of the context and of the longest continuation.
+        copies: the number of rows.
+        widths: the number of columns for the context and for the longest continuation.
     """
 
     context: tuple[int, ...]
@@ -65,14 +65,14 @@ class _Group:
     @classmethod
     def of(cls, context: tuple[int, ...], continuations: dict[int, tuple[int, ...]]) -> _Group:
         longest = max(map(len, continuations.values()))
-        # The last token is not read, so that one token needs no second pass.
+        # The last token is not read, so a continuation of one token needs no second pass.
         width = 1 if longest == 1 else 1 + _columns(longest - 1)
-        columns = 1 if len(context) == 1 else prompt_bucket(len(context))  # the windows of a text have one token before
+        columns = 1 if len(context) == 1 else prompt_bucket(len(context))  # text windows have one token of context
         return cls(context, continuations, power_of_two(len(continuations), 1), (columns, width))
 
 
 def _columns(size: int) -> int:
-    """Round up to a power of two, from 256 upwards in four steps between two powers: whole texts are of one length."""
+    """Round up to a power of two; above 256, to one of four steps between powers, as text windows share a length."""
     step = power_of_two(size, _LEAST_WIDTH) // 8
     return -(-size // step) * step if size > 256 else 8 * step
 
@@ -85,29 +85,29 @@ def score_many(
     *,
     batch_tokens: int | None = None,
 ) -> list[TokenScores]:
-    """Score continuations of contexts: thousands, of any lengths, in batches of like length.
+    """Score any number of continuations of contexts, in batches of similar length.
 
     >>> scores = score_many(params, [(question, yes), (question, no)], cfg)                      # doctest: +SKIP
     >>> scores[0].total > scores[1].total                                                        # doctest: +SKIP
     >>> texts = score_many(params, [(ids[:1], ids[1:]) for ids in corpus], cfg)                  # doctest: +SKIP
 
-    A context that several requests have is read once. Sizes are rounded up to buckets, so that few programs are
-    compiled. In float32 the results equal those of `score` up to about 1e-5.
+    A context shared by several requests is read once. Sizes are rounded up to buckets, so that few programs are
+    compiled. In float32, the results equal those of `score` up to about 1e-5.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
-        requests: pairs of ids: a context of at least one token, and its continuation of at least one, which is scored.
+        requests: pairs of lists of ids: a context and the continuation to score, each of at least one token.
         cfg: as in `score`; only `cfg.model` and `cfg.adapter` are read, one adapter for all requests.
-        batch_tokens: about how many tokens, padding counted, are in memory at a time: by default 8,192, and 1,024 on a
-            CPU. A longer request is a batch of its own.
+        batch_tokens: approximate number of tokens, padding included, in memory at a time: by default 8,192, or 1,024 on
+            a CPU. A longer request is a batch of its own.
 
     Returns:
         The scores, in the order of the requests.
 
     Raises:
-        InputError: an empty context or continuation, or ids that are not in the vocabulary.
-        ConfigError: `cfg` without a model, or with dynamic RoPE, which depends on a row's whole length.
-        TypeError: a request that is not a pair of lists of ids.
+        InputError: a context or continuation is empty, or an id is not in the vocabulary.
+        ConfigError: `cfg` has no model, or has dynamic RoPE, which depends on a row's whole length.
+        TypeError: a request is not a pair of lists of ids.
     """
     check_call(params, cfg)
     if batch_tokens is None:
@@ -115,9 +115,9 @@ def score_many(
     check_size("batch_tokens", batch_tokens, 1)
     model = cfg.model
     if model.rope.type == "dynamic":
-        raise ConfigError("score_many reads contexts once, which dynamic RoPE does not allow: use score")
+        raise ConfigError("score_many reads each context once, which dynamic RoPE does not allow: use score")
     if np.ndim(cfg.adapter):
-        raise ConfigError("adapter has one value per prompt, and score_many has no fixed prompts: set one value")
+        raise ConfigError("adapter has one value per prompt, but score_many has no fixed prompts: set one value")
     mesh = mesh_of(params)
     found: dict[int, TokenScores] = {}
     for batch in _batches(_groups(requests, model), batch_tokens, max(1, LOGITS_AT_ONCE // model.vocab_size)):
@@ -126,7 +126,7 @@ def score_many(
 
 
 def _groups(requests: Iterable[tuple[Sequence[int], Sequence[int]]], model: ModelConfig) -> list[_Group]:
-    """Return the requests by their context."""
+    """Group the requests by context."""
     of_context: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
     for number, request in enumerate(requests):
         if not isinstance(request, tuple | list) or len(request) != 2:
@@ -151,7 +151,7 @@ def _ids(part: Sequence[int], model: ModelConfig, number: int) -> tuple[int, ...
 
 
 def _batches(groups: list[_Group], batch_tokens: int, most_rows: int) -> Iterator[list[_Group]]:
-    """Yield groups that are scored together, the largest first; `most_rows` continuations, or those of one context."""
+    """Yield groups to score together, largest first: at most `most_rows` continuations, or those of one context."""
     batch, width = [], 0
     for group in sorted(groups, key=lambda group: (group.copies, group.widths), reverse=True):
         width = max(width, group.widths[1])
@@ -168,12 +168,12 @@ def _batches(groups: list[_Group], batch_tokens: int, most_rows: int) -> Iterato
 
 
 def _score(params, batch: list[_Group], cfg: GenerationConfig, mesh: Mesh | None) -> dict[int, TokenScores]:
-    """Score the continuations of a batch: by the number of their request."""
+    """Return the scores of the continuations in a batch, by request number."""
     copies, rows = batch[0].copies, power_of_two(len(batch), 1)
     columns, width = (max(sizes) for sizes in zip(*(group.widths for group in batch), strict=True))
     contexts, ids = np.zeros((rows, columns), np.int32), np.zeros((rows * copies, width), np.int32)
     context_mask, mask = np.zeros(contexts.shape, bool), np.zeros(ids.shape, bool)
-    context_mask[:, -1] = True  # of rows that are there to fill the batch
+    context_mask[:, -1] = True  # in rows that only fill the batch
     places = {}
     for row, group in enumerate(batch):
         contexts[row, columns - len(group.context) :] = group.context

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of any text, in one forward pass."""
+"""Log-probabilities of the tokens of any text, using one forward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxgen.programs import under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
 
-# Logits in memory at a time unless `chunk` says otherwise: 128 MiB of float32.
+# Logits in memory at a time unless `chunk` is set: 128 MiB of float32.
 LOGITS_AT_ONCE = 2**25
 
 
@@ -74,9 +74,10 @@ def score(
             128 MiB.
 
     Raises:
-        InputError: params, ids or mask that do not fit the model or each other; rows that `generate` cannot return.
-        ConfigError: `cfg` without a model or for another mode; `top_logprobs`, `chunk` or `prompt_width` out of range.
-        TypeError: an argument of the wrong type.
+        InputError: params, ids or mask do not fit the model or each other; or `generate` cannot return these rows.
+        ConfigError: `cfg` has no model or an unsupported mode; or `top_logprobs`, `chunk` or `prompt_width` is out of
+            range.
+        TypeError: an argument has the wrong type.
     """
     check_call(params, cfg)
     check_size("top_logprobs", top_logprobs, 0, cfg.model.vocab_size)
@@ -110,12 +111,12 @@ def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: i
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:
         return scores
-    # Cut on the host: a slice of a jax array would compile for each width.
+    # Cut on the host, because a slice of a jax array would be compiled for each width.
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
 
 
 def _adapter_of_rows(cfg: GenerationConfig, rows: int) -> jax.Array | None:
-    """int32[rows]: the adapter of each row; None if there are none."""
+    """int32[rows]: the adapter of each row; None without adapters."""
     return repeat_values({"adapter": cfg.adapter}, rows)["adapter"].astype(jnp.int32) if cfg.on("adapter") else None
 
 
@@ -131,8 +132,8 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
     """Return the rules that produce the scores, in addition to `cfg`; None for the model's own distribution."""
     if of not in ("logits", "scores"):
         raise ConfigError(
-            "of must be 'logits', for the model's own distribution, or 'scores', for the one that generate chooses "
-            f"from, got {of!r}"
+            "of must be 'logits', for the model's own distribution, or 'scores', for the distribution that generate "
+            f"chooses from, got {of!r}"
         )
     if of == "logits":
         for name, value in {"logits_processor": processors, "prefix_allowed_tokens_fn": allowed}.items():
@@ -140,7 +141,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
                 raise ConfigError(f"{name} has no effect on the model's own distribution: set of='scores'")
         return None
     if not mode_of(cfg).replays:
-        raise ConfigError(f"of='scores' is for one row per prompt and step, and cfg is for {cfg.mode}: use of='logits'")
+        raise ConfigError(f"of='scores' does not support the mode of cfg, {cfg.mode}: use of='logits'")
     refuse_unavailable(cfg)
     if cfg.on("guidance_scale"):
         raise ConfigError("of='scores' does not offer guidance_scale, which needs negative prompts: use of='logits'")

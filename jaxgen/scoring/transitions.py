@@ -1,4 +1,4 @@
-"""Log-probabilities of generate's choices, from the scores that it has recorded."""
+"""Log-probabilities of the tokens that generate has chosen, from its recorded scores."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def compute_transition_scores(
     >>> out = generate(params, ids, None, cfg.replace(output_scores=True))                       # doctest: +SKIP
     >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
 
-    With beams, the sum of a row over its tokens, divided by their number to the power of `length_penalty`, is its
+    With beams, a row's sum over its tokens, divided by their number to the power of `length_penalty`, equals its
     `sequences_scores`. Unlike in transformers, the result has as many steps as the scores. Without `beam_indices`,
-    entries after a row's end are the scores of the pad id: see `lengths` of the output.
+    entries after a row's end are the scores of the pad id; see `lengths` of the output.
 
     Args:
         sequences: int32[rows, P + N].
         scores: float32[N, R, V], or N of float32[R, V]; R is the number of rows, or of beams of all prompts.
-        beam_indices: int32[rows, N], which of the R each token was chosen from, negative after a row's end.
-        normalize_logits: make the scores log-probabilities first.
+        beam_indices: int32[rows, N], the row of `scores` from which each token was chosen; negative after a row's end.
+        normalize_logits: convert the scores to log-probabilities first.
 
     Returns:
         float32[rows, N], 0 where the beam index is negative.
 
     Raises:
-        InputError: shapes that do not fit each other.
+        InputError: the shapes do not match.
     """
     if isinstance(scores, tuple | list):
         if len({np.shape(step) for step in scores}) != 1:
@@ -53,7 +53,7 @@ def compute_transition_scores(
         )
     rows = np.shape(sequences)[0]
     if beam_indices is None and rows != sources:
-        raise InputError(f"sequences has {rows} rows and scores {sources}: pass the beam_indices of the same output")
+        raise InputError(f"sequences has {rows} rows, but scores has {sources}: pass the same output's beam_indices")
     if beam_indices is not None and np.shape(beam_indices) != (rows, steps):
         raise InputError(
             f"beam_indices must have shape [rows, N] = {[rows, steps]}, got {list(np.shape(beam_indices))}"

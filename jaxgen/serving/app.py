@@ -1,4 +1,4 @@
-"""The service: OpenAI's protocol over an engine, as an ASGI application."""
+"""The service: OpenAI's protocol on top of an engine, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
 _PREPARING = 2  # threads that read requests
-_ALTERNATIVES = 5  # the most likely tokens that the page shows
+_ALTERNATIVES = 5  # how many of the most likely tokens the page shows
 
 
 class ClientLeft(Exception):
-    """The client has closed the connection."""
+    """The client closed the connection."""
 
 
 class Service:
     """Answers requests with an engine.
 
     Args:
-        engine: for the model, with a tokenizer, `output_logprobs`, and preferably `stop_in_prompt=False`.
-        params: the parameters, to score prompts.
-        name: by which requests name the model.
-        context: the most tokens of a prompt and its answer together; by default the model's context.
+        engine: the engine, with a tokenizer, `output_logprobs`, and preferably `stop_in_prompt=False`.
+        params: the parameters, used to score prompts.
+        name: the name of the model in requests.
+        context: the maximum number of tokens in a prompt and its answer together; by default the model's context.
         fingerprint: identifies the weights and their form.
-        adapters: the names of the adapters in `params`, in their order: requests name one as their model.
-        keys: of clients; without any, no key is asked for.
-        limits: what it takes.
+        adapters: the names of the adapters in `params`, in order: a request names one as its model.
+        keys: the clients' API keys; if empty, no key is required.
+        limits: limits for requests.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Service:
         self._adapters = {name: -1} | {adapter: number for number, adapter in enumerate(adapters)}
         if len(adapters) != adapter_count(params):
             raise InputError(
-                f"params have {adapter_count(params)} adapters, and there are {len(adapters)} names for them"
+                f"params have {adapter_count(params)} adapters, but there are {len(adapters)} names for them"
             )
         if len(self._adapters) <= len(adapters):
             raise InputError(f"the model and its adapters must have different names, got {[name, *adapters]}")
@@ -105,13 +105,13 @@ class Service:
             needs_key=bool(keys),
         )
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
-        # A grammar may take seconds, and others must not wait for it.
+        # Compiling a grammar may take seconds, and other requests must not wait for it.
         self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
         self.metrics = Metrics(name, self._gauges)
 
     def app(self) -> Starlette:
-        """Return the application; when it shuts down, the engine answers what was submitted."""
+        """Return the application; when it shuts down, the engine finishes the submitted requests."""
         routes = [
             Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
@@ -142,7 +142,7 @@ class Service:
         )
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
-        """Return a handler that checks the client's key first, and writes errors as OpenAI's API does."""
+        """Return a handler that first checks the client's key, and reports errors in OpenAI's format."""
 
         async def handle(request: Request) -> Any:
             try:
@@ -151,7 +151,7 @@ class Service:
                 return result if isinstance(result, Response | EventStream) else _json(200, result)
             except (ClientLeft, ClientDisconnect):
                 self.metrics.count("request_cancelled_total")
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # nobody will read it
             except Exception as error:
                 return self._refused(api_error(error))
 
@@ -172,7 +172,7 @@ class Service:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        # All are compared, so that the time tells nothing.
+        # Compare all keys, so that the time does not reveal anything.
         found = [hmac.compare_digest(digest, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(found):
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
@@ -193,14 +193,14 @@ class Service:
                     parts.append(part)
         except TimeoutError as error:
             seconds = self._limits.body_seconds
-            raise ApiError(408, f"the body did not come in {seconds:g} seconds", headers=NO_RETRY) from error
+            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", headers=NO_RETRY) from error
         return b"".join(parts)
 
     def _named(self, name: str | None) -> str:
         """Return the name of the model or adapter that a request is for."""
         name = name or self._name
         if name not in self._adapters:
-            raise ApiError(404, f"the model {shown(name)} is not here: use {' or '.join(self._adapters)}", "model")
+            raise ApiError(404, f"the model {shown(name)} does not exist: use {' or '.join(self._adapters)}", "model")
         return name
 
     async def _completions(self, request: Request) -> Any:
@@ -217,7 +217,7 @@ class Service:
         model = self._named(request.model)
         asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
         if len(asked.prompts) > (most := self._engine.most_waiting):
-            raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, and at most {most} are accepted", "prompt")
+            raise ApiError(400, f"prompt has {len(asked.prompts)} prompts, but at most {most} are accepted", "prompt")
         if (adapter := self._adapters[model]) >= 0:
             for prompt in asked.prompts:
                 prompt["adapter"] = adapter
@@ -243,7 +243,7 @@ class Service:
             self.metrics.observe("request_prompt_tokens", length)
 
     async def _until_left(self, http: Request, work: Any, live: Live) -> Any:
-        """Return the result of a coroutine, which is cancelled if the client leaves or the time is over."""
+        """Return the result of a coroutine, which is cancelled if the client disconnects or time runs out."""
         task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaves(http.receive))
         try:
             await asyncio.wait({task, left}, timeout=self._limits.seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +260,7 @@ class Service:
                 each.cancel()
 
     async def _whole(self, asked: Asked, replies: Replies, live: Live, started: float) -> dict[str, Any]:
-        """Return the body of an answer."""
+        """Return the body of a whole answer."""
         scored = await self._scored(asked)
         await self._submit(live, asked)
         count = len(asked.prompts) * asked.sequences
@@ -291,13 +291,13 @@ class Service:
         return cached
 
     async def _scored(self, asked: Asked) -> list[Scored] | None:
-        """Return the log-probabilities of the prompts' tokens if they are asked for."""
+        """Return the log-probabilities of the prompts' tokens if requested."""
         if asked.prompt_logprobs is None:
             return None
         return [await in_thread(self._scoring, self._score, prompt, asked) for prompt in asked.prompts]
 
     def _score(self, prompt: dict[str, Any], asked: Asked) -> Scored:
-        # Always as many of the most likely tokens, so that there is one program for each width.
+        # top_logprobs is always the maximum, so that only one program is compiled for each width.
         ids, cfg = prompt["ids"], self._reader.cfg.replace(adapter=prompt.get("adapter", -1))
         scores = score(
             self._params, [ids], cfg, attention_mask=np.ones((1, len(ids)), bool), top_logprobs=cfg.top_logprobs
@@ -314,7 +314,7 @@ class Service:
         scored: list[Scored] | None,
         started: float,
     ) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield the chunks of a stream, in groups that are there at the same time; an empty group is a sign of life."""
+        """Yield the chunks of a stream, in groups that are ready together; an empty group is a sign of life."""
         options, count = request.stream_options, len(asked.prompts) * asked.sequences
         counts_all = options is not None and options.include_usage
         answers, begun, left = [asked.answer() for _ in range(count)], set(), count
@@ -400,7 +400,7 @@ class Service:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _page(self, _: Request) -> Response:
-        headers = {"content-security-policy": "frame-ancestors 'none'"}  # no other site may show it in its own
+        headers = {"content-security-policy": "frame-ancestors 'none'"}  # no other site may embed the page
         return Response(self._html, headers=headers, media_type="text/html")
 
 

@@ -1,4 +1,4 @@
-"""Errors of the service, as OpenAI's API writes them."""
+"""Errors of the service, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from jaxgen.engine.results import EngineClosed, QueueFull
 from jaxgen.errors import JaxgenError, one_line
 
-NO_RETRY = {"x-should-retry": "false"}  # to clients of OpenAI, which else repeat requests that fail
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients otherwise retry failed requests
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Options that a request has under another name.
+# Options that have a different name in requests.
 _FIELDS = {
     "min_new_tokens": "min_tokens",
     "max_new_tokens": "max_tokens",
@@ -26,13 +26,13 @@ _log = logging.getLogger("jaxgen.serving")
 
 
 class ApiError(Exception):
-    """A request that is not answered.
+    """Error response to a request.
 
     Attributes:
         status: the HTTP status.
-        message: what was given, what is allowed, what to do.
+        message: the value received, what is allowed, and what to do.
         param: the field of the request, or None.
-        headers: further headers of the response.
+        headers: additional headers of the response.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None):
@@ -47,12 +47,12 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return an exception as the client is told of it; one that nobody expected is logged."""
+    """Return the error response for an exception; log unexpected exceptions."""
     match error:
         case ApiError():
             return error
         case QueueFull():
-            return ApiError(429, "too many requests wait: try again later", headers={"retry-after": "1"})
+            return ApiError(429, "too many requests are waiting: try again later", headers={"retry-after": "1"})
         case EngineClosed():
             return ApiError(503, "the service is shutting down", headers={"retry-after": "5"})
         case JaxgenError() | TypeError():

@@ -10,10 +10,10 @@ class Limits:
     """Limits of requests.
 
     Attributes:
-        body: the most bytes of a request's body.
-        body_seconds: the time in which a client must send it.
-        seconds: the time in which a request must be answered.
-        keep_alive: the seconds of silence in a stream after which a comment is sent.
+        body: the maximum number of bytes in a request's body.
+        body_seconds: the time limit for sending the body.
+        seconds: the time limit for answering a request.
+        keep_alive: the number of seconds without data after which a stream sends a comment.
     """
 
     body: int = 2**22

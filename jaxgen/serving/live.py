@@ -16,18 +16,18 @@ from jaxgen.serving.reading import Asked
 
 
 class Live:
-    """Prompts in the engine, whose news a coroutine reads.
+    """The prompts of a request in the engine, and a queue of news for the coroutine that answers it.
 
     Args:
         asked: the request.
-        engine: answers it.
-        metrics: hears of its tokens.
-        started: when the request came, as `time.monotonic` has it.
-        streams: read all news; else only the ends of sequences.
+        engine: the engine that answers it.
+        metrics: the counters to update.
+        started: when the request arrived, by `time.monotonic`.
+        streams: queue all news; otherwise only the ends of sequences.
 
     Attributes:
-        news: what happened: the place of a sequence among all, and its news.
-        handles: of the prompts.
+        news: the place of a sequence among all sequences of the request, and its news.
+        handles: the handles of the prompts.
     """
 
     def __init__(self, asked: Asked, engine: Engine, metrics: Metrics, started: float, streams: bool):
@@ -49,7 +49,7 @@ class Live:
         """Submit all prompts; called in any thread.
 
         Raises:
-            QueueFull, EngineClosed, JaxgenError, TypeError: as `Engine.submit`; then none of them is answered.
+            QueueFull, EngineClosed, JaxgenError, TypeError: as for `Engine.submit`; then no prompt is answered.
         """
         try:
             for number, prompt in enumerate(self._asked.prompts):
@@ -63,7 +63,7 @@ class Live:
             raise
 
     def _hear(self, number: int, news: News) -> None:
-        """Count the news of a prompt and pass them on; called in the engine's thread."""
+        """Count the news of a prompt and queue it; called in the engine's thread."""
         place, now = number * self._asked.sequences + news.sequence, time.monotonic()
         if news.tokens:
             count = len(news.tokens)
@@ -77,7 +77,7 @@ class Live:
             self._loop.call_soon_threadsafe(self.news.put_nowait, (place, news))
 
     def completion(self, place: int) -> Completion:
-        """Return a sequence as it is now."""
+        """Return a sequence in its current state."""
         prompt, sequence = divmod(place, self._asked.sequences)
         return self.handles[prompt].completion(sequence)
 
@@ -91,7 +91,7 @@ class Live:
         return sum(handle.cached_tokens for handle in self.handles)
 
     def cancel(self) -> None:
-        """Give up what has not ended."""
+        """Cancel the prompts that have not ended."""
         with self._lock:
             self._is_cancelled = True
             handles = list(self.handles)

@@ -1,4 +1,4 @@
-"""Counts and times of the service, in the text form of Prometheus; the names are vLLM's, with the prefix `jaxgen:`."""
+"""Counts and times of the service, in Prometheus's text format; the names are vLLM's, with the prefix `jaxgen:`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _SEQUENCES = (1, 2, 5, 10, 20, 50, 100)
 _GAUGES = {
     "num_requests_running": "Prompts that have their first token.",
-    "num_requests_waiting": "Prompts that do not have it yet.",
-    "kv_cache_usage_perc": "The share of the slots in use, 1 for all.",
+    "num_requests_waiting": "Prompts that do not have their first token yet.",
+    "kv_cache_usage_perc": "Fraction of slots in use, from 0 to 1.",
 }
 _COUNTERS = {
     "prompt_tokens_total": "Tokens of prompts.",
-    "generation_tokens_total": "Tokens that were generated.",
-    "prefix_cache_queries_total": "Tokens of prompts that were looked up in the store of prefixes.",
-    "prefix_cache_hits_total": "Those of them that were there.",
+    "generation_tokens_total": "Generated tokens.",
+    "prefix_cache_queries_total": "Prompt tokens looked up in the store of prefixes.",
+    "prefix_cache_hits_total": "Prompt tokens found in the store of prefixes.",
     "request_success_total": "Sequences that ended, by finished_reason.",
-    "request_error_total": "Requests that were refused or failed, by status.",
-    "request_cancelled_total": "Requests whose client left, or whose time was over.",
+    "request_error_total": "Requests that were rejected or failed, by status.",
+    "request_cancelled_total": "Requests whose client disconnected, or that ran out of time.",
 }
 _HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
     "time_to_first_token_seconds": (_SECONDS, "From the request to the first token of a prompt."),
-    "inter_token_latency_seconds": (_SECONDS, "Between two tokens of a sequence; those of one chunk share its time."),
+    "inter_token_latency_seconds": (_SECONDS, "Between two tokens of a sequence, averaged over each chunk."),
     "e2e_request_latency_seconds": (_SECONDS, "From the request to the last token."),
     "request_prompt_tokens": (_TOKENS, "Tokens of a prompt."),
     "request_generation_tokens": (_TOKENS, "Tokens of a sequence."),
-    "request_params_n": (_SEQUENCES, "Sequences that a request asks for."),
+    "request_params_n": (_SEQUENCES, "Sequences per request."),
     "request_params_max_tokens": (_TOKENS, "The maximum number of tokens that a request allows."),
 }
 
@@ -51,7 +51,7 @@ class _Histogram:
 
 
 class Metrics:
-    """The counters and histograms of one model; `gauges` returns the values of the gauges by name."""
+    """The counters and histograms of one model; `gauges` returns the current values of the gauges by name."""
 
     def __init__(self, model: str, gauges: Callable[[], dict[str, float]]):
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
@@ -61,18 +61,18 @@ class Metrics:
         self._lock = threading.Lock()
 
     def count(self, name: str, number: int = 1, **label: str) -> None:
-        """Add a number to a counter; `label` is a further label and its value."""
+        """Add a number to a counter; `label` is an additional label and its value."""
         key = name, "".join(f',{label_name}="{value}"' for label_name, value in label.items())
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + number
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Add a value to a histogram, as often as it occurred."""
+        """Add a value to a histogram `times` times."""
         with self._lock:
             self._histograms[name].add(value, times)
 
     def text(self) -> str:
-        """Return all values."""
+        """Return all values in Prometheus's text format."""
         lines: list[str] = []
 
         def head(name: str, kind: str, about: str) -> str:

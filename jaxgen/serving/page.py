@@ -11,21 +11,21 @@ MARK = '<meta name="generator" content="jaxgen">'
 
 
 def page(settings: dict[str, Any]) -> str:
-    """Return the page as one HTML file, which needs no other; `page.html` says which settings it takes."""
+    """Return the page as one self-contained HTML file; `page.html` defines the settings."""
     source = (Path(__file__).parent / "page.html").read_text("utf-8")
-    # No "<", so that no text ends the element.
+    # Escape "<", so that no text can close the script element.
     data = json.dumps(settings, ensure_ascii=False).replace("<", "\\u003c")
     return source.replace(_PLACE, _PLACE.replace("null", data))
 
 
 def chat_page(model: str, *, is_chat: bool, alternatives: int, needs_key: bool) -> str:
-    """Return the page that asks a service.
+    """Return the page that chats with a service.
 
     Args:
         model: the model's name.
-        is_chat: whether the model has a chat template; otherwise it continues texts.
+        is_chat: whether the model has a chat template; otherwise, the page lets it continue texts.
         alternatives: the number of most likely tokens to ask for.
-        needs_key: whether to ask the person for a key.
+        needs_key: whether to ask the user for an API key.
     """
     kind = "chat" if is_chat else "text"
     return page({"kind": kind, "model": model, "alternatives": alternatives, "needs_key": needs_key})

@@ -1,6 +1,6 @@
-"""The bodies of requests: OpenAI's fields, and those that vLLM has added by convention.
+"""Request bodies: OpenAI's fields, and vLLM's common additions.
 
-A field that is not listed here is refused by name. `None` and a missing field mean the same.
+A field that is not listed here is rejected by name. `None` and a missing field mean the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _PLACE = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _INSTEAD = {
     "guided_grammar": "grammars are not supported: use structured_outputs with json, regex or choice",
-    "guided_decoding_backend": "there is one implementation: leave it out",
+    "guided_decoding_backend": "there is only one implementation: leave it out",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "suffix": "text is only generated after the prompt",
@@ -29,11 +29,11 @@ _INSTEAD = {
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What the chunks of a stream have besides the text."""
+    """Additions to the chunks of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # random padding against observers of the network; without effect on the text
+    include_obfuscation: bool = False  # random padding that hides lengths from network observers
 
 
 class Structured(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,7 +46,7 @@ class Structured(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both kinds of requests have."""
+    """The fields that both kinds of requests share."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -78,7 +78,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     request_id: str | None = None
-    # Without effect on the answer.
+    # These have no effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -99,7 +99,7 @@ class CompletionRequest(Common, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the answer."""
+    """The format of the answer."""
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -146,10 +146,10 @@ Body = TypeVar("Body")
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
-    """Return the request in a body.
+    """Parse the body of a request.
 
     Raises:
-        ApiError: a body that is not JSON, a field that is unknown or of the wrong type.
+        ApiError: the body is not JSON, or a field is unknown or has the wrong type.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -158,7 +158,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise ApiError(400, "the body has too many levels inside each other") from error
+        raise ApiError(400, "the body is nested too deeply") from error
 
 
 def _explained(text: str) -> ApiError:

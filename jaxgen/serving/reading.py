@@ -1,4 +1,4 @@
-"""Requests as prompts for the engine."""
+"""Conversion of requests to prompts for the engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jaxgen.serving.tools import CallParser, Tools, template_messages
 from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
-_GRAMMARS = 64  # that are kept
-_COMPLETION_TOKENS = 16  # of a completion that sets no limit, as in OpenAI's API
+_GRAMMARS = 64  # maximum number of cached grammars
+_COMPLETION_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API
 _SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -35,14 +35,14 @@ class Asked:
     """A request that has been read.
 
     Attributes:
-        prompts: for the engine, each a dict with `ids` and options by name.
-        texts: the prompts' texts if they are repeated in the answer (`echo`), else None.
-        sequences: how many sequences each prompt gets.
-        logprobs: how many of the most likely tokens are shown with each token; None for no log-probabilities.
-        prompt_logprobs: the same of the prompts' tokens.
-        tools: what the model may call, or None.
-        answer: makes an empty answer.
-        budget: the most tokens of an answer; 0 if nothing is generated.
+        prompts: the engine's prompts, each a dict with `ids` and options by name.
+        texts: the prompts' texts if they are repeated in the answer (`echo`); otherwise None.
+        sequences: the number of sequences per prompt.
+        logprobs: how many of the most likely tokens to show with each token; None for no log-probabilities.
+        prompt_logprobs: the same for the prompts' tokens.
+        tools: the tools that the model may call, or None.
+        answer: creates an empty answer.
+        budget: the maximum number of tokens in an answer; 0 if nothing is generated.
     """
 
     prompts: list[dict[str, Any]]
@@ -59,11 +59,11 @@ class Reader:
     """Reads requests for a model.
 
     Args:
-        cfg: the engine's config; `output_logprobs` is set, and `top_logprobs` the most that a request may ask for.
-        tokenizer: the model's.
-        width: the most tokens of a prompt.
-        context: the most tokens of a prompt and its answer together.
-        entries: the most entries of an option that is a table of ids.
+        cfg: the engine's config; `output_logprobs` is set, and `top_logprobs` is the maximum for requests.
+        tokenizer: the model's tokenizer.
+        width: the maximum number of tokens in a prompt.
+        context: the maximum number of tokens in a prompt and its answer together.
+        entries: the maximum number of entries in an option that is a table of ids.
     """
 
     def __init__(self, cfg: GenerationConfig, tokenizer: Tokenizer, width: int, context: int, entries: int):
@@ -78,7 +78,7 @@ class Reader:
         """Read a request for completions.
 
         Raises:
-            ApiError, ValueError, TypeError: what cannot be honoured.
+            ApiError, ValueError, TypeError: a field is not valid or not supported.
         """
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise ApiError(400, f"best_of={request.best_of} is not supported: leave it out, or pass n", "best_of")
@@ -102,7 +102,7 @@ class Reader:
         """Read a request for an answer in a conversation.
 
         Raises:
-            ApiError, ValueError, TypeError: what cannot be honoured.
+            ApiError, ValueError, TypeError: a field is not valid or not supported.
         """
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -143,7 +143,7 @@ class Reader:
         tools: Tools | None,
         texts: list[str] | None,
     ) -> Asked:
-        """Return what both kinds of requests have in common."""
+        """Read the fields that both kinds of requests share."""
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream to be true", "stream_options")
         if request.truncate_prompt_tokens is not None:
@@ -181,11 +181,11 @@ class Reader:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _budget(self, length: int, most: int | None) -> int:
-        """Return the most tokens of the answer to a prompt of so many tokens."""
+        """Return the maximum number of tokens in the answer to a prompt of `length` tokens."""
         space = self.context - length
         if length > self.width:
             raise ApiError(
-                400, f"the prompt has {length} tokens, and this model takes at most {self.width}", "messages"
+                400, f"the prompt has {length} tokens, but this model accepts at most {self.width}", "messages"
             )
         if most is None:
             if space < 1:
@@ -201,28 +201,26 @@ class Reader:
                 "max_tokens",
             )
         if most > self._most:
-            raise ApiError(400, f"max_tokens is {most}, and this service allows at most {self._most}", "max_tokens")
+            raise ApiError(400, f"max_tokens is {most}, but this service allows at most {self._most}", "max_tokens")
         return most
 
     def _top(self, number: int | None, name: str) -> int | None:
-        """Check how many of the most likely tokens are asked for."""
+        """Check the requested number of most likely tokens."""
         if number is not None and not 0 <= number <= self.cfg.top_logprobs:
             raise ApiError(400, f"{name} must be from 0 to {self.cfg.top_logprobs}, got {number}", name)
         return number
 
     def _options(self, request: Common, most: int) -> dict[str, Any]:
-        """Return the options of a request, of at most `most` new tokens, under their names in the engine."""
+        """Return the options of a request by their names in the engine; `most` is the maximum of new tokens."""
         own: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
-        if own.get("top_k") == -1:  # vLLM's value for off
+        if own.get("top_k") == -1:  # vLLM's value for "off"
             own["top_k"] = 0
         own["do_sample"] = request.temperature != 0
         if request.temperature:
             own["temperature"] = request.temperature
         if request.min_tokens:
             if request.min_tokens > most:
-                raise ApiError(
-                    400, f"min_tokens={request.min_tokens} is more than the {most} of max_tokens", "min_tokens"
-                )
+                raise ApiError(400, f"min_tokens={request.min_tokens} is more than max_tokens={most}", "min_tokens")
             own["min_new_tokens"] = request.min_tokens
         if request.n is not None:
             if not 1 <= request.n <= MOST_SEQUENCES:
@@ -244,9 +242,9 @@ class Reader:
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
         vocab = self.cfg.model.vocab_size
         if wrong := [token for token in ids if not 0 <= token < vocab]:
-            raise ApiError(400, f"{name} has {shown(wrong[0])}, and the vocabulary is 0 to {vocab - 1}", name)
+            raise ApiError(400, f"{name} has {shown(wrong[0])}, but the vocabulary is 0 to {vocab - 1}", name)
         if len(ids) > self.entries:
-            raise ApiError(400, f"{name} has {len(ids)} entries, and at most {self.entries} are supported", name)
+            raise ApiError(400, f"{name} has {len(ids)} entries, but at most {self.entries} are supported", name)
 
     def _bias(self, given: dict[str, float]) -> dict[tuple[int], float]:
         for token, bias in given.items():
@@ -264,7 +262,7 @@ class Reader:
             [*self.tokenizer.encode(start + word, add_special_tokens=False)] for word in words for start in ("", " ")
         ]
         if 2 * len(words) > self.entries:
-            raise ApiError(400, f"bad_words has {len(words)} words, and at most {self.entries // 2} are supported")
+            raise ApiError(400, f"bad_words has {len(words)} words, but at most {self.entries // 2} are supported")
         return spelled
 
     def _grammar(self, request: Common, tools: Tools | None) -> TokenAutomaton | None:
@@ -279,7 +277,7 @@ class Reader:
         given = {name: structure for name, structure in given.items() if structure is not None}
         if tools is not None and tools.forced:
             if given:
-                raise ApiError(400, f"{min(given)} cannot be met by a call of a tool, which tool_choice requires")
+                raise ApiError(400, f"{min(given)} cannot be combined with a tool_choice that requires a tool call")
             return self._cached(tools.key, lambda: tools.automaton(self.tokenizer, self.cfg.model.vocab_size))
         if len(given) > 1:
             raise ApiError(400, f"{' and '.join(given)} both constrain the answer: pass one of them")
@@ -322,7 +320,7 @@ class Reader:
 
 
 def compiles(request: Common) -> bool:
-    """Return True for a request with a grammar, which may have to be compiled first."""
+    """Return True if a request has a grammar that may have to be compiled first."""
     guided = (request.structured_outputs, request.guided_json, request.guided_regex, request.guided_choice)
     of_chat = (request.response_format, request.tools) if isinstance(request, ChatRequest) else ()
     return any(field is not None for field in (*guided, *of_chat))
@@ -338,7 +336,7 @@ def _no_stream(name: str) -> ApiError:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts in the field `prompt`: a text, ids, or a list of either."""
+    """Return the prompts in the field `prompt`, which is a text, ids, or a list of either."""
     is_id = [isinstance(item, int) and not isinstance(item, bool) for item in prompt]
     if isinstance(prompt, str) or (prompt and all(is_id)):
         return [prompt]
@@ -360,7 +358,7 @@ def _stops(request: Common) -> list[str]:
 
 
 def _response_format(request: Common) -> Structured | None:
-    """Return what `response_format` of a chat asks for."""
+    """Return the constraint in the `response_format` of a chat."""
     form = request.response_format if isinstance(request, ChatRequest) else None
     if form is None:
         return None
@@ -387,7 +385,7 @@ def _escaped(text: str) -> str:
 
 
 def _keys(seed: int | None, count: int) -> list[jax.Array]:
-    """Return a random key for each prompt; equal seeds give equal keys, and the first is the seed's own."""
+    """Return a random key for each prompt; equal seeds give equal keys, and the first is the seed's own key."""
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
     words: Any = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)

@@ -1,4 +1,4 @@
-"""The bodies of answers, whole and in chunks."""
+"""Response bodies, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Replies:
 
     Args:
         request: the request.
-        asked: the request as it was read.
+        asked: the same request, as read by `Reader`.
         model: the model's name.
         fingerprint: identifies the weights.
-        texts: of tokens.
+        texts: the texts of tokens.
     """
 
     request: Common
@@ -37,7 +37,7 @@ class Replies:
         self._is_chat = isinstance(self.request, ChatRequest)
         self.id = self.request.request_id or f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._offsets: dict[int, int] = {}  # characters of completions before their next token
+        self._offsets: dict[int, int] = {}  # by choice, the number of characters before the next token
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
@@ -53,7 +53,7 @@ class Replies:
     def whole(
         self, choices: Sequence[tuple[Answer, Delta]], usage: dict[str, Any], of_prompts: Sequence[Scored] | None
     ) -> dict[str, Any]:
-        """Return the body with all choices, those of the first prompt first; `of_prompts` has the prompts' tokens."""
+        """Return the body with all choices, in the order of prompts; `of_prompts` has the prompts' tokens."""
         write = self._chat_choice if self._is_chat else self._completion_choice
         body = self._head("chat.completion" if self._is_chat else "text_completion")
         body["choices"] = [write(index, *choice, of_prompts) for index, choice in enumerate(choices)]
@@ -67,7 +67,7 @@ class Replies:
     def chunk(
         self, index: int, answer: Answer, delta: Delta, is_first: bool, of_prompt: Scored | None
     ) -> dict[str, Any]:
-        """Return a chunk with what was added to a choice."""
+        """Return a chunk with the addition to a choice."""
         choice: dict[str, Any] = {"index": index}
         body = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         if self._is_chat:
@@ -92,7 +92,7 @@ class Replies:
         return body | {"choices": [choice]}
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the chunk with the counts."""
+        """Return the last chunk, which has the counts."""
         return self._head("chat.completion.chunk" if self._is_chat else "text_completion") | {
             "choices": [],
             "usage": usage,
@@ -132,7 +132,7 @@ class Replies:
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
     def _scored(self, delta: Delta, of_prompt: Scored | None) -> Scored | None:
-        """Return the tokens that are shown, those of a prompt that is repeated first."""
+        """Return the tokens to show; if the prompt is repeated, its tokens come first."""
         if self.asked.logprobs is None:
             return None
         if delta.logprobs is None:
@@ -159,7 +159,7 @@ class Replies:
         self._offsets[index] = offset
         most_likely = []
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
-            # The chosen token is shown too; of several with one text, the most likely.
+            # The chosen token is included. If several tokens have the same text, the most likely one counts.
             pairs = [*likely[: self.asked.logprobs], (token, logprob)]
             named: dict[str, float | None] = {}
             for other, value in pairs:
@@ -169,7 +169,7 @@ class Replies:
         return values | {"top_logprobs": most_likely if self.asked.logprobs else None}
 
     def _of_prompt(self, scored: Scored) -> list[dict[str, Any] | None]:
-        """Return `prompt_logprobs` as vLLM has them: by the ids of tokens, with ranks where they are known."""
+        """Return `prompt_logprobs` in vLLM's format: keyed by token id, with ranks where known."""
         entries: list[dict[str, Any] | None] = []
         most = self.request.prompt_logprobs or 0
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):

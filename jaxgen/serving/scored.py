@@ -1,4 +1,4 @@
-"""Tokens with their texts and log-probabilities, as OpenAI's chats write them."""
+"""Tokens with their texts and log-probabilities, in the format of OpenAI's chats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.errors import ConfigError
 from jaxgen.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # for a log-probability of -inf, which JSON lacks; vLLM's number
+_LEAST = -9999.0  # stands for -inf, which JSON lacks; vLLM uses the same number
 
 
 class TokenTexts:
@@ -22,25 +22,25 @@ class TokenTexts:
         self._tokenizer = tokenizer
         try:
             self._bytes = tokenizer.token_bytes()
-        except ConfigError:  # its text is not the concatenation of its tokens'
+        except ConfigError:  # the text is not the concatenation of the tokens' texts
             self._bytes = []
 
     def bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; for a special token, its name."""
+        """Return the bytes that a token adds to a text, or the name of a special token."""
         own = self._bytes[token] if token < len(self._bytes) else None
         return (self._tokenizer.backend.id_to_token(token) or "").encode() if own is None else own
 
     def text(self, token: int, as_id: bool = False) -> str:
-        """Return the text of a token, with U+FFFD for a part of a character; or with `as_id`, its number."""
+        """Return the text of a token, with U+FFFD for part of a character; with `as_id`, return its id as text."""
         return f"token_id:{token}" if as_id else self.bytes(token).decode("utf-8", "replace")
 
 
 class Scored:
-    """Tokens with log-probabilities, and the most likely ones at each place.
+    """Tokens with log-probabilities, and the most likely tokens at each position.
 
     Attributes:
         tokens: the ids.
-        logprobs: float of each; None for the first token of a text, which nothing predicts.
+        logprobs: a float for each token; None for the first token of a text, which nothing predicts.
         most_likely: for each token, ids and log-probabilities in descending order.
     """
 
@@ -66,7 +66,7 @@ def _finite(value: float) -> float:
 
 
 def entries(scored: Scored, texts: TokenTexts, as_id: bool = False) -> list[dict[str, Any]]:
-    """Return what `logprobs.content` of a chat has for each token; with `as_id`, tokens are named by number."""
+    """Return the entries of `logprobs.content` in a chat; with `as_id`, tokens are named by their ids."""
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": texts.text(token, as_id), "logprob": logprob, "bytes": list(texts.bytes(token))}

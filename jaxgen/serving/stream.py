@@ -1,4 +1,4 @@
-"""Server-sent events: the chunks of an answer as they come."""
+"""Server-sent events: the chunks of an answer as they become available."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live
 
-_LAST_WORDS = 2.0  # seconds for the error of a stream whose client may not be reading
+_LAST_WORDS = 2.0  # seconds allowed for sending the final error to a client that may not be reading
 
 
 class EventStream:
-    """The response with the chunks of an answer, as ASGI calls it. It ends if the client leaves.
+    """ASGI response that sends the chunks of an answer. It ends if the client disconnects.
 
     Args:
-        groups: the chunks, in groups that are there at the same time.
+        groups: the chunks, in groups that are ready together.
         live: the prompts, which are cancelled if the stream ends early.
-        limits: how long the answer may take, and after what silence a comment is sent.
-        count: called with the name of a counter.
+        limits: the time limit of the answer, and how long to wait before sending a comment.
+        count: called with the name of the counter to increment.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EventStream:
         try:
             async for body in self._bodies():
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        except OSError:  # the client has left
+        except OSError:  # the client disconnected
             return
         except Exception as failure:
             error = api_error(failure)
@@ -67,7 +67,7 @@ class EventStream:
         await _send_last(send, error)
 
     async def _bodies(self) -> AsyncIterator[bytes]:
-        """Yield what is to be sent: groups of chunks, and a comment after some silence."""
+        """Yield the data to send: groups of chunks, or a comment if there has been none for a while."""
         following = asyncio.ensure_future(anext(self._groups, None))
         try:
             while True:
@@ -93,7 +93,7 @@ async def _send_last(send: Any, error: ApiError | None) -> None:
 
 
 async def leaves(receive: Any) -> None:
-    """Return when the client has closed the connection."""
+    """Wait until the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -13,7 +13,7 @@ from jaxgen.text.streaming import TextStream
 
 
 class StopCut:
-    """Ends a text at the first of some strings; a part of one that may still be completed is held back.
+    """Cuts a text at the first stop string; the beginning of a possible stop string is held back.
 
     Attributes:
         found: the string that ended the text, or None.
@@ -26,7 +26,7 @@ class StopCut:
         self.found: str | None = None
 
     def put(self, text: str) -> str:
-        """Append a text and return what is certain not to belong to a stop string."""
+        """Append text, and return the part that certainly does not belong to a stop string."""
         if self.found is not None:
             return ""
         if not self._strings:
@@ -42,7 +42,7 @@ class StopCut:
         return text[: len(text) - held]
 
     def _length_held(self, text: str) -> int:
-        """Return the length of the longest end of a text with which a stop string begins."""
+        """Return the length of the longest suffix of a text that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(string.startswith(end) for string in self._strings):
@@ -50,20 +50,20 @@ class StopCut:
         return 0
 
     def end(self) -> str:
-        """Return what was held back: no stop string follows."""
+        """Return the text that was held back, because no more text follows."""
         held, self._held = self._held, ""
         return held
 
 
 class Delta(NamedTuple):
-    """What is added to an answer.
+    """Addition to an answer.
 
     Attributes:
-        text: its text, without tool calls.
+        text: the new text, without tool calls.
         calls: complete tool calls.
-        tokens: the new tokens, also those whose text is held back.
-        logprobs: those of the tokens, or None.
-        finish: OpenAI's reason for the end, or None before it.
+        tokens: the new tokens, including those whose text is held back.
+        logprobs: the log-probabilities of the tokens, or None.
+        finish: OpenAI's reason for the end; None before it.
     """
 
     text: str
@@ -77,10 +77,10 @@ class Answer:
     """One sequence of a prompt, as text.
 
     Attributes:
-        stop_reason: the stop string, or None.
-        count: the number of its tokens so far.
-        calls: the number of its tool calls so far.
-        reason: why it ended, `StopReason.NONE` before.
+        stop_reason: the stop string that ended the text, or None.
+        count: the number of tokens so far.
+        calls: the number of tool calls so far.
+        reason: why the sequence ended; `StopReason.NONE` before it ends.
     """
 
     def __init__(self, stream: TextStream, cut: StopCut, parser: CallParser | None, forced: bool = False):
@@ -94,7 +94,7 @@ class Answer:
         return self._cut.found
 
     def put(self, news: News) -> Delta:
-        """Append what happened to the sequence."""
+        """Append news of the sequence, and return the addition to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason
         text, calls = self._cut.put(self._stream.put(news.tokens)), []

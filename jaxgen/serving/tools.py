@@ -20,20 +20,20 @@ from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-RETURNED = ("refusal", "audio", "annotations", "function_call")  # clients send these back as they got them: empty
+RETURNED = ("refusal", "audio", "annotations", "function_call")  # clients send these fields back empty, as received
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " \t\n\r"
-_JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # outside of strings
+_JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters outside strings
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages of a request as chat templates expect them.
+    """Return the messages of a request in the form that chat templates expect.
 
-    The role developer becomes system, parts of text are joined without a separator, and the arguments of calls, which
-    are JSON in a string on the wire, become objects. Roles that OpenAI does not have are left to the template.
+    The role `developer` becomes `system`, text parts are joined without a separator, and the arguments of calls, which
+    arrive as a string of JSON, become objects. Roles unknown to OpenAI are left to the template.
 
     Raises:
-        InputError: a message that is not valid or not supported; the text names the field.
+        InputError: a message is not valid or not supported; the error names the field.
     """
     if not messages:
         raise InputError("messages must have at least one message")
@@ -97,14 +97,14 @@ def _past_call(call: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request, and what the model may do with them.
+    """The tools of a request, and how the model may use them.
 
     Attributes:
-        for_template: the tools for `Tokenizer.render_chat`; None if the choice is none.
+        for_template: the tools for `Tokenizer.render_chat`; None if `tool_choice` is none.
         names: the functions that may be called.
         forced: True if the answer must be a call.
         named: True if the request names the one function that must be called.
-        most_calls: the number of calls after which further ones are dropped; None for no limit.
+        most_calls: the maximum number of calls, after which any further calls are dropped; None for no limit.
     """
 
     for_template: list[dict[str, Any]] | None
@@ -112,14 +112,14 @@ class Tools:
     forced: bool
     named: bool
     most_calls: int | None
-    _parameters: Mapping[str, dict[str, Any] | None] = field(repr=False)  # of the functions in `names`
+    _parameters: Mapping[str, dict[str, Any] | None] = field(repr=False)  # by the function names in `names`
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> Tools | None:
         """Read the three fields of a request, each None if absent; without tools, return None.
 
         Raises:
-            InputError: a field that is not valid or not supported; the text names it.
+            InputError: a field is not valid or not supported; the error names it.
         """
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             _refuse("parallel_tool_calls", "true or false", parallel_tool_calls)
@@ -149,19 +149,19 @@ class Tools:
 
     @property
     def key(self) -> tuple[int | None, str] | None:
-        """What the automaton depends on, apart from the vocabulary; None if there is no automaton.
+        """Cache key of the automaton, apart from the vocabulary; None if there is no automaton.
 
-        The order of an object's keys is part of it, because arguments come in the order of the schema.
+        The order of an object's keys matters, because arguments are generated in the order of the schema.
         """
         return (self.most_calls, json.dumps(self._parameters)) if self.forced else None
 
     def automaton(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenAutomaton | None:
-        """Return the automaton of the calls that are forced, None if none are.
+        """Return the automaton of the forced calls, or None if no call is forced.
 
-        It has one call, or one and more if there is no limit.
+        It accepts exactly one call, or one or more if there is no limit.
 
         Raises:
-            InputError: parameters that the grammar does not support, or that are too large.
+            InputError: the parameters are not supported by the grammar, or are too large.
         """
         if not self.forced:
             return None
@@ -193,14 +193,14 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         _refuse(f"{where}.parameters.type", "'object'", parameters["type"])
     if parameters:
         try:
-            plain(parameters)  # so that neither the template nor the grammar meets what JSON cannot have
+            plain(parameters)  # so that neither the template nor the grammar gets a value that JSON does not have
         except InputError as error:
             raise InputError(f"{where}.parameters: {error}") from error
     return {key: given[key] for key in ("name", "description", "parameters") if given.get(key) is not None}
 
 
 def _choice(value: Any, functions: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return auto, none, required or named, and the functions that may be called."""
+    """Return the choice (auto, none, required or named), and the functions that may be called."""
     if value is None or (isinstance(value, str) and value in ("auto", "none", "required")):
         return value or "auto", () if value == "none" else tuple(functions)
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -227,7 +227,7 @@ def _chosen(tool: Any, where: str, functions: Mapping[str, Any]) -> str:
 
 
 def _arguments(name: str, parameters: dict[str, Any] | None) -> Expression:
-    """Return the expression of a function's arguments; without a schema there are none."""
+    """Return the expression of a function's arguments; without a schema, it has no arguments."""
     if parameters is None:
         return Text(b"{}")
     decided = any(key in COMPANIONS for key in parameters)
@@ -246,12 +246,12 @@ class Call(NamedTuple):
 
 
 class CallParser:
-    r"""Parser of generated text that arrives in pieces; where it is cut has no effect on what it finds.
+    r"""Parser of generated text that arrives in pieces. How the text is split has no effect on the result.
 
-    The JSON of a call may contain the tags in its strings. What turns out not to be a call, tags included, is content
-    and never an error: JSON that is not valid, or that lacks the name of one of the functions `names` (None for any) or
-    has arguments that are not an object. Without arguments a call has `{}`. Calls after the first `most_calls` are
-    dropped.
+    The strings in a call's JSON may contain the tags. Text that turns out not to be a call is content (including the
+    tags), never an error: JSON that is not valid, whose name is not among the functions `names` (None for any), or
+    whose arguments are not an object. If the arguments are missing, they are `{}`. Calls after the first `most_calls`
+    are dropped.
 
     Whitespace before a call is dropped, and so is whitespace at the end of a text with calls.
 
@@ -266,13 +266,13 @@ class CallParser:
 
     def __init__(self, names: Collection[str] | None, most_calls: int | None):
         self._names, self._most, self._found = names, most_calls, 0
-        self._held: list[str] = []  # characters of what may be a call, and the whitespace before it
-        self._place = "opening"  # also for plain text, in which no character of the tag has matched
-        self._matched = 0  # characters of the opening or closing tag
-        self._depth = 0  # objects and lists that are open
+        self._held: list[str] = []  # characters of a possible call, and the whitespace before it
+        self._place = "opening"  # also in plain text, where no character of the tag has matched yet
+        self._matched = 0  # matched characters of the opening or closing tag
+        self._depth = 0  # number of open objects and lists
 
     def put(self, text: str) -> tuple[str, list[Call]]:
-        """Read more text; return the content and the calls that are certain now and were not before."""
+        """Read more text; return the content and the calls that this text made certain."""
         content: list[str] = []
         calls: list[Call] = []
         for char in text:
@@ -280,7 +280,7 @@ class CallParser:
         return "".join(content), calls
 
     def end(self) -> tuple[str, list[Call]]:
-        """Return what was held back; a call that only lacks the closing tag counts as a call."""
+        """Return the content and calls that were held back; a call that only lacks the closing tag counts as a call."""
         content: list[str] = []
         calls: list[Call] = []
         if self._place == "closing":
@@ -297,7 +297,7 @@ class CallParser:
         elif self._place == "opening" and not self._matched:
             content += [*self._held, char]
             self._held = []
-        else:  # not a call; a tag may begin here, or with the "<" that could have been that of the closing tag
+        else:  # not a call; a tag may begin here, or at the "<" that looked like the start of the closing tag
             again = "<" if self._place == "closing" and self._matched == 1 else ""
             text = "".join(self._held).removesuffix(again)
             content.append(text.rstrip(_SPACE))
@@ -307,7 +307,7 @@ class CallParser:
                 self._put(next_char, content, calls)
 
     def _reads(self, char: str) -> bool:
-        """Move on by one character; return False if it cannot be part of a call or of the whitespace before it."""
+        """Advance by one character; return False if it cannot be part of a call or of the whitespace before it."""
         place = self._place
         if place in ("string", "escape"):
             if place == "escape" or char not in '"\\':
@@ -337,7 +337,7 @@ class CallParser:
         return True
 
     def _close(self, content: list[str], calls: list[Call]) -> None:
-        """Decide about a tag whose JSON is complete."""
+        """Decide whether a complete tag is a call or content."""
         text = "".join(self._held)
         call = self._call(text.lstrip(_SPACE)[len(OPENING) : -self._matched or None])
         if call is None:
@@ -352,7 +352,7 @@ class CallParser:
             value = parse_json(text)
         except InputError:
             return None
-        name, arguments = value.get("name"), value.get("arguments", {})  # the text begins with a brace
+        name, arguments = value.get("name"), value.get("arguments", {})  # a dict: the text begins with a brace
         known = isinstance(name, str) and (self._names is None or name in self._names)
         return Call(name, json.dumps(arguments, ensure_ascii=False)) if known and isinstance(arguments, dict) else None
 
@@ -381,7 +381,7 @@ def _object(value: Any, where: str, keys: Collection[str]) -> Mapping[str, Any]:
 def _typed(
     value: Any, where: str, kind: str, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Mapping[str, Any]:
-    """Return an object with a type and further keys."""
+    """Check that a value is an object with a type and these keys, and return it."""
     if isinstance(value, Mapping) and value.get("type") != kind:
         _refuse(f"{where}.type", shown(kind), value.get("type"))
     given = _object(value, where, ("type", *required, *optional))

@@ -1,4 +1,4 @@
-"""Chat templates: the text of a prompt from a conversation, rendered by the checkpoint's jinja code in a sandbox."""
+"""Chat templates: conversations rendered to prompts by the checkpoint's jinja code, in a sandbox."""
 
 import difflib
 import functools
@@ -17,15 +17,15 @@ from jaxgen.text import sandbox
 
 # Beginnings of a text that tokenizers join in different ways to what is before them
 _STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
-ROLES = ("system", "user", "assistant", "tool")  # those that need not be in the template
-LARGEST = 100_000  # characters of a template; those of known checkpoints have 30,000 at most
+ROLES = ("system", "user", "assistant", "tool")  # roles that are allowed even if the template does not name them
+LARGEST = 100_000  # characters of a template; known checkpoints have at most 30,000
 
 
 def named(template: Any) -> dict[str, str]:
-    """Return the templates of a config's `chat_template` by name; a single one is named "default".
+    """Return the templates of a config's `chat_template` by name; a single template is named "default".
 
     Raises:
-        ConfigError: neither a string nor a list of objects with a name and a template each, or one that is too large.
+        ConfigError: it is neither a string nor a list of objects with a name and a template each, or it is too large.
     """
     if template is None:
         return {}
@@ -56,12 +56,12 @@ def render(
 ) -> str:
     """Render one conversation with its template; see `Tokenizer.render_chat`.
 
-    `source` is the file of the template, for messages.
+    `source` is the template's file, for error messages.
 
     Raises:
-        InputError: a conversation that is malformed or that the template rejects, or no template for it.
-        ConfigError: a template that is not valid jinja, or that exceeds the limits of the sandbox.
-        TypeError: an argument that is not a list of dicts.
+        InputError: the conversation is malformed or the template rejects it, or there is no template for it.
+        ConfigError: the template is not valid jinja, or exceeds the limits of the sandbox.
+        TypeError: an argument is not a list of dicts.
     """
     _check_messages(conversation)
     if not conversation:
@@ -76,7 +76,7 @@ def render(
     try:
         try:
             template = _compile(chosen)
-        except Exception as error:  # jinja's parser and Python's compiler raise many kinds
+        except Exception as error:  # jinja's parser and Python's compiler raise many kinds of errors
             raise ConfigError(f"{name} cannot be compiled: {_reason(error)}") from error
         try:
             return sandbox.render(template, {"add_generation_prompt": add_generation_prompt, **given})
@@ -128,7 +128,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> None:
-    """Refuse roles that the model cannot know: many templates would write any word, others leave the message out."""
+    """Reject roles that the model cannot know. Many templates accept any role, and others drop the message."""
     for i, message in enumerate(conversation):
         role = message["role"]
         if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
@@ -139,7 +139,7 @@ def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> No
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Block between `generation` and `endgeneration`, which marks answers for training; rendered unchanged."""
+    """Block from `generation` to `endgeneration`, which marks answers for training; rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 

@@ -12,19 +12,19 @@ from typing import Any, NoReturn
 
 from jaxgen.errors import ConfigError, InputError, one_line
 
-LARGEST = 10_000_000  # bytes of JSON; the index of the largest known checkpoint has 9 MB
-_DEEPEST = 200  # lists and objects in each other
-_MOST = 500_000  # brackets: each list and object takes far more memory than text
+LARGEST = 10_000_000  # maximum number of bytes; the largest known checkpoint's index has 9 MB
+_DEEPEST = 200  # levels of nesting
+_MOST = 500_000  # brackets, because lists and objects take far more memory than their text
 
 
 def read_file(file: Path, largest: int) -> bytes | None:
     """Return the content of a regular file, or None if the file does not exist.
 
     Raises:
-        ConfigError: a directory, pipe or device, a link to nothing, or more than `largest` bytes.
+        ConfigError: it is a directory, pipe, device or broken link, or has more than `largest` bytes.
     """
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):  # before it is opened: a pipe would wait for its writer
+        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would wait
             raise ConfigError(f"{file}: not a regular file: {kind_of(file)}")
         with open(file, "rb") as stream:
             data = stream.read(largest + 1)
@@ -35,12 +35,12 @@ def read_file(file: Path, largest: int) -> bytes | None:
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
     if len(data) > largest:
-        raise ConfigError(f"{file}: larger than {largest:,} bytes, the most that is read")
+        raise ConfigError(f"{file}: larger than {largest:,} bytes, the maximum")
     return data
 
 
 def kind_of(file: Path) -> str:
-    """Return what a path is that is not a regular file, in words."""
+    """Describe a path that is not a regular file."""
     mode = os.stat(file).st_mode
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
@@ -50,18 +50,18 @@ def read_json(file: Path, largest: int = LARGEST) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if the file does not exist.
 
     Raises:
-        ConfigError: as in `read_file` and `json_object`; the text begins with the file's name.
+        ConfigError: as in `read_file` and `json_object`; the message begins with the file's name.
     """
     data = read_file(file, largest)
     return None if data is None else json_object(str(file), data)
 
 
 def json_object(source: str, data: bytes) -> dict[str, Any]:
-    """Return the object that JSON text describes; NaN and infinite numbers are allowed, as transformers writes them.
+    """Return the object in a JSON text. NaN and infinite numbers are allowed, because transformers writes them.
 
     Raises:
-        ConfigError: the text is refused by `parse_json`, is not UTF-8, is not an object or has too many lists and
-            objects; the message begins with `source`.
+        ConfigError: `parse_json` rejects the text, or it is not UTF-8, is not an object, or has too many lists and
+            objects. The message begins with `source`.
     """
     if data.count(b"[") + data.count(b"{") > _MOST:
         raise ConfigError(f"{source}: not valid JSON: more than {_MOST:,} lists and objects")
@@ -80,8 +80,8 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        InputError: not valid JSON, a key twice in one object, half of a surrogate pair, nested too deeply, or, if
-            `finite`, NaN or a number that is not finite.
+        InputError: the text is not valid JSON, repeats a key in an object, has half of a surrogate pair, is nested too
+            deeply, or, if `finite`, has a NaN or infinite number.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite} if finite else {}
     try:
@@ -102,7 +102,7 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
 
 
 def fetch_again(directory: Path, problems: Iterable[str]) -> list[str]:
-    """Return how to repair a directory with these problems, if its files are damaged and a hub has them."""
+    """Return advice to repair a directory with these problems, if its files are damaged and were downloaded."""
     damaged = any(sign in problem for problem in problems for sign in ("damaged", "truncated", "not valid JSON"))
     if not damaged or directory.parent.name != "snapshots":
         return []

@@ -1,4 +1,4 @@
-"""Text from ids as they are generated, whole characters only."""
+"""Decoding of ids to text while they are generated, in whole characters."""
 
 import asyncio
 import functools
@@ -24,11 +24,11 @@ CONTEXT = 4
 
 
 class TextStream:
-    """Decoder of ids as they arrive: the texts that `put` and `end` return, joined, are `tokenizer.decode` of all ids.
+    """Decoder of ids as they arrive: the texts that `put` and `end` return join to `tokenizer.decode` of all ids.
 
-    A character is returned when it is complete. Until then, these are held back: a U+FFFD at the end, which may be an
+    A character is returned when it is complete. Three kinds of text are held back: a U+FFFD at the end, which may be an
     incomplete character; byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte
-    turns all of them into U+FFFD; and, with clean-up, a space and the characters after it that clean-up might still
+    turns all of them into U+FFFD; and, with clean-up, a space and the following characters that clean-up might still
     change. `end` returns the rest. The cost of a token does not depend on the number of earlier tokens, except those
     held back.
     """
@@ -54,14 +54,14 @@ class TextStream:
         return "".join(self._put(token_id) for token_id in id_list(ids))
 
     def end(self) -> str:
-        """Return the text that was held back and start again."""
+        """Return the text that was held back, and reset the stream."""
         text = self._undecided + self._decode()[self._given :]
         self._restart()
         return clean_up(text) if self.cleans_up else text
 
     def _restart(self) -> None:
-        self._window: list[int] = []  # the last tokens, enough to decode the next one as in the whole
-        self._given = 0  # characters of the window's text that were returned
+        self._window: list[int] = []  # enough of the last tokens to decode the next one as in the whole text
+        self._given = 0  # characters of the window's text already returned
         self._undecided = ""  # text that clean-up might still change
 
     def _decode(self) -> str:
@@ -92,10 +92,10 @@ class TextStream:
 class TextStreamer:
     """Streamer that prints the text of one row as it is generated: HF's `TextStreamer`.
 
-    Pass it to `generate(..., streamer=)`, which calls `put` with the prompt, then with each new token, then `end`.
-    Unlike HF's, it prints characters as soon as they are complete, not whole words, and it skips special tokens by
-    default, as `Tokenizer.decode` does. Override `on_finalized_text` to send the text elsewhere. `decode_kwargs` are
-    those of `TextStream`. `file`: None for the standard output.
+    Pass it to `generate(..., streamer=)`, which calls `put` with the prompt and then with each new token, and finally
+    `end`. Unlike HF's, it prints characters as soon as they are complete instead of whole words, and it skips special
+    tokens by default, like `Tokenizer.decode`. Override `on_finalized_text` to send the text elsewhere. `decode_kwargs`
+    are those of `TextStream`. A `file` of None means the standard output.
     """
 
     def __init__(
@@ -129,19 +129,19 @@ class TextStreamer:
         self.on_finalized_text(self._stream.end(), stream_end=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print text that cannot change any more."""
+        """Print text that can no longer change."""
         print(text, end="\n" if stream_end else "", file=self.file or sys.stdout, flush=True)
 
 
 class TextRowStreamer:
-    """Streamer of several rows, which prints the lines of each, when they are complete, after the row's number.
+    """Streamer for several rows. It prints each complete line after the number of its row.
 
     >>> generate(..., streamer=TextRowStreamer(tok))                                        # doctest: +SKIP
     >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
 
-    With `on_text`, nothing is printed; it is called as soon as tokens complete characters of a row. `ended` is True in
-    a row's last call, whose text may be empty. Rows are numbered as in `GenerateOutput`, from 0; prompts are left out.
-    `decode_kwargs` are those of `TextStream`. `file`: None for the standard output.
+    With `on_text`, nothing is printed; instead, the function is called as soon as tokens complete characters of a row.
+    `ended` is True in a row's last call, whose text may be empty. Rows are numbered as in `GenerateOutput`, from 0;
+    prompts are left out. `decode_kwargs` are those of `TextStream`. A `file` of None means the standard output.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class TextRowStreamer:
         self.on_text = on_text or self._print_lines
         self.file = file
         self._open = functools.partial(TextStream, tokenizer, **decode_kwargs)
-        self._open()  # raises for wrong decode_kwargs
+        self._open()  # raises an error for wrong decode_kwargs
         self._streams: dict[int, TextStream] = {}
-        self._lines: dict[int, str] = {}  # begun, not printed yet
+        self._lines: dict[int, str] = {}  # lines that are not complete yet
 
     def put_row(self, row: int, ids: Any, ended: bool) -> None:
         """Receive the next tokens of a row."""
@@ -170,7 +170,7 @@ class TextRowStreamer:
             self.on_text(row, text, ended)
 
     def end(self) -> None:
-        """End the rows that have not ended; the streamer can serve another run."""
+        """End the rows that have not ended; the streamer can then be used for another run."""
         for row in sorted(self._streams):
             self.put_row(row, [], ended=True)
 
@@ -185,7 +185,7 @@ class TextRowStreamer:
 
 
 class _QueueStreamer(TextStreamer):
-    """Streamer that passes the text to another reader: texts, then None at the end of a run, or an exception."""
+    """Streamer that passes its text to another reader: texts, and finally None or an exception."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any
@@ -212,7 +212,7 @@ class _QueueStreamer(TextStreamer):
             self.send(None)
 
     def error(self, exception: BaseException) -> None:
-        """End the run: the iteration returns the text so far and raises the exception."""
+        """End the run: the iteration returns the text so far, and then raises the exception."""
         if not isinstance(exception, BaseException):
             raise TypeError(f"error must be called with an exception, got {exception!r}")
         self._expects_prompt = True
@@ -222,7 +222,7 @@ class _QueueStreamer(TextStreamer):
             self.send(exception)
 
     def _read(self, item: str | BaseException | None) -> str:
-        """Return the text of an item, which is empty at the end; raise an exception."""
+        """Return the text of an item, which is empty at the end; if the item is an exception, raise it."""
         self._ended = not isinstance(item, str)
         if isinstance(item, BaseException):
             raise item
@@ -230,10 +230,10 @@ class _QueueStreamer(TextStreamer):
 
 
 class TextIteratorStreamer(_QueueStreamer):
-    """Streamer that passes the text to another thread, which iterates over it: HF's `TextIteratorStreamer`.
+    """Streamer that passes its text to another thread, which iterates over it: HF's `TextIteratorStreamer`.
 
-    `generate` runs in its own thread. An exception there would only end that thread and leave the iteration
-    waiting; `error` passes it on, and it is raised where the text is read:
+    `generate` runs in its own thread. An exception there would only end that thread and leave the iteration waiting;
+    `error` passes the exception on, so that it is raised where the text is read:
 
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
 
@@ -247,8 +247,8 @@ class TextIteratorStreamer(_QueueStreamer):
         for text in streamer:
             print(text, end="", flush=True)
 
-    `timeout` is the number of seconds to wait for the next token, None for no limit; the first token comes after
-    compiling. When it has passed, the iteration raises `queue.Empty`. A streamer can serve several runs, one after the
+    `timeout` is the number of seconds to wait for the next token, or None for no limit; the first token comes after
+    compilation. On a timeout, the iteration raises `queue.Empty`. A streamer can serve several runs, one after the
     other: an iteration ends with its run, and the next `for` waits for the next run. Ending an iteration early does not
     stop the run.
     """
@@ -279,9 +279,9 @@ class TextIteratorStreamer(_QueueStreamer):
 
 
 class AsyncTextIteratorStreamer(_QueueStreamer):
-    """Streamer that passes the text to a coroutine: `AsyncTextIteratorStreamer` of later releases of transformers.
+    """Streamer that passes its text to a coroutine: `AsyncTextIteratorStreamer` of later releases of transformers.
 
-    Make it in the event loop that reads it, and run `generate` in a thread:
+    Create it in the event loop that reads it, and run `generate` in a thread:
 
         streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
 
@@ -295,7 +295,7 @@ class AsyncTextIteratorStreamer(_QueueStreamer):
         async for text in streamer:
             print(text, end="", flush=True)
 
-    All else is as in `TextIteratorStreamer`; when `timeout` has passed, the iteration raises `TimeoutError`.
+    Everything else is as in `TextIteratorStreamer`, except that on a timeout the iteration raises `TimeoutError`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxgen.errors import ConfigError
 
-# GPT-2 writes a byte as one printable character: the byte itself if printable, else the next free one from 256 on.
+# GPT-2 writes a byte as one printable character: the byte itself if printable, otherwise the next free one from 256 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}
@@ -23,7 +23,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
     """Return the bytes of each id as it appears after other text; None for special tokens and ids without a token.
 
     Raises:
-        ConfigError: a decoder whose text is not the concatenation of its tokens' bytes.
+        ConfigError: the decoder's text is not the concatenation of the tokens' bytes.
     """
     to_bytes = _decoder(backend)
     special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -39,9 +39,9 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
 
 
 def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """Return the decoder's steps as one function of a single token."""
+    """Return the decoder's steps as a function of a single token."""
     if backend.decoder is None:
-        raise ConfigError("tokenizer.json has no decoder, so tokens are joined by spaces that belong to none of them")
+        raise ConfigError("tokenizer.json has no decoder, so tokens are joined by spaces that belong to no token")
     replacements: list[tuple[str, str]] = []
     to_bytes, fused = str.encode, False
     for step in _steps(json.loads(backend.decoder.__getstate__())):
@@ -50,7 +50,7 @@ def _decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
         if kind == "Fuse":
             fused = True
         elif kind == "Strip" and fused:
-            pass  # at the ends of the whole text only
+            pass  # only applies to the ends of the whole text
         elif kind == "Replace" and "String" in pattern and still_text:
             replacements.append((pattern["String"], step["content"]))
         elif kind == "Metaspace" and still_text:
@@ -82,7 +82,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([BYTE_OF[character] for character in token])
-    except KeyError:  # an added token, which is written as it is
+    except KeyError:  # an added token, which is written verbatim
         return token.encode()
 
 

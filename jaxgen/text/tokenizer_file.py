@@ -1,4 +1,4 @@
-"""Untrusted tokenizer.json: on damaged files, the Rust library panics or takes all memory."""
+"""Reading of untrusted tokenizer.json files. On damaged files, the Rust library panics or uses up all memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import tokenizers
 from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.json_file import json_object, read_file
 
-LARGEST = 50_000_000  # bytes; those of known checkpoints have 35 MB at most
-_MOST_ADDED = 1000  # tokens, such as BOS and EOS, around a text
-_MOST_GROWTH = 1000  # by which a normalizer or decoder may multiply a text
+LARGEST = 50_000_000  # bytes; known checkpoints have at most 35 MB
+_MOST_ADDED = 1000  # tokens added around a text, such as BOS and EOS
+_MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen a text
 
-# Escapes and classes of characters, which have no operators, and single characters.
+# Escapes and character classes, which do not contain operators, and single characters.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 # The Rust library does not validate this table; its key may be written with escapes.
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
@@ -33,7 +33,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer | None:
     """Return the tokenizer in a tokenizer.json, or None if the file does not exist.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the file is damaged.
     """
     data = read_file(file, LARGEST)
     if data is None:
@@ -53,16 +53,16 @@ def read_backend(file: Path) -> tokenizers.Tokenizer | None:
             if isinstance(pattern := node.get("Regex"), str) and _is_explosive(pattern):
                 raise ConfigError(
                     f"{file}: the regular expression {shown(pattern)} repeats a group that has choices or repetitions, "
-                    "which can take for ever"
+                    "which can take forever"
                 )
     return backend
 
 
 def probe(source: str, backend: tokenizers.Tokenizer) -> None:
-    """Encode and decode a short text: what panics on every text is found here.
+    """Encode and decode a short text, to detect tokenizers that panic on every text.
 
     Raises:
-        ConfigError: the library fails; the text begins with `source`.
+        ConfigError: the library fails; the message begins with `source`.
     """
     with library_errors(source), _without_panic_messages():
         backend.decode(backend.encode("a text").ids)
@@ -70,7 +70,7 @@ def probe(source: str, backend: tokenizers.Tokenizer) -> None:
 
 @contextlib.contextmanager
 def library_errors(source: str) -> Iterator[None]:
-    """Turn what the library raises into errors whose text begins with `source`.
+    """Convert exceptions of the library to errors whose message begins with `source`.
 
     Raises:
         ConfigError: the library failed.
@@ -80,7 +80,7 @@ def library_errors(source: str) -> Iterator[None]:
     except JaxgenError:
         raise
     except BaseException as error:
-        # The library raises bare Exception and ValueError. A panic of Rust is not an Exception.
+        # The library raises plain Exception and ValueError. A Rust panic is not a subclass of Exception.
         if type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException":
             raise ConfigError(f"{source}: the tokenizer fails: {error}") from error
         raise
@@ -88,7 +88,7 @@ def library_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_panic_messages() -> Iterator[None]:
-    """Drop what is written to stderr if the block fails: Rust prints panics, which become errors anyway."""
+    """If the block fails, drop its output to stderr: Rust prints panics, which become errors anyway."""
     try:
         stderr = os.dup(2)
     except OSError:  # closed
@@ -107,7 +107,7 @@ def _without_panic_messages() -> Iterator[None]:
 
 
 def _check_charsmaps(file: Path, content: Any) -> None:
-    """Refuse a table whose first number, its size, exceeds it: the library would allocate as much."""
+    """Reject a table that states a size larger than itself, because the library would allocate that much."""
     for node in _objects(content):
         charsmap = node.get("precompiled_charsmap")
         if charsmap is not None and not _fits(charsmap):
@@ -132,7 +132,7 @@ def _fits(charsmap: Any) -> bool:
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    """Return an upper bound of how many times longer a normalizer or decoder makes a text."""
+    """Return an upper bound for the factor by which a normalizer or decoder lengthens a text."""
     if part.get("type") == "Sequence":
         return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
     if part.get("type") == "Replace":
@@ -144,9 +144,9 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def _is_explosive(pattern: str) -> bool:
-    """Return True if a group with `|`, `*`, `+` or `{` in it is repeated: the time may be exponential."""
-    inner = [False]  # for each open group, whether it has one of these
-    closed = False  # the group that has just ended has one
+    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated, which may take exponential time."""
+    inner = [False]  # for each open group, True if it has one of these
+    closed = False  # True if the group that has just ended has one
     for token in _REGEX.findall(pattern):
         if token in "*+{" and closed:
             return True

@@ -1,4 +1,4 @@
-"""Text in UTF-8, and its lines."""
+"""Decoding of UTF-8 text and its lines."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from jaxgen.errors import InputError
 
 
 def decoded(source: str, data: bytes) -> str:
-    """Return text in UTF-8.
+    """Decode UTF-8 text.
 
     Raises:
-        InputError: it is not UTF-8; the message begins with `source`.
+        InputError: the data is not UTF-8; the message begins with `source`.
     """
     try:
         return data.decode("utf-8")
@@ -20,10 +20,10 @@ def decoded(source: str, data: bytes) -> str:
 
 
 def encoded(source: str, text: str) -> bytes:
-    """Return text as UTF-8.
+    """Encode text as UTF-8.
 
     Raises:
-        InputError: half of a surrogate pair; the message begins with `source`.
+        InputError: the text has half of a surrogate pair; the message begins with `source`.
     """
     try:
         return text.encode("utf-8")
@@ -34,11 +34,11 @@ def encoded(source: str, text: str) -> bytes:
 def text_lines(source: str, data: bytes) -> list[tuple[int, str]]:
     """Return the lines that are not empty, with their numbers, counted from 1.
 
-    A line ends at `\\n` or `\\r\\n` and nowhere else: other separators, such as U+2028, are part of the text. A
-    byte-order mark at the beginning is skipped.
+    Lines only end at `\\n` or `\\r\\n`: other separators, such as U+2028, are part of the text. A byte-order mark at
+    the beginning is skipped.
 
     Raises:
-        InputError: a line that is not UTF-8; the message begins with `source` and its number.
+        InputError: a line is not UTF-8; the message begins with `source` and the line number.
     """
     lines = enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1)
     texts = [(number, decoded(f"{source}, line {number}", line.removesuffix(b"\r"))) for number, line in lines]

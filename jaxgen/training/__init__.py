@@ -1,4 +1,4 @@
-"""Training: steps and loops, data, low-rank updates."""
+"""Training: steps, loops, data and low-rank updates."""
 
 from jaxgen.training import lora as lora, policy as policy
 from jaxgen.training.dataset import (

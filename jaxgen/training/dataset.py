@@ -16,32 +16,32 @@ from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.text.utf8_text import text_lines
 from jaxgen.training.loop import TrainBatch
 
-IGNORED = -100  # the label of a token without a loss
+IGNORED = -100  # the label of tokens that do not contribute to the loss
 
 
 class Example(NamedTuple):
-    """One text: its ids, and its labels, each the id or `IGNORED`. The first label is never used."""
+    """One text: its ids and its labels. A label is the token's id or `IGNORED`. The first label is never used."""
 
     ids: list[int]
     labels: list[int]
 
 
 def text_example(tokenizer: Tokenizer, text: str) -> Example:
-    """Return a plain text, all of it labelled, with the eos token at its end."""
+    """Return a plain text followed by the eos token, with labels for all tokens."""
     ids = _ended(tokenizer, tokenizer.encode(text))
     return Example(ids, ids)
 
 
 def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
-    """Return a conversation in which only the assistant's answers are labelled, with the token that ends each.
+    """Return a conversation in which only the assistant's answers, including their end tokens, have labels.
 
     The ids are those of the whole conversation, except that no token spans the boundary between a question and its
-    answer: when an answer is generated, the tokens of its question are fixed. Messages after the last answer are left
+    answer, because the question's tokens are fixed when an answer is generated. Messages after the last answer are left
     out.
 
     Raises:
-        InputError: no answer, or one at the very beginning; a template that renders the same beginning differently
-            when more follows.
+        InputError: the conversation has no answer, or begins with one; or the template renders the same beginning
+            differently when more messages follow.
         TypeError: `conversation` is not a list of messages.
     """
     if not isinstance(conversation, Sequence) or not all(isinstance(message, Mapping) for message in conversation):
@@ -53,12 +53,12 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
         if message.get("role") != "assistant":
             continue
         if index == 0:
-            raise InputError("the conversation begins with an answer: put the question before it")
+            raise InputError("the conversation begins with an answer: add the question before it")
         question = tokenizer.render_chat(conversation[:index])
         answered = tokenizer.render_chat(conversation[: index + 1], add_generation_prompt=False)
         if not question.startswith(done) or not answered.startswith(question):
             raise InputError(
-                "the chat template changes the beginning of a conversation when more follows, so its answers "
+                "the chat template changes the beginning of a conversation when more messages follow, so answers "
                 'cannot be located: train on "text" instead'
             )
         asked, answer = question[len(done) :], answered[len(question) :].rstrip()
@@ -67,18 +67,18 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
         labels += [IGNORED] * len(before) + learnt
         done, last = question + answer, answer
     if not any(label != IGNORED for label in labels):
-        raise InputError("the conversation has no answer: at least one message needs the role assistant")
+        raise InputError("the conversation has no answer: at least one message must have the role assistant")
     return Example(ids, labels)
 
 
 def read_examples(file: str | Path, tokenizer: Tokenizer) -> list[Example]:
     """Read a JSONL file of `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}` lines.
 
-    A prompt and its completion are a conversation if the tokenizer has a chat template, otherwise one text in which
-    only the completion is labelled.
+    If the tokenizer has a chat template, a prompt and its completion form a conversation. Otherwise they form one text
+    in which only the completion has labels.
 
     Raises:
-        InputError: a line of another form; the message has its number.
+        InputError: a line is not valid; the message has the line number.
     """
     examples = []
     for number, line in text_lines(str(file), Path(file).read_bytes()):
@@ -123,7 +123,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids of `text` as they are after `before`, or alone if a token would span the boundary."""
+    """Return the ids of `text` when it follows `before`, or alone if a token would span the boundary."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:
@@ -132,15 +132,15 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens, each into the first of the last 64 rows with enough space.
+    """Pack examples into rows of `width` tokens. Each goes into the first of the last 64 rows with enough space.
 
-    Returns the rows, numpy arrays, and the number of examples that were longer than a row and were cut.
+    Returns the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
 
     Raises:
         InputError: `width` is less than 2.
     """
     if width < 2:
-        raise InputError(f"a row must have at least 2 tokens, one to predict the other from, got {width}")
+        raise InputError(f"a row must have at least 2 tokens, so that there is one to predict, got {width}")
     rows: list[list[Example]] = []
     room: list[int] = []
     cut = first_open = 0
@@ -167,7 +167,7 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
         for number, example in enumerate(examples, start=1):
             end = start + len(example.ids)
             ids[row, start:end] = example.ids
-            labels[row, start + 1 : end] = example.labels[1:]  # the token before a text does not predict its first
+            labels[row, start + 1 : end] = example.labels[1:]  # the token before a text does not predict its start
             segments[row, start:end] = number
             start = end
     return TrainBatch(ids, labels, segments)
@@ -176,10 +176,10 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
 def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
     """Return `batches(step)`: `rows` rows of the data, in a new order in each epoch.
 
-    The batch of a step depends on the arguments alone. The last batch of an epoch is filled with rows of the next one.
+    The batch of a step depends only on the arguments. The last batch of an epoch is filled with rows of the next epoch.
 
     Raises:
-        InputError: no data, or `rows` is less than 1.
+        InputError: there is no data, or `rows` is less than 1.
     """
     count = data.ids.shape[0]
     if count == 0 or rows < 1:

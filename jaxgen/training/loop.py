@@ -39,18 +39,18 @@ class TrainConfig:
     Attributes:
         steps: the total number of optimizer steps.
         learning_rate: the peak, reached after `warmup` steps.
-        warmup: the number of steps in which the rate rises linearly from 0.
+        warmup: the number of steps over which the rate rises linearly from 0.
         final_rate: the rate at the end, as a fraction of the peak.
-        b1: AdamW's.
-        b2: AdamW's.
-        eps: AdamW's.
-        weight_decay: AdamW's, for matrices only, not for biases and norms.
+        b1: AdamW's b1.
+        b2: AdamW's b2.
+        eps: AdamW's eps.
+        weight_decay: AdamW's weight decay, applied only to matrices, not to biases and norms.
         clip: the maximum global norm of the gradient.
-        accumulate: the number of equal micro-batches per step; the gradient is that of the whole batch.
+        accumulate: the number of equal micro-batches per step; the gradient is still that of the whole batch.
         dtype: the dtype of the forward and backward pass; the trained weights stay float32.
-        remat: recompute each layer in the backward pass: less memory, more time.
-        lora_scale: the factor of low-rank updates, if those are trained.
-        seed: the seed of dropout.
+        remat: recompute each layer in the backward pass, which saves memory but takes more time.
+        lora_scale: the factor applied to low-rank updates, if they are trained.
+        seed: the seed for dropout.
     """
 
     steps: int
@@ -111,7 +111,7 @@ class TrainState:
     """State that a training step changes.
 
     Attributes:
-        params: float32, the trained parameters: the model's, or low-rank updates of them.
+        params: float32, the trained parameters: the model's parameters, or low-rank updates of them.
         optimizer: optax's state.
         step: int32[], the number of completed steps.
     """
@@ -125,10 +125,10 @@ class TrainState:
         """Return the initial state, with `params` copied to float32.
 
         Raises:
-            InputError: quantised parameters.
+            InputError: the parameters are quantised.
         """
         if has_quantized(params):
-            raise InputError("params are quantised, and training changes them: load them with quantize='none'")
+            raise InputError("params are quantised, and cannot be trained: load them with quantize='none'")
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
 
@@ -139,9 +139,9 @@ class TrainBatch:
 
     Attributes:
         ids: int32[R, T].
-        labels: int32[R, T], the ids again, or -100 for tokens without a loss: padding, a text's first token,
-            questions.
-        segments: int32[R, T], the number of the token's text in its row, from 1; 0 for padding, which comes last.
+        labels: int32[R, T], equal to the ids, or -100 for tokens that do not contribute to the loss: padding, a text's
+            first token, and questions.
+        segments: int32[R, T], the number of the token's text within the row, from 1; 0 for padding, which comes last.
     """
 
     ids: jax.Array | np.ndarray
@@ -151,7 +151,7 @@ class TrainBatch:
 
 @flax.struct.dataclass
 class Metrics:
-    """Metrics of a step, float32[] each.
+    """Metrics of a step, each float32[].
 
     Attributes:
         loss: the mean cross-entropy per label, before the step.
@@ -167,7 +167,7 @@ class Metrics:
 
 
 def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = False, rngs=None):
-    """Return the summed cross-entropy of a batch and the number of its labels, float32[] both."""
+    """Return the summed cross-entropy of a batch and the number of its labels, both float32[]."""
     out = forward(
         model,
         params,
@@ -188,12 +188,12 @@ def train_step(
     Args:
         state: the state before the step; donate it if it is not needed again.
         batch: the rows of this step.
-        frozen: the model's parameters if `state.params` are low-rank updates (`lora.init`); else None.
+        frozen: the model's parameters if `state.params` are low-rank updates (`lora.init`); otherwise None.
         model: the model's config.
         cfg: the settings.
     """
     if has_quantized(frozen):
-        raise InputError("frozen has quantised weights, which cannot take updates: load it with quantize='none'")
+        raise InputError("frozen has quantised weights, which do not support updates: load it with quantize='none'")
     model = dataclasses.replace(model, dtype=cfg.dtype)
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
 
@@ -204,7 +204,7 @@ def train_step(
         return batch_loss(params, part, model, remat=cfg.remat, rngs=rngs)
 
     total, count, gradient = _accumulate(jax.value_and_grad(loss, has_aux=True), state.params, batch, dropout, cfg)
-    count = jnp.maximum(count, 1.0)  # a batch without any label has a gradient of 0
+    count = jnp.maximum(count, 1.0)  # a batch without labels has a gradient of 0
     gradient = jax.tree.map(lambda leaf: leaf / count, gradient)
     with jax.numpy_dtype_promotion("standard"):
         updates, optimizer = cfg.optimizer().update(gradient, state.optimizer, state.params)
@@ -249,32 +249,32 @@ def train(
 
     Args:
         params: the initial values: the model's parameters or low-rank updates.
-        batches: returns the batch of a step. Resuming relies on it returning the same batch for the same step.
+        batches: returns the batch of a step. Resuming requires that it return the same batch for the same step.
         model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
-        directory: the state is saved here every `save_every` steps, by several processes in parts, so they must share
-            the directory. A run that was killed resumes from it and ends with the same bits as one that was not.
-        run: identifies everything else that the result depends on; a state of another run in `directory` is refused.
+        directory: the state is saved here every `save_every` steps. Several processes save it in parts, so they must
+            share the directory. A killed run resumes from this state, with the same bits as an uninterrupted run.
+        run: identifies everything else that the result depends on; a state of another run in `directory` is an error.
         save_every: the number of steps between saved states.
         report_every: the number of steps between reports.
         report: called with a line of progress.
 
     Raises:
-        InputError: `directory` has the state of a run with other settings, or a damaged one.
+        InputError: `directory` has the state of a run with other settings, or a damaged state.
         ConfigError: the settings made the loss infinite or NaN.
     """
     settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
     state = replicate(TrainState.create(params, cfg), mesh)
-    del params  # the state has copies; without the caller's references, the memory is freed
+    del params  # the state has copies, so the memory can be freed once the caller drops its references
     if directory is not None and has_state(directory, settings):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        del state  # room for the one that is read
+        del state  # frees memory for the saved state
         state = read_state(directory, like)
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
         batch = batches(step)
-        tokens = int(np.sum(np.asarray(batch.segments) > 0))  # before other processes get their rows
+        tokens = int(np.sum(np.asarray(batch.segments) > 0))  # counted before the rows are divided over processes
         batch = jax.device_put(batch) if mesh is None else place_rows(batch, mesh)
         state, metrics = _step(state, batch, frozen, model=model, cfg=cfg)
         meter.count(metrics, tokens)
@@ -304,7 +304,7 @@ def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
 
 def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
     """Return the mean cross-entropy per label of `data`, computed in `dtype`, `rows` rows at a time."""
-    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # empty rows fill the last batch, so that one program is enough
+    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # fill the last batch with empty rows: one program suffices
     ids, segments = np.pad(data.ids, lacking), np.pad(data.segments, lacking)
     labels = np.pad(data.labels, lacking, constant_values=-100)
     total = count = 0.0
@@ -322,7 +322,7 @@ def _sums(params, batch: TrainBatch, *, model: ModelConfig, dtype: str):
 
 
 class _Meter:
-    """Progress reports. A step's numbers are read only for a report, so that steps queue up on the device."""
+    """Progress reports. Metrics are read only when a report is due, so that steps can queue up on the device."""
 
     def __init__(self, steps: int, report: Callable[[str], None]):
         self.steps, self.report = steps, report

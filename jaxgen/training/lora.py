@@ -11,18 +11,18 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.causal_lm import FUSED
 from jaxgen.model.lowrank import LowRank
 
-# The projections of every layer; embeddings and head are unchanged.
+# The projections of every layer. Embeddings and head stay unchanged.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
-    """Return updates for the named projections of all layers: A random, B zero, so that nothing changes yet.
+    """Return updates for the named projections of all layers. A is random and B is zero, so nothing changes yet.
 
-    Their tree is that of `params`, with `{"a": float32[r, in], "b": float32[out, r]}` in place of each projection.
+    The tree is that of `params`, with `{"a": float32[r, in], "b": float32[out, r]}` in place of each projection.
 
     Raises:
-        ConfigError: a rank below 1, or a target that is not in `TARGETS`.
-        InputError: projections that `jaxgen.fuse_projections` has fused.
+        ConfigError: the rank is below 1, or a target is not in `TARGETS`.
+        InputError: `jaxgen.fuse_projections` has fused some of the projections.
     """
     if rank < 1:
         raise ConfigError(f"the rank must be at least 1, got {rank}")
@@ -33,7 +33,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
         chosen = {}
         for index, (name, child) in enumerate(node.items()):
             if name in FUSED:
-                raise InputError(f"params have the fused projection {name}: pass those that fuse_projections was given")
+                raise InputError(f"params have the fused projection {name}: pass them as before fuse_projections")
             if not isinstance(child, Mapping):
                 continue
             own = jax.random.fold_in(key, index)
@@ -49,7 +49,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
 
 
 def attach(params, updates, scale: float):
-    """Return `params` with each updated weight as a `LowRank`, so that W + BA is never formed."""
+    """Return `params` with each updated weight as a `LowRank`, which never computes W + BA."""
     if set(updates) == {"a", "b"}:
         return {**params, "weight": LowRank(params["weight"], updates["a"], updates["b"] * scale)}
     return {name: attach(child, updates[name], scale) if name in updates else child for name, child in params.items()}

@@ -1,8 +1,8 @@
 """Objectives of policy-gradient training, as pure functions of log-probabilities: GRPO, PPO, DAPO.
 
-Dimensions: B answers, of G to each prompt, in columns of N tokens. A mask is True for the tokens that were generated.
-Log-probabilities are those under the distribution that tokens were drawn from: `output_logprobs="scores"` of
-`generate`, and `score(..., of="scores")` under the parameters that are trained.
+Dimensions: B answers, G per prompt, in N columns of tokens. Masks are True for generated tokens. All log-probabilities
+refer to the distribution from which tokens were drawn: `output_logprobs="scores"` of `generate`, and
+`score(..., of="scores")` for the parameters being trained.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import jax.numpy as jnp
 
 from jaxgen.errors import ConfigError, InputError
 
-_MOST_LOG_RATIO = 20.0  # exp of it is finite in float32, as in verl
+_MOST_LOG_RATIO = 20.0  # keeps exp finite in float32, as in verl
 
 
 def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps: float = 1e-4) -> jax.Array:
-    """Return how much better each answer is than the others to its prompt: GRPO's advantage.
+    """Return GRPO's advantage: how much better each answer is than the other answers to the same prompt.
 
     (r - mean) / (std + eps), with the sample standard deviation of the group (arXiv 2402.03300; eps as in TRL).
 
     Args:
-        rewards: float32[B], the G answers of prompt 0, then those of prompt 1, as `generate` returns them.
+        rewards: float32[B], the G answers of prompt 0, then those of prompt 1, in the order that `generate` returns.
         group: G, at least 2.
-        divide: by the standard deviation; without it, the advantage is that of Dr. GRPO (arXiv 2503.20783).
+        divide: divide by the standard deviation; if False, this is the advantage of Dr. GRPO (arXiv 2503.20783).
         eps: added to the standard deviation.
 
     Returns:
         float32[B]; 0 for all answers of a group with equal rewards.
     """
     if group < 2:
-        raise ConfigError(f"group must be at least 2, got {group}: a single answer has none to be compared with")
+        raise ConfigError(f"group must be at least 2, got {group}: a single answer cannot be compared with others")
     if rewards.ndim != 1 or rewards.shape[0] % group:
-        raise InputError(f"rewards must be [B], B a multiple of group={group}, got {list(rewards.shape)}")
+        raise InputError(f"rewards must be [B] with B a multiple of group={group}, got {list(rewards.shape)}")
     groups = rewards.astype(jnp.float32).reshape(-1, group)
     centred = groups - jnp.mean(groups, axis=1, keepdims=True)
     if divide:
@@ -46,20 +46,20 @@ def answer_mask(lengths: jax.Array, width: int) -> jax.Array:
 
 
 def exclude_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the mask without some rows, bool[B]: for DAPO, those of answers that were cut off (arXiv 2503.14476)."""
+    """Return the mask without `rows bool[B]`; DAPO excludes answers that were cut off (arXiv 2503.14476)."""
     return mask & ~rows[:, None]
 
 
 def clipped_objective(
     logprobs: jax.Array, old: jax.Array, advantage: jax.Array, *, low: float = 0.2, high: float | None = None
 ) -> jax.Array:
-    """Return PPO's clipped objective of each token, to be maximised (arXiv 1707.06347).
+    """Return PPO's clipped objective for each token, to be maximised (arXiv 1707.06347).
 
     min(ratio A, clip(ratio, 1 - low, 1 + high) A) with the ratio exp(logprobs - old).
 
     Args:
-        logprobs: float32[B, N], under the parameters that are trained.
-        old: float32[B, N], under those that the step started from; without gradients.
+        logprobs: float32[B, N], under the parameters being trained.
+        old: float32[B, N], under the parameters at the start of the step; without gradients.
         advantage: float32[B], or float32[B, N].
         low: how far the ratio may fall below 1.
         high: how far it may rise above 1, `low` by default; DAPO uses 0.28 (arXiv 2503.14476).
@@ -73,12 +73,12 @@ def clipped_objective(
 def importance_weight(trainer: jax.Array, sampler: jax.Array, *, most: float = 2.0) -> jax.Array:
     """Return the truncated importance weight of each token: min(exp(trainer - sampler), most), without gradients.
 
-    It corrects for a sampler whose log-probabilities differ from the trainer's, for example because it rounds
-    otherwise, or has earlier weights (Ionides 2008, Truncated Importance Sampling; verl's `rollout_is="token"`).
+    The weight corrects for a sampler whose log-probabilities differ from the trainer's, for example because it rounds
+    differently or has older weights (Ionides 2008, Truncated Importance Sampling; verl's `rollout_is="token"`).
 
     Args:
-        trainer: float32[B, N], under the parameters that the tokens were drawn with, as the trainer computes them.
-        sampler: float32[B, N], as the sampler did.
+        trainer: float32[B, N], under the parameters that drew the tokens, computed by the trainer.
+        sampler: float32[B, N], computed by the sampler.
         most: the largest weight.
     """
     return jax.lax.stop_gradient(jnp.minimum(jnp.exp(_bounded(trainer - sampler)), most))
@@ -88,10 +88,10 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
     """Estimate KL(policy || other) at each token that the policy drew (http://joschu.net/blog/kl-approx.html).
 
     Args:
-        logprobs: float32[B, N], of the policy.
-        other: float32[B, N], of the other distribution, such as a reference model.
-        estimator: with d = other - logprobs, "k1" is -d, unbiased; "k2" d^2 / 2, never negative; "k3" exp(d) - 1 - d,
-            which is both. GRPO uses k3.
+        logprobs: float32[B, N], under the policy.
+        other: float32[B, N], under the other distribution, such as a reference model.
+        estimator: with d = other - logprobs, "k1" is -d, which is unbiased; "k2" is d^2 / 2, which is never negative;
+            "k3" is exp(d) - 1 - d, which is both. GRPO uses k3.
     """
     difference = other - logprobs
     if estimator == "k1":
@@ -106,7 +106,7 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
 def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the mean over all tokens of all answers, float32[]: DAPO's loss, in which long answers count more.
 
-    0 if there are no tokens.
+    The mean is 0 if there are no tokens.
     """
     total = jnp.sum(mask, dtype=jnp.float32)
     return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(total, 1.0)
@@ -115,7 +115,7 @@ def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 def sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the mean over answers of the mean over their tokens, float32[]: GRPO's loss (arXiv 2402.03300).
 
-    Answers without tokens are left out; 0 if there are none.
+    Answers without tokens are left out. If no answer has tokens, the mean is 0.
     """
     counts = jnp.sum(mask, axis=1, dtype=jnp.float32)
     means = jnp.sum(jnp.where(mask, values, 0.0), axis=1) / jnp.maximum(counts, 1.0)

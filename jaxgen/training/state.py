@@ -1,4 +1,4 @@
-"""The state of a training run on disk: each process writes its own parts, and a kill leaves the previous state."""
+"""The state of a training run on disk. Each process writes its own parts; a killed write leaves the previous state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = TypeVar("State")
 
 
 def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
-    """Write a tree of arrays, in place of the state of an earlier step; all processes of a mesh call this.
+    """Write a tree of arrays, replacing the state of an earlier step; all processes of a mesh must call this.
 
     Args:
         directory: a directory that all processes share.
@@ -29,7 +29,7 @@ def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
         step: the number of completed steps.
         settings: identifies the run that the state belongs to.
     """
-    jax.block_until_ready(state)  # on CPUs, two programs that communicate at the same time can wait for each other
+    jax.block_until_ready(state)  # on CPUs, two programs that communicate at the same time can deadlock
     with _states(directory) as states:
         items = {"state": ocp.args.StandardSave(state), "settings": ocp.args.JsonSave({"digest": _digest(settings)})}
         states.save(step, args=ocp.args.Composite(**items))
@@ -50,16 +50,16 @@ def has_state(directory: Path, settings: str) -> bool:
             return True
     raise InputError(
         f"{directory} has the state of a run with other settings or data: "
-        "use those again to resume it, or remove it to start again"
+        "use the same ones to resume it, or remove it to start again"
     )
 
 
 def read_state(directory: Path, like: State) -> State:
-    """Read the state that `write_state` wrote, onto the devices that `like` names.
+    """Read the state that `write_state` wrote, onto the devices in `like`.
 
     Args:
         directory: as in `write_state`.
-        like: `jax.ShapeDtypeStruct`s with shardings.
+        like: the tree, with a `jax.ShapeDtypeStruct` with a sharding for each array.
 
     Raises:
         InputError: the state is damaged.
@@ -75,7 +75,7 @@ def remove_state(directory: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Prevent other processes from training in `directory`, which is created, and removed if it is empty at the end.
+    """Prevent other processes from training in `directory`. Create it, and remove it at the end if it is empty.
 
     Raises:
         InputError: another process is training there.
@@ -108,12 +108,12 @@ def _states(directory: Path) -> Iterator[ocp.CheckpointManager]:
 def _read(states: ocp.CheckpointManager, name: str, how: Any) -> Any:
     try:
         return states.restore(None, args=ocp.args.Composite(**{name: how}))[name]
-    except Exception as error:  # orbax raises Exception itself where data is damaged
+    except Exception as error:  # orbax raises plain Exception for damaged data
         raise InputError(f"{states.directory} is damaged: {_reason(error)}; remove it to start again") from error
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of the error that was the cause of all others."""
+    """Return the first line of the root cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).split("\n")[0]

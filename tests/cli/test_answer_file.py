@@ -74,7 +74,7 @@ def test_killed_writers_shards_at_once_and_full_disks(tmp_path):
 @pytest.mark.parametrize("place", ["answers.partial", "answers.1-of-3.partial"])
 def test_the_file_of_another_run_is_refused(target, name, place):
     target.with_name(place).write_bytes(partial(1))
-    with pytest.raises(InputError, match=f"{place} is from a run with other values of {name}: repeat that"):
+    with pytest.raises(InputError, match=f"{place} is from a run with different values of {name}: repeat that"):
         write(target, run={**RUN, name: "another"})
     assert files(target) == [place]
     assert target.with_name(place).read_bytes() == partial(1)
@@ -95,10 +95,10 @@ class TestShards:
     def test_the_last_one_merges(self, target, capsys):
         assert write(target, shard=Shard(1, 3)) == 0
         assert files(target) == ["answers.1-of-3.partial"]
-        note = "jaxgen: note: 13 of 20 prompts have no answer yet, those of --shard 0/3, 2/3: "
+        note = "jaxgen: note: 13 of 20 prompts have no answer yet, in --shard 0/3, 2/3: "
         assert capsys.readouterr().err.startswith(note)
         write(target, shard=Shard(0, 3))
-        assert "6 of 20 prompts have no answer yet, those of --shard 2/3: " in capsys.readouterr().err
+        assert "6 of 20 prompts have no answer yet, in --shard 2/3: " in capsys.readouterr().err
         write(target, shard=Shard(2, 3))
         assert target.read_bytes() == WHOLE
         assert files(target) == ["answers"]

@@ -21,7 +21,7 @@ def test_a_schema_in_a_file(run, checkpoint, tmp_path):
         ('{"type": "null"}'.encode("utf-16"), "not UTF-8"),
         (b"", "the schema is not valid JSON: Expecting value"),
         (b"[" * 20_000, "the schema is not valid JSON: nested too deeply"),
-        (b" " * 9_000_000, "larger than 4,000,000 bytes, the most that is read"),
+        (b" " * 9_000_000, "larger than 4,000,000 bytes, the maximum"),
         (b'{"type": "null", "type": "null"}', "duplicate keys: type"),
         (b'{"type": "string", "minLength": 1000000000}', "the schema is too large"),
         (b'{"$ref": "#"}', "the schema matches no text"),

@@ -89,7 +89,7 @@ class TestForms:
     def test_the_form_that_is_not_used_is_refused(self, refused, drawn, monkeypatch):
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         line = refused(*drawn, "--batch-size", 4)
-        assert "--batch-size is for runs in batches, and sample runs in slots, each of which goes to the" in line
+        assert "--batch-size is for runs in batches, but sample runs in slots, each of which goes to the" in line
         for option in (["--num-beams", 2], ["--penalty-alpha", 0.5, "--top-k", 4, "--no-do-sample"]):
             line = refused(*drawn[:4], *option, "--slots", 4)
             assert "--slots works with greedy search, sampling and DoLa, not with" in line
@@ -228,7 +228,7 @@ class TestInterruptions:
         options += ["--output", "answers"]
         assert run(*options)[0] == 130
         line = refused(*options, *more)
-        assert f"answers.partial is from a run with other values of {name}: repeat that command" in line
+        assert f"answers.partial is from a run with different values of {name}: repeat that command" in line
 
     @pytest.mark.slow
     def test_the_seed_of_a_run_that_continues(self, run, refused, drawn, tmp_path, interrupt):
@@ -256,7 +256,7 @@ class TestShards:
         assert files(tmp_path) == ["answers.1-of-3.partial"]
         status, out, err = run(*options, "--shard", "0/2")  # 0, 2, 4, 6, 8; of 1, 4, 7, two are there
         assert (status, out) == (0, "")
-        assert err.endswith("those of --shard 1/2: " + f"{target} appears when all have one\n")
+        assert err.endswith("in --shard 1/2: " + f"{target} is written when all are answered\n")
         status, _, err = run(*options, "--shard", "1/2")
         assert status == 0
         assert re.fullmatch(r"jaxgen: note: [12] prompts? (were|was) answered before\n", err)
@@ -266,12 +266,12 @@ class TestShards:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["--shard", "4/4"], "4/4: of 4 shards, the first is 0 and the last 3"),
-            (["--shard", "0/0"], "0/0: there is at least one shard"),
+            (["--shard", "4/4"], "4/4: the first of 4 shards is 0, and the last is 3"),
+            (["--shard", "0/0"], "0/0: there must be at least one shard"),
             (["--shard", "1"], "'1' must be r/R, such as 0/8 for the first of 8 shards"),
             (["--shard=-1/4"], "must be r/R"),
             (["--shard", "0/4"], "--shard records the answers of several processes in files: add --output"),
-            (["--shard", "0/4", "--output", "x", "--seed", "random"], "--seed random draws another seed in each shard"),
+            (["--shard", "0/4", "--output", "x", "--seed", "random"], "--seed random draws a different seed in each"),
         ],
     )
     def test_refused(self, refused, drawn, words, message):

@@ -150,7 +150,7 @@ class TestChat:
             (b"\xff", "is not a conversation: "),
             (b"[" * 100_000, "not valid JSON: nested too deeply"),
             (b'{"messages": []}', "it must be"),
-            (b'{"messages": [{"role": "user", "content": "A"}]}', "user and assistant in turn"),
+            (b'{"messages": [{"role": "user", "content": "A"}]}', "alternating between user and assistant"),
             (b'{"messages": [{"role": "user"}, {"role": "assistant", "content": 3}]}', "messages must be texts"),
         ],
     )
@@ -387,7 +387,7 @@ class TestMeshes:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--mesh", "2x2"], "--mesh 2x2 needs 4 devices, and there are 8"),
+            (["--mesh", "2x2"], "--mesh 2x2 needs 4 devices, but there are 8"),
             (["--mesh", "8"], "'8' must be DATAxMODEL, such as 1x8"),
             (["--mesh", "0x8"], "'0x8' must be DATAxMODEL, such as 1x8"),
             (["--mesh", "1x8"], "axis 'model' has size 8, which does not divide the model's sizes"),
@@ -463,7 +463,7 @@ class TestDevices:
             ("tpu", "--device tpu finds no device"),
             ("gpu:1", "--device gpu finds no device"),
             ("cpu:8", "--device cpu:8: the last device is cpu:7"),
-            ("npu", "'npu' must be cpu, gpu or tpu, or with a number, such as gpu:1"),
+            ("npu", "'npu' must be cpu, gpu or tpu, optionally with a number, such as gpu:1"),
             ("cpu:-1", "must be cpu, gpu or tpu"),
         ],
     )

@@ -71,7 +71,7 @@ def test_what_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3', and only LORA"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', but only LORA"),
         ({"use_dora": True}, "use_dora=True is not offered"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"bias": "all"}, "bias='all' trains biases"),

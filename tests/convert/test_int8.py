@@ -83,7 +83,7 @@ def test_it_generates_and_is_saved_again(int8, tmp_path):
     save_hf(params, cfg, tmp_path / "again")
     assert (tmp_path / "again" / FILE).read_bytes() == (int8 / FILE).read_bytes()
     assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "float32"
-    with pytest.raises(ConfigError, match="quantised, and their heads cannot be pooled"):
+    with pytest.raises(ConfigError, match="quantised, so their heads cannot be pooled"):
         pool_kv_heads(params, cfg, 1)
 
 

@@ -167,9 +167,9 @@ def test_one_kind_becomes_another(qwen2, quantised, tmp_path):
 
 def test_what_is_refused(qwen2, quantised, saved, tmp_path):
     params, cfg = quantised
-    with pytest.raises(InputError, match="params are quantised, and training changes them"):
+    with pytest.raises(InputError, match="params are quantised, and cannot be trained"):
         TrainState.create(params, TrainConfig(steps=1))
-    with pytest.raises(ConfigError, match="quantised, and their heads cannot be pooled"):
+    with pytest.raises(ConfigError, match="quantised, so their heads cannot be pooled"):
         pool_kv_heads(params, cfg, 1)
     with pytest.raises(CheckpointError, match="weight has dtype U8, which must be one of F32"):
         load_hf(saved)

@@ -206,7 +206,7 @@ def test_streaming():
 
 def test_caches_that_do_not_fit():
     first = start(PENALIZED)
-    with pytest.raises(InputError, match="the cache has 3 rows and there are 1 prompts"):
+    with pytest.raises(InputError, match="the cache has 3 rows, but there are 1 prompts"):
         generate(PARAMS, [[1]], None, CFG, cache=first.cache)
     other = with_layers(MODEL, 1)
     with pytest.raises(InputError, match="the cache belongs to another model"):
@@ -257,7 +257,7 @@ def test_a_prefix_of_a_prefix_and_one_per_two_prompts():
     two = prefill(PARAMS, [[50], [51]], CFG, cache=prefill(PARAMS, [SYSTEM], CFG))
     said = run([[1], [2], [3], [4]], cache=two)[1]
     assert said == run([[*SYSTEM, 50 + row // 2, row + 1] for row in range(4)])[1]
-    with pytest.raises(InputError, match="the cache has 2 rows and there are 3 prompts"):
+    with pytest.raises(InputError, match="the cache has 2 rows, but there are 3 prompts"):
         run([[1], [2], [3]], cache=two)
 
 

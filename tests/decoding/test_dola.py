@@ -269,7 +269,7 @@ def test_layers_may_be_an_array():
 
 
 def test_a_layer_that_the_model_lacks_is_refused():
-    with pytest.raises(ConfigError, match=r"dola_layers=\[1, 7\] has the layer 7: .* 0, the embeddings, to 6"):
+    with pytest.raises(ConfigError, match=r"dola_layers=\[1, 7\] has the layer 7: .* 0 .the embeddings. to 6"):
         run(CFG.replace(dola_layers=[1, 7]))
 
 

@@ -286,9 +286,9 @@ def test_an_automaton_that_does_not_fit_is_refused(storyteller):
     digits = TokenAutomaton.from_regex("[0-9]{3}", TOKENIZER)
     two, ids = TokenAutomaton.stack([digits, digits]), np.ones((4, 3), int)
     for call in (lambda function: function(params), lambda function: jax.jit(function)(params)):
-        with pytest.raises(InputError, match="stacked for 2 prompts and there are 4"):
+        with pytest.raises(InputError, match="stacked for 2 prompts, but there are 4"):
             call(lambda params: generate(params, ids, None, cfg, prefix_allowed_tokens_fn=two))
-    with pytest.raises(InputError, match="automaton has a vocabulary of 50 and the model of"):
+    with pytest.raises(InputError, match="automaton has a vocabulary of 50, but the model of"):
         generate(params, [[1]], None, cfg, prefix_allowed_tokens_fn=digits.replace(classes=digits.classes[:50]))
 
 

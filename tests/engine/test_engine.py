@@ -213,7 +213,7 @@ def test_a_coroutine_reads_events(engine):
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
-        ({"ids": [50, 320]}, InputError, "the prompt has the id 320, and the vocabulary is 0 to 319"),
+        ({"ids": [50, 320]}, InputError, "the prompt has the id 320, but the vocabulary is 0 to 319"),
         ({"ids": []}, InputError, "the prompt has no token"),
         ([50] * 25, InputError, "the prompt has 25 tokens, more than prompt_width=24"),
         ({"ids": [5.0]}, TypeError, "ids must be a list of token ids"),
@@ -242,7 +242,7 @@ def test_a_coroutine_reads_events(engine):
             "implementation rbg, and those of the engine",
         ),
         ({"ids": [50], "max_new_tokens": None}, ConfigError, "max_new_tokens must be a number"),
-        ({"ids": [50], "output_logprobs": "logits"}, ConfigError, "is not that of the engine's config"),
+        ({"ids": [50], "output_logprobs": "logits"}, ConfigError, "differs from the engine's"),
     ],
 )
 def test_prompts_that_are_refused(engine, prompt, error, words):

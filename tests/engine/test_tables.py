@@ -46,7 +46,7 @@ def test_a_full_table_makes_wait_and_one_too_small_refuses():
     assert table.enter("other", other) is None
     table.leave("large")
     assert table.enter("other", other) is not None
-    with pytest.raises(InputError, match=r"allowed needs 14 states, and the engine's table has 12"):
+    with pytest.raises(InputError, match=r"allowed needs 14 states, but the engine's table has 12"):
         table.fits(grammar("a{12}"))
 
 

@@ -307,9 +307,9 @@ class TestCapacity:
         table = StopStrings.build([["ab"], None], MIXED, capacity=7)
         assert table.goto.shape == (7, 256)
         table, _ = table.add("ab")
-        with pytest.raises(InputError, match=r"need 9 states together, and the table's capacity is 7: build it with a"):
+        with pytest.raises(InputError, match=r"need 9 states together, but the table's capacity is 7: build it with a"):
             table.add("a")
-        with pytest.raises(InputError, match=r"need 4 states together, and the table's capacity is 3: build it with a"):
+        with pytest.raises(InputError, match=r"need 4 states together, but the table's capacity is 3: build it with a"):
             StopStrings.build("aba", MIXED, capacity=3)
         with pytest.raises(InputError, match="stop_strings has 'x', which this tokenizer's tokens cannot produce"):
             table.add("x")

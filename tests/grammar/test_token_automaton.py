@@ -303,14 +303,14 @@ def test_too_small_a_capacity(tok):
     table = TokenAutomaton.stack([first], capacity=(8, 8))
     assert table.transitions.shape == (8, 8)
     with pytest.raises(
-        InputError, match=r"need \d+ states and \d+ classes of tokens together, and .* is 8 and 8: stack"
+        InputError, match=r"need \d+ states and \d+ classes of tokens together, but .* is 8 and 8: stack"
     ):
         table.add(second)
     with pytest.raises(InputError, match="capacity is 3 and 8: stack with a larger capacity, or add fewer"):
         TokenAutomaton.stack([first], capacity=(3, 8))
     with pytest.raises(InputError, match="capacity is 8 and 1: stack with a larger capacity, or add fewer"):
         TokenAutomaton.stack([first], capacity=(8, 1))
-    with pytest.raises(InputError, match="more than 33554432 transitions: state a smaller one"):
+    with pytest.raises(InputError, match="more than 33554432 transitions: pass a smaller one"):
         TokenAutomaton.stack([first], capacity=(2**20, 64))
     with pytest.raises(InputError, match=r"\[1024, 1030\]"):
         table.add(automaton_of("a", tok, vocab_size=1030))
@@ -319,7 +319,7 @@ def test_too_small_a_capacity(tok):
 def test_tables_are_bounded(tok, monkeypatch):
     words = [automaton_of(f"[a-z]{{1,{size}}}", tok) for size in (20, 30)]
     monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 100)
-    with pytest.raises(InputError, match=r"2 automata have \d+ transitions together, and at most 100 .* stack fewer"):
+    with pytest.raises(InputError, match=r"2 automata have \d+ transitions together, but at most 100 .* stack fewer"):
         TokenAutomaton.stack(words)
     monkeypatch.setattr(token_automaton, "LARGEST_TABLE", 1000)
     with pytest.raises(InputError, match="has 201 states, with too many kinds of tokens: at most 1000 transitions"):

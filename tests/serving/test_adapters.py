@@ -43,7 +43,7 @@ def test_models_are_listed_with_their_base(service):
 
 
 def test_names_must_differ(service):
-    with pytest.raises(InputError, match="params have 2 adapters, and there are 1 names"):
+    with pytest.raises(InputError, match="params have 2 adapters, but there are 1 names"):
         Service(service.engine, service.params, "tiny", adapters=["owl"])
     with pytest.raises(InputError, match="different names"):
         Service(service.engine, service.params, "tiny", adapters=["owl", "tiny"])
