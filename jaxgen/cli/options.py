@@ -15,7 +15,7 @@ from typing import Any
 from jaxgen import arguments
 from jaxgen.cli import train_options
 from jaxgen.cli.distributed import wanted
-from jaxgen.config.kinds import Choice, Flag, Layers, Text
+from jaxgen.config.kinds import Flag, Layers, OneOf, Text
 from jaxgen.config.option import CHOICE, LENGTH, MODES, OUTPUT, SCORES, Option
 from jaxgen.config.options import OPTIONS
 from jaxgen.errors import InputError
@@ -145,7 +145,7 @@ def _argument(option: Option) -> dict[str, Any]:
     """Return argparse's keyword arguments for an option."""
     if isinstance(option.kind, Flag):
         return {"action": argparse.BooleanOptionalAction}
-    if isinstance(option.kind, Choice):
+    if isinstance(option.kind, OneOf):
         texts = {str(value).lower(): value for value in option.kind.values}
         return {"type": functools.partial(arguments.one_of, texts), "metavar": "|".join(texts)}
     if isinstance(option.kind, Text):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 
-from jaxgen.config.constraints import ConstraintTable
+from jaxgen.config.constraints import ConstraintKind
 from jaxgen.config.generation_config import GenerationConfig, refuse_values
 from jaxgen.config.option import MODES
 from jaxgen.config.options import OPTIONS
@@ -97,7 +97,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
         largest = max(option.kind.tokens(value), default=0) if option.stage or option.group == MODES else 0
         if largest >= vocab:
             raise ConfigError(f"{name} has the token {largest}, but the vocabulary is 0 to {vocab - 1}")
-        if isinstance(option.kind, ConstraintTable):
+        if isinstance(option.kind, ConstraintKind):
             _check_ends(name, option.kind.phrases(value), eos_list(cfg.eos_token_id))
     for name in ("prefill_chunk_size", "slots"):
         if getattr(cfg, name) is not None and cfg.model.rope.type == "dynamic":

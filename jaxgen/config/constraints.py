@@ -89,7 +89,7 @@ class DisjunctiveConstraint:
 Constraint = PhrasalConstraint | DisjunctiveConstraint
 
 
-class ConstraintTable(Kind):
+class ConstraintKind(Kind):
     """Constraints, the same for all prompts. Leaf: int32[C, A, W]."""
 
     traced = True
@@ -114,7 +114,7 @@ class ConstraintTable(Kind):
         return [phrase for constraint in constraints for phrase in constraint.alternatives]
 
 
-class ForcedWords(ConstraintTable):
+class ForcedWords(ConstraintKind):
     """A list of phrases, or of lists of alternative phrases."""
 
     type_name = "lists of ids, or lists of such lists"
@@ -138,7 +138,7 @@ class ForcedWords(ConstraintTable):
         return tuple(map(_constraint, as_lists(value)))
 
 
-class Constraints(ConstraintTable):
+class Constraints(ConstraintKind):
     """A list of `PhrasalConstraint` and `DisjunctiveConstraint`."""
 
     type_name = "list of constraints"

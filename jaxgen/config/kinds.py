@@ -168,7 +168,7 @@ class Seconds(Static):
         return value
 
 
-class Choice(Static):
+class OneOf(Static):
     """One of several values, the first of which is the default."""
 
     def __init__(self, *values: Any):

@@ -20,13 +20,13 @@ from jaxgen.config.choosing import ChoosingOptions
 from jaxgen.config.constraints import Constraints, ForcedWords, PhrasalConstraint
 from jaxgen.config.kinds import (
     Anything,
-    Choice,
     DecayPair,
     Flag,
     Integer,
     Kind,
     Layers,
     Number,
+    OneOf,
     Real,
     StaticInteger,
     TokenId,
@@ -244,7 +244,7 @@ class GenerationOptions(ChoosingOptions):
     )
     output_logits: bool | None = _output(Flag(None), "return the model's logits of each step, as large as the scores")
     output_logprobs: str | None = _output(
-        Choice(None, "logits", "scores"),
+        OneOf(None, "logits", "scores"),
         "return each chosen token's log-probability: with 'logits' under the model's distribution, with 'scores' under "
         "the one that it was chosen from",
         since="jaxgen",
@@ -278,7 +278,7 @@ class GenerationOptions(ChoosingOptions):
         command=True,
     )
     cache_dtype: str | None = _output(
-        Choice(None, "int8"),
+        OneOf(None, "int8"),
         "store keys and values in 8 bits with a scale for each head and token: half the memory of 16 bits",
         since="jaxgen",
         command=True,
@@ -324,7 +324,7 @@ class GenerationOptions(ChoosingOptions):
         examples=(0.5, 2.0),
     )
     early_stopping: bool | str = _beams(
-        Choice(False, True, "never"),
+        OneOf(False, True, "never"),
         "when a search ends that has num_beams ended beams: True, at once; False, if the best running beam, at its "
         "present length, is no better; 'never', if it cannot become better at any length",
         command=True,
@@ -377,7 +377,7 @@ class GenerationOptions(ChoosingOptions):
         differs="taken from the call's config, or if not set there from the assistant's",
     )
     num_assistant_tokens_schedule: str = _assisted(
-        Choice("heuristic", "heuristic_transient", "constant"),
+        OneOf("heuristic", "heuristic_transient", "constant"),
         "how num_assistant_tokens changes: 'heuristic', 2 more if all were accepted, else 1 fewer; 'constant', never",
         hf="AssistedCandidateGenerator",
         differs="each row has its own number, which starts again in each call and at most doubles",

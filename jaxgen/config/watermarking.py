@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxgen.config.kinds import Choice, Number, Real, StaticInteger, Unsigned
+from jaxgen.config.kinds import Number, OneOf, Real, StaticInteger, Unsigned
 from jaxgen.errors import ConfigError, shown
 
 _KINDS = {
     "greenlist_ratio": Real(above=0, below=1, per_prompt=False),
     "bias": Real(per_prompt=False),
     "hashing_key": Unsigned(per_prompt=False),
-    "seeding_scheme": Choice("lefthash", "selfhash"),
+    "seeding_scheme": OneOf("lefthash", "selfhash"),
     "context_width": StaticInteger(1, least=1),
 }
 _TRACED = tuple(name for name, kind in _KINDS.items() if kind.traced)

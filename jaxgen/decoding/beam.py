@@ -156,7 +156,7 @@ class BeamSearch(Mode):
         # A token's keys and values are in the slot of the row that the next token was chosen from.
         owners = jnp.pad(chosen_from[:, 1:], ((0, 0), (0, 1))) % run.cfg.num_beams
         owners, length = guidance.stack(run.cfg, (owners, jnp.maximum(step - 1, 0)))
-        decoded = Decoded.of(run, best, dataclasses.replace(state.cache, owners=owners, length=length))
+        decoded = Decoded.from_rows(run, best, dataclasses.replace(state.cache, owners=owners, length=length))
         generated = jnp.arange(run.capacity, dtype=jnp.int32)[None, :] < step[:, None]
         return dataclasses.replace(
             decoded, sequences_scores=scores.reshape(-1), beam_indices=jnp.where(generated, chosen_from, -1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.decoding.beam import Beams, BeamSearch, Continuations, Step
-from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
+from jaxgen.decoding.constraints import ConstraintAutomaton, ConstraintState
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
@@ -38,7 +38,7 @@ class ConstrainedBeamSearch(BeamSearch):
         self, run: Run, beams: Beams, logits: jax.Array, log_probs: jax.Array, keys: jax.Array | None
     ) -> tuple[Beams, jax.Array, jax.Array]:
         """Choose the next beams; see `BeamSearch.grow`. The recorded scores include the beams' own scores."""
-        table, count = ConstraintTable.of(run.cfg), beams.scores.shape[1]
+        table, count = ConstraintAutomaton.from_config(run.cfg), beams.scores.shape[1]
         step = Step.begin(run, beams, logits, process(run, beams.rows, log_probs))
         with jax.named_scope("choose"):
             candidates = step.candidates(None)
@@ -62,7 +62,7 @@ class ConstrainedBeamSearch(BeamSearch):
         return beams, parents, step.totals.reshape(logits.shape)
 
 
-def _proposals(step: Step, table: ConstraintTable) -> Continuations:
+def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
     """Return the proposals of all beams, k * C * A per search; the token is -1 where there is no proposal."""
     searches, count, vocab = step.totals.shape
     tokens = table.proposals(_state(step.beams.rows)).reshape(searches * count, -1)
@@ -78,7 +78,7 @@ def _proposals(step: Step, table: ConstraintTable) -> Continuations:
     return jax.tree.map(lambda x: x.reshape(searches, -1), Continuations(totals, parents, tokens))
 
 
-def _banks(step: Step, table: ConstraintTable, state: ConstraintState, proposed: int) -> jax.Array:
+def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, proposed: int) -> jax.Array:
     """int32[S, n]: the banks of continuations with the given state; each search's last `proposed` are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]

@@ -42,7 +42,7 @@ class ConstraintState:
 
 
 @flax.struct.dataclass
-class ConstraintTable:
+class ConstraintAutomaton:
     """The constraints of a run.
 
     Attributes:
@@ -52,7 +52,7 @@ class ConstraintTable:
     ids: jax.Array
 
     @classmethod
-    def of(cls, cfg: GenerationConfig) -> ConstraintTable:
+    def from_config(cls, cfg: GenerationConfig) -> ConstraintAutomaton:
         """Return the constraints of a config, which must have some; its values are arrays."""
         tables = [jnp.asarray(ids) for ids in (cfg.constraints, cfg.force_words_ids) if ids is not None]
         _, alternatives, width = (max(sizes) for sizes in zip(*(ids.shape for ids in tables), strict=True))

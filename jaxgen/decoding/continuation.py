@@ -31,7 +31,7 @@ class Continuation:
     count: jax.Array
 
     @classmethod
-    def of(cls, cache: KVCache) -> Continuation:
+    def from_cache(cls, cache: KVCache) -> Continuation:
         """Wrap a cache of the model; its tokens are not known."""
         return cls(cache, None, cache.total_length)
 

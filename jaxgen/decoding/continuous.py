@@ -79,7 +79,7 @@ class Answers(RowState):
     logprobs: LogProbs | None
 
     @classmethod
-    def of(cls, run: Run, rows: Rows) -> Answers:
+    def from_rows(cls, run: Run, rows: Rows) -> Answers:
         """Return the results so far of some rows."""
         tokens = rows.history.generated(run.capacity, run.pad_id)
         return cls(tokens, rows.history.step, rows.reasons, rows.logprobs)
@@ -119,7 +119,7 @@ class Answers(RowState):
         def write(x: jax.Array, new: jax.Array) -> jax.Array:
             return x.at[place].set(new, mode="drop", unique_indices=True)
 
-        return jax.tree.map(write, self, Answers.of(run, rows))
+        return jax.tree.map(write, self, Answers.from_rows(run, rows))
 
 
 @flax.struct.dataclass
@@ -166,7 +166,7 @@ class Continuous(Mode):
 
     def start(self, run: Run, request: Request) -> ContinuousState:
         """Return the state in which all slots are free and all prompts wait."""
-        state = self.open(run, Queue.of(run, request.complete()))
+        state = self.open(run, Queue.from_request(run, request.complete()))
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
     def open(self, run: Run, queue: Queue, stored: int = 0) -> ContinuousState:

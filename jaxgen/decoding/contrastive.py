@@ -125,11 +125,11 @@ class ContrastiveSearch(Mode):
         count = state.cache.rows
         cache = state.cache.select(jnp.arange(0, count, run.needs.candidates, dtype=jnp.int32))
         length = guidance.stack(run.cfg, jnp.maximum(state.rows.history.step - 1, 0))
-        return Decoded.of(run, state.rows, dataclasses.replace(cache, length=length))
+        return Decoded.from_rows(run, state.rows, dataclasses.replace(cache, length=length))
 
     def progress(self, run: Run, state: ContrastiveState) -> Progress:
         """Return the tokens so far."""
-        return Progress.of(run, state.rows)
+        return Progress.from_rows(run, state.rows)
 
 
 def _carried(read: Forward) -> Forward:

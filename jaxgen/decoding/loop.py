@@ -113,7 +113,7 @@ class Progress:
     finished: jax.Array
 
     @classmethod
-    def of(cls, run: Run, rows: Rows) -> Progress:
+    def from_rows(cls, run: Run, rows: Rows) -> Progress:
         """Return the progress of rows whose tokens never change once generated."""
         history = rows.history
         longest = jnp.max(history.step)
@@ -151,7 +151,7 @@ class Decoded:
     accepted: jax.Array | None = None
 
     @classmethod
-    def of(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
+    def from_rows(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
         """Return the result of rows whose cache has all of their tokens except the last."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
         kv = guidance.conditional(run.cfg, cache) if run.guided else cache

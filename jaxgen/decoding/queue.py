@@ -35,7 +35,7 @@ class Queue:
     prefixes: Places | None = None
 
     @classmethod
-    def of(cls, run: Run, request: Request) -> Queue:
+    def from_request(cls, run: Run, request: Request) -> Queue:
         """Return the queue of all prompts of a run, numbered from 0; the request is complete."""
         prompts = run.sizes.prompts
         number = jnp.arange(prompts, dtype=jnp.int32)

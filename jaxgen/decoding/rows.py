@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.constraints import ConstraintState, ConstraintTable
+from jaxgen.decoding.constraints import ConstraintAutomaton, ConstraintState
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rng import sequence_keys
@@ -93,7 +93,7 @@ class Rows(RowState):
         if run.extensions.stop_strings is not None:
             assert stop_strings is not None
             stop_strings = run.extensions.stop_strings.begin(stop_strings, history.ids, history.length)
-        constraints = ConstraintTable.of(run.cfg) if run.cfg.constrained else None
+        constraints = ConstraintAutomaton.from_config(run.cfg) if run.cfg.constrained else None
         return cls(
             history=dataclasses.replace(history, done=reasons != StopReason.NONE),
             reasons=reasons,
@@ -204,7 +204,7 @@ class Rows(RowState):
                 ends["CRITERION"] = ends.get("CRITERION", False) | _checked(met, self.count)
             constraints = self.constraints
             if constraints is not None:
-                constraints = ConstraintTable.of(run.cfg).push(constraints, tokens, added)
+                constraints = ConstraintAutomaton.from_config(run.cfg).push(constraints, tokens, added)
             rows = dataclasses.replace(self, history=history, stop_strings=stop_strings, constraints=constraints)
             return rows.end(added, first_reason(**stops, **ends))
 
@@ -233,9 +233,9 @@ class Rows(RowState):
         in_use = jnp.any(added & ((grammar != 0) | (stop_strings != 0)))
         return lax.cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
-    def end(self, rows: jax.Array, reason: jax.Array) -> Rows:
-        """Set the reason, int32[rows], of the `rows bool[rows]`; a row with a reason other than NONE is finished."""
-        reasons = jnp.where(rows, reason, self.reasons)
+    def end(self, mask: jax.Array, reason: jax.Array) -> Rows:
+        """Set the reason, int32[rows], of the rows in `mask bool[rows]`; with a reason other than NONE it ends."""
+        reasons = jnp.where(mask, reason, self.reasons)
         history = dataclasses.replace(self.history, done=self.history.done | (reasons != StopReason.NONE))
         return dataclasses.replace(self, history=history, reasons=reasons)
 

@@ -25,7 +25,7 @@ _BLOCK = 512
 
 
 @flax.struct.dataclass
-class Choice:
+class Selection:
     """The next token of each row, and the scores from which it was chosen.
 
     Attributes:
@@ -103,11 +103,11 @@ class Sample(Mode):
 
     def finish(self, run: Run, state: SampleState) -> Decoded:
         """Return the tokens."""
-        return Decoded.of(run, state.rows, state.cache)
+        return Decoded.from_rows(run, state.rows, state.cache)
 
     def progress(self, run: Run, state: SampleState) -> Progress:
         """Return the tokens so far."""
-        return Progress.of(run, state.rows)
+        return Progress.from_rows(run, state.rows)
 
 
 def append(run: Run, rows: Rows, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
@@ -125,7 +125,7 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
     return dataclasses.replace(rows, recording=recording)
 
 
-def choose(rows: Rows, scores: jax.Array) -> Choice:
+def choose(rows: Rows, scores: jax.Array) -> Selection:
     """Choose the next token of each row from its processed scores, `scores float32[rows, V]`."""
     with jax.named_scope("choose"):
         keys, step, samples = rows.keys, rows.history.step, rows.options.get("do_sample")
@@ -138,7 +138,7 @@ def choose(rows: Rows, scores: jax.Array) -> Choice:
             drawn = lax.cond(some, lambda x: draw(keys, step, x), greedy, scores)
             token = jnp.where(samples, drawn, greedy(scores))
         failed = failure(jnp.max(scores, axis=-1))
-    return Choice(token, scores, failed)
+    return Selection(token, scores, failed)
 
 
 def process(run: Run, rows: Rows, scores: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from jaxgen.errors import InputError
-from jaxgen.grammar.expression import Characters, Choice, Expression, Members, Part, Repeat, Sequence, Text
+from jaxgen.grammar.expression import Alternatives, Characters, Expression, Members, Part, Repeat, Sequence, Text
 from jaxgen.grammar.utf8 import spelled
 
 BYTES = 256
@@ -159,7 +159,7 @@ class _Nfa:
                 for item in items:
                     start = self.add(item, start)
                 return start
-            case Choice(items):
+            case Alternatives(items):
                 end = self.state()
                 for item in items:
                     self.jumps[self.add(item, start)].append(end)

@@ -29,7 +29,7 @@ class Expression:
     def parts(self) -> list[Expression]:
         """Return the expressions that this one consists of, without separators."""
         match self:
-            case Sequence(items) | Choice(items):
+            case Sequence(items) | Alternatives(items):
                 return list(items)
             case Members(items):
                 return [item for item, _ in items]
@@ -72,7 +72,7 @@ class Sequence(Expression):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice(Expression):
+class Alternatives(Expression):
     """Any of the expressions."""
 
     items: tuple[Expression, ...]
@@ -128,7 +128,7 @@ class Part(Expression):
 
 
 EMPTY = Sequence(())
-NOTHING = Choice(())
+NOTHING = Alternatives(())
 
 
 def sequence(*items: Expression | str) -> Expression:
@@ -139,7 +139,7 @@ def sequence(*items: Expression | str) -> Expression:
 def choice(items: Iterable[Expression | str]) -> Expression:
     """Return a choice of expressions, or the expression itself if there is only one; a str is a text."""
     options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items)
-    return options[0] if len(options) == 1 else Choice(options)
+    return options[0] if len(options) == 1 else Alternatives(options)
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:

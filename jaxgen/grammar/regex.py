@@ -21,9 +21,9 @@ from jaxgen.grammar.expression import (
     EMPTY,
     LAST,
     SURROGATES,
+    Alternatives,
     Anchor,
     Characters,
-    Choice,
     Expression,
     Part,
     Repeat,
@@ -308,7 +308,7 @@ class _Reader:
             end = next((i for i, sign in reversed([*enumerate(signs)]) if sign != "$"), -1)
             items = [self.unanchored(x, first and i <= begin, last and i >= end) for i, x in enumerate(tree.items)]
             return Sequence(tuple(items))
-        if isinstance(tree, Choice):
+        if isinstance(tree, Alternatives):
             return choice([self.unanchored(item, first, last) for item in tree.items])
         if isinstance(tree, Part | Repeat):
             self.unanchored(tree.item, False, False)  # in a repetition, an anchor is never at an end

@@ -169,7 +169,7 @@ def _check(
         check_slots(cfg, cache, extensions, mode)
 
 
-_wrapped = Program(Continuation.of, "generate (cache)")
+_wrapped = Program(Continuation.from_cache, "generate (cache)")
 
 
 def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxgen.cli import answer, main as cli, train_options
 from jaxgen.cli.options import OFFERED
-from jaxgen.config.kinds import Choice, Flag, Layers, Seconds, StaticInteger, Text
+from jaxgen.config.kinds import Flag, Layers, OneOf, Seconds, StaticInteger, Text
 from jaxgen.errors import InputError
 
 CPU_SECONDS = 2
@@ -40,7 +40,7 @@ def refused_by(option) -> list[str]:
             return []  # no value
         case Text():
             return ["", "\udcff"]
-        case Choice() | Layers():
+        case OneOf() | Layers():
             return WORDS
         case Seconds():
             return [*NUMBERS, "-1"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxgen.config.constraints import ForcedWords
-from jaxgen.decoding.constraints import ConstraintTable
+from jaxgen.decoding.constraints import ConstraintAutomaton
 from tests.support.models import slow
 
 
@@ -57,7 +57,7 @@ def proposals_of(words, tokens):
 
 
 def table_of(words):
-    return ConstraintTable(jnp.asarray(ForcedWords().leaf(ForcedWords().parse("words", words))))
+    return ConstraintAutomaton(jnp.asarray(ForcedWords().leaf(ForcedWords().parse("words", words))))
 
 
 def draw_words(rng):
@@ -109,8 +109,8 @@ def test_random_words_and_texts(seed):
 
 def test_a_broken_phrase_goes_to_the_end_of_the_queue():
     table = table_of([[5, 6], [5, 7], [8]])
-    state = jax.jit(ConstraintTable.begin)(table, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
-    push = jax.jit(ConstraintTable.push)
+    state = jax.jit(ConstraintAutomaton.begin)(table, jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32))
+    push = jax.jit(ConstraintAutomaton.push)
     for token, current in [(5, 0), (9, -1), (5, 1), (7, -1), (8, -1), (5, 0), (5, -1), (5, 0), (6, -1)]:
         state = push(table, state, jnp.asarray([token]), jnp.asarray([True]))
         assert state.current.tolist() == [current]
@@ -120,7 +120,7 @@ def test_a_broken_phrase_goes_to_the_end_of_the_queue():
 
 def test_rows_that_are_not_live_stay():
     table = table_of([[5, 6]])
-    begin = jax.jit(ConstraintTable.begin)(table, jnp.asarray([[5], [5]]), jnp.asarray([1, 1]))
-    state = jax.jit(ConstraintTable.push)(table, begin, jnp.asarray([6, 6]), jnp.asarray([True, False]))
+    begin = jax.jit(ConstraintAutomaton.begin)(table, jnp.asarray([[5], [5]]), jnp.asarray([1, 1]))
+    state = jax.jit(ConstraintAutomaton.push)(table, begin, jnp.asarray([6, 6]), jnp.asarray([True, False]))
     assert state.met.tolist() == [1, 0]
     assert state.current.tolist() == [-1, 0]

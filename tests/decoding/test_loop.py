@@ -95,13 +95,13 @@ def with_tokens(opened, tokens: list[list[int]], done: list[bool]) -> tuple[Run,
 def test_the_columns_that_do_not_change_any_more(opened):
     """Those of live rows up to the shortest; a row that has ended has its padding already."""
     run, rows = with_tokens(opened, [[4, 5, 6], [10], [32, 33, 34, 35]], [False, True, False])
-    progress = Progress.of(run, rows)
+    progress = Progress.from_rows(run, rows)
     assert progress.tokens.tolist() == [[4, 5, 6, 0, 0, 0], [10, 0, 0, 0, 0, 0], [32, 33, 34, 35, 0, 0]]
     assert progress.lengths.tolist() == [3, 1, 4]
     assert progress.ended.tolist() == [False, True, False]
     assert int(progress.steps) == 3
     assert not progress.finished
-    over = Progress.of(*with_tokens(opened, [[4, 5, 6], [10], [32]], [True] * 3))
+    over = Progress.from_rows(*with_tokens(opened, [[4, 5, 6], [10], [32]], [True] * 3))
     assert int(over.steps) == 3
     assert over.finished
 
@@ -109,7 +109,7 @@ def test_the_columns_that_do_not_change_any_more(opened):
 def test_the_result_of_rows(opened):
     run, rows = with_tokens(opened, [[4, 5], [10, 11, 12], []], [True, True, False])
     cache = KVCache.create(MODEL, 3, 9)
-    decoded = Decoded.of(run, rows, cache)
+    decoded = Decoded.from_rows(run, rows, cache)
     assert decoded.tokens.tolist() == [[4, 5, 0, 0, 0, 0], [10, 11, 12, 0, 0, 0], [0] * 6]
     assert decoded.lengths.tolist() == [2, 3, 0]
     assert decoded.reasons.tolist() == [StopReason.EOS, StopReason.EOS, StopReason.NONE]

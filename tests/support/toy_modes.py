@@ -83,7 +83,7 @@ class Refill(Sample):
         return RefillState(slots, pool, prompt_of, state.following + jnp.sum(filled, dtype=jnp.int32))
 
     def finish(self, run, state):
-        return Decoded.of(run, state.pool.rows, state.pool.cache)
+        return Decoded.from_rows(run, state.pool.rows, state.pool.cache)
 
     def progress(self, run, state):
         return super().progress(run, state.pool)
