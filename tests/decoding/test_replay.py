@@ -306,7 +306,7 @@ def test_a_token_that_cannot_be_chosen(top_k):
         ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, TypeError, "TokenAutomaton"),
         ({"cfg": CFG.replace(guidance_scale=2.0)}, ConfigError, "guidance_scale"),
         ({"cfg": CFG.replace(num_beams=2)}, ConfigError, "beam_sample"),
-        ({"cfg": CFG.replace(dola_layers="low")}, ConfigError, "cfg is for dola_generation"),
+        ({"cfg": CFG.replace(dola_layers="low")}, ConfigError, "the mode of cfg, dola_generation"),
         ({"cfg": CFG.replace(token_healing=True)}, ConfigError, "token_healing, which changes the prompts"),
         ({"cfg": CFG.replace(top_k=[3, 4])}, InputError, "top_k has 2 values for 1 prompts"),
         ({"cfg": CFG.replace(suppress_tokens=[97])}, ConfigError, "suppress_tokens has the token 97"),

@@ -228,7 +228,7 @@ def test_stack(tok, eos_of_rows):
 
 
 def test_stacks_that_cannot_be(tok):
-    with pytest.raises(InputError, match="no automaton"):
+    with pytest.raises(InputError, match="no automata"):
         TokenAutomaton.stack([])
     automaton = automaton_of("a", tok)
     with pytest.raises(InputError, match=r"\[1024, 1030\]"):
