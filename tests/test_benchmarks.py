@@ -492,3 +492,13 @@ def test_adapters_are_measured(model, tmp_path):
     main(["adapters", "--model", str(model), *sizes, "--results", str(tmp_path)])
     (file,) = tmp_path.glob("*/adapters-tiny-2x2.md")
     assert "2 adapters of rank 2 for all linear layers, 2 rows" in file.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_sampler_and_trainer_are_compared(tmp_path):
+    sizes = ["--rows", "4", "--group", "2", "--tokens", "6", "--seeds", "1"]
+    main(["replay", *sizes, "--results", str(tmp_path)])
+    (file,) = tmp_path.glob("*/replay-demo.md")
+    rows = [line.strip("| ").split(" | ") for line in file.read_text("utf-8").splitlines() if " | `score` | " in line]
+    assert {row[0] for row in rows} == {"float32", "bfloat16"}
+    assert all(float(row[6]) < 1e-4 for row in rows if row[0] == "float32")
