@@ -100,7 +100,9 @@ class ConstraintKind(Kind):
         raise NotImplementedError
 
     def leaf(self, value: Any) -> Any:
-        return value if value is None or is_array(value) else _table([c.alternatives for c in self.constraints(value)])
+        if not isinstance(value, tuple):
+            return value
+        return _table([constraint.alternatives for constraint in self.constraints(value)])
 
     def tokens(self, value: Any) -> list[int]:
         return [token for phrase in self.phrases(value) for token in phrase]

@@ -435,6 +435,18 @@ def test_every_record_is_consistent(option):
         assert OPTIONS[option.instead_of].instead_of == option.name
 
 
+class Placeholder:
+    """Takes the place of an array, as jax does when it describes a program's arguments."""
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS.values() if o.kind.traced and o.examples], ids=lambda o: o.name)
+def test_a_config_of_placeholders_has_the_structure_of_the_config(option):
+    for value in option.examples:
+        leaves, structure = jax.tree.flatten(GenerationConfig(**{option.name: value}))
+        placeholders = jax.tree.unflatten(structure, [Placeholder() for _ in leaves])
+        assert jax.tree.structure(placeholders) == structure
+
+
 def test_a_copy_costs_only_the_fields_that_change(monkeypatch):
     parsed = []
     parse = Option.parse
