@@ -74,27 +74,28 @@ def generate(
         params: the parameters, a tree with Hugging Face's names, as `load_hf` returns.
         ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation begins
             with `bos_token_id`.
-        key: None for greedy decoding; for sampling one `jax.random.key`, of which prompt b uses `fold_in(key, b)`, or
-            `key[B]`, one per prompt.
-        cfg: the options, with the model's config in `cfg.model`. Options are set with `cfg.replace`.
-        attention_mask: `[B, P]`, 0 where ids is padding, on either side. If left out, pad tokens are padding unless
-            the pad id is also an eos id.
-        inputs_embeds: `[B, P, D]`, in place of the embeddings of `ids`; ids may then be None, and are unknown.
-        cache: the `cache` of an earlier output, or of `prefill`, to continue from with new tokens in `ids`. It has B
-            rows or a divisor of B, and then several prompts share each row. It is not modified.
-        logits_processor, stopping_criteria, hook: your own pure functions `(history, scores float32[rows, V])` that
-            return scores, or bool[rows] for the rows to end, and a `StepHook`: see docs/processors.md.
+        key: None for greedy decoding. For sampling, `key[B]`, one per prompt, or one `jax.random.key`; prompt b then
+            uses `fold_in(key, b)`.
+        cfg: the options, with the model's config in `cfg.model`. Set options with `cfg.replace`.
+        attention_mask: `[B, P]`, 0 for padding, on either side. If left out, pad tokens are padding unless the pad id
+            is also an eos id.
+        inputs_embeds: `[B, P, D]`, read in place of the embeddings of `ids`, which may then be None.
+        cache: the `cache` of an earlier output, or of `prefill`, to continue from; `ids` are then only the new tokens.
+            It has B rows, or a divisor of B if prompts share rows. It is not modified.
+        logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`: see docs/processors.md.
+        stopping_criteria: pure functions `(history, scores) -> bool[rows]`, True for the rows to end.
         prefix_allowed_tokens_fn: a `TokenAutomaton`; or a Python function `(row, ids) -> list of ids`, called on the
             host in each step for each unfinished row, with its ids, int32[n], without padding.
-        negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, what `guidance_scale` guides away from.
+        negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, prompts to move away from by `guidance_scale`.
         streamer: its `put` receives the prompts and then each step's tokens, or its `put_row` a row's next tokens.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
         assistant: `(params, cfg)` of a smaller model that drafts tokens: see docs/modes.md.
+        hook: a `StepHook`, which sees and changes the model's inputs and outputs.
 
     Raises:
-        InputError, ConfigError, TypeError: arguments that do not fit each other, an option that cannot be honoured.
-        GenerationError: a row that cannot continue because all tokens are banned or the scores are NaN; its `output`
-            has the other rows. Under the caller's own jit nothing raises: see `stop_reasons` of the output.
+        InputError, ConfigError, TypeError: arguments do not fit each other, or an option cannot be honoured.
+        GenerationError: a row cannot continue because all tokens are banned or the scores are NaN; the error's `output`
+            has the other rows. Under the caller's own jit, nothing is raised: see `stop_reasons` of the output.
     """
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask

@@ -51,32 +51,31 @@ def score(
     >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
     >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
 
-    One forward pass. Logits are computed for a few positions at a time, and again for their gradient. `score` can be
-    differentiated in `params` and called under the caller's jit, where an id outside the vocabulary gives NaN.
+    One forward pass. Logits are computed for a few positions at a time, and recomputed for the gradient. `score` can be
+    differentiated with respect to `params`. Under the caller's jit, an id outside the vocabulary gives NaN.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], text padded to one width.
-        cfg: with `of="logits"`, only `model`, `adapter` and the pad and eos ids, which the mask follows from, are read.
-            With `of="scores"` it is that passed to `generate`; a value per prompt then applies to the R =
-            `num_return_sequences` rows of the prompt. For rows of another origin set that to 1, one value per row.
-        attention_mask: `[B, L]`, 0 where ids is padding, anywhere. If left out, it is inferred as in `generate`.
-        of: "logits" for the model's own distribution; "scores" for the one that greedy search, contrastive search or
-            sampling chooses from, after all processors and warpers of `cfg`. Warpers never remove the token that is
-            scored; one that a processor or a grammar bans has -inf.
+        cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are read. With
+            `of="scores"`, it is the config passed to `generate`; a value per prompt applies to all of the prompt's
+            `num_return_sequences` rows. For other rows, set that to 1 and pass one value per row.
+        attention_mask: `[B, L]`, 0 for padding, which may be anywhere. If left out, it is inferred as in `generate`.
+        of: "logits" for the model's own distribution; "scores" for the one from which greedy search, contrastive
+            search or sampling chooses, after all processors and warpers of `cfg`. Warpers never remove the scored
+            token; a token banned by a processor or a grammar gets -inf.
         prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` they are the prompts,
             and the columns after them are generated tokens until the row's end. The budget, on which
-            `forced_eos_token_id` and an automaton depend, is `max_new_tokens`, else what `max_length` leaves, else the
-            number of these columns.
-        logits_processor, prefix_allowed_tokens_fn: as in `generate`, for `of="scores"`; a `TokenAutomaton`.
+            `forced_eos_token_id` and an automaton depend, is `max_new_tokens`; without it, the remainder of
+            `max_length`; without either, the number of generated columns.
+        logits_processor, prefix_allowed_tokens_fn: functions, and a `TokenAutomaton`, for `of="scores"`.
         top_logprobs: n, also return the n most likely tokens for each position.
         chunk: the number of columns whose logits, for all rows, are in memory at once; by default as many as fit into
             128 MiB.
 
     Raises:
         InputError: params, ids or mask do not fit the model or each other; or `generate` cannot return these rows.
-        ConfigError: `cfg` has no model or an unsupported mode; or `top_logprobs`, `chunk` or `prompt_width` is out of
-            range.
+        ConfigError: `cfg` has no model or an unsupported mode; or a size is out of range.
         TypeError: an argument has the wrong type.
     """
     check_call(params, cfg)
