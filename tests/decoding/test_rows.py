@@ -31,7 +31,7 @@ def rows_of(prompts: list[int]) -> Rows:
         **{"temperature": [0.5 + prompt for prompt in prompts], "output_hidden_states": True, "eos_token_id": 1},
     )
     number = np.array(prompts)
-    given = prepared(PROMPTS[number].tolist(), cfg, PARAMS, key=KEYS[number])
+    given = prepared(PROMPTS[number].tolist(), cfg, PARAMS, eager=True, key=KEYS[number])
     return _two_of_each(given.run, given.request)
 
 
