@@ -119,7 +119,7 @@ def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dt
 
 
 def _one_row(kind: type[Quantized], columns: int, dtype: Any) -> Quantized:
-    """Return a one-row weight whose arrays have the dtypes and row shapes of its kind."""
+    """Return a one-row weight of a kind, as a template for the dtypes and row shapes of its arrays."""
     return kind.from_matrix(np.zeros((1, columns), np.float32), np.dtype(dtype))
 
 

@@ -30,9 +30,9 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
 from jaxgen.text.tokenizer import Tokenizer
 from jaxgen.training import lora
+from jaxgen.training.checkpoint import alone_in, remove_state
 from jaxgen.training.dataset import IGNORED, Example, pack, read_examples, shuffled
 from jaxgen.training.loop import TrainBatch, TrainConfig, can_resume, evaluate, train
-from jaxgen.training.state import alone_in, remove_state
 
 
 def train_and_save(options: argparse.Namespace) -> None:

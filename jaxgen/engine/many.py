@@ -34,8 +34,8 @@ def generate_many(
     >>> for done in generate_many(params, prompts, key, cfg, slots=16, tokenizer=tok):          # doctest: +SKIP
     ...     print(done.index, done.text)
 
-    Prompts are read as needed. If a prompt is not valid, for example because of an id outside the vocabulary, its
-    completion has the error, and the other prompts are still answered.
+    Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
+    completion carries the error, and the other prompts are still answered.
 
     If the parameters are divided over several processes, all of them must iterate. Process 0 reads the prompts and gets
     the completions. In the other processes the iteration yields nothing, and ends when that of process 0 ends.

@@ -35,7 +35,7 @@ class Claim:
 class Prefixes:
     """Chunks of prompts in a store with a fixed number of places; the least recently used chunks are evicted.
 
-    Prompts are loaded on the device in the order in which they `enter`. A place can therefore be reassigned to a later
+    Prompts are loaded onto the device in the order they `enter`. A place can therefore be reassigned to a later
     prompt while earlier prompts still have to copy from it, because the later prompt writes after they have copied.
 
     Args:

@@ -69,8 +69,8 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
         with _without_tracebacks():
             if calls := sorted(_callbacks(jitted.trace(*arguments).jaxpr.jaxpr)):
                 raise ConfigError(
-                    f"logits_processor, stopping_criteria or hook calls the host, by {', '.join(calls)}, but an "
-                    "exported program cannot do so: compute it with jax"
+                    f"logits_processor, stopping_criteria or hook calls the host through {', '.join(calls)}, which an "
+                    "exported program cannot do: use only operations of jax"
                 )
             result = export.export(jitted, platforms=tuple(platforms))(*arguments)
     except jax.errors.JAXTypeError:

@@ -36,7 +36,7 @@ Strings = str | Sequence[str] | Sequence[Sequence[str] | None]
 
 @flax.struct.dataclass
 class StopStrings:
-    """Automata of sets of stop strings, one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
+    """Automata for sets of stop strings, with one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
 
     A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", but not in "stop" + "at",
     where it was found one token earlier. It may begin in the prompt. The text of a token is `Tokenizer.token_bytes`: a
@@ -77,7 +77,7 @@ class StopStrings:
         """
         check_tokenizer(tokenizer)
         if capacity is not None and not isinstance(capacity, int):
-            raise TypeError(f"capacity must be the number of states, got {capacity!r}")
+            raise TypeError(f"capacity must be an integer, the number of states, got {capacity!r}")
         vocabulary = _vocabulary(tokenizer, vocab_size)
         empty = np.zeros((0, 256), np.int32), np.zeros(0, bool)
         tables = _tables(strings, vocabulary.text, *empty, capacity)

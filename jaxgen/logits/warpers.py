@@ -194,7 +194,7 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 
 
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
-    """Add the `count` tokens that are highest in `order float32[rows, V]`.
+    """Also keep the `count` tokens with the highest values in `order float32[rows, V]`.
 
     If the count is 1, or has one value per row, int32[rows, 1], all tokens that tie with the last are also added.
     """

@@ -23,7 +23,7 @@ from jaxgen.shapes import repeat_rows
 
 @flax.struct.dataclass
 class Visibility:
-    """The keys that each query may see, as one number per token: masks `[B, T, S]` are made block by block.
+    """Which keys each query may see, stored as one number per token; masks `[B, T, S]` are built block by block.
 
     A query sees itself and the tokens before it, at most `window` in all.
 
@@ -215,7 +215,7 @@ def place(
     else:
         if segment_ids is not None:
             raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
-        if isinstance(cache_position, int) and cache.owners is None:  # rows that share slots store them in turn
+        if isinstance(cache_position, int) and cache.owners is None:  # rows that share slots interleave their tokens
             start = max(cache_position - cache.offset, 0)
         cache, order, slots, overflow = allocate_slots(cache, cache_position, mask)
         orders = [repeat_rows(part.token_order(), batch) for part in cache.parts]

@@ -42,7 +42,7 @@ _FEWEST_TERMS, _MOST_TERMS = 4, 28
 _LONGEST_SUM = 9472
 # Keys or values of up to this many bytes are assumed to come from a GPU's cache when they are read again.
 _CACHED_BYTES = 8 << 20
-# With up to this many slots, the softmax of a query's scores and the sum of the values are one kernel on a GPU.
+# Up to this many slots, a GPU computes the softmax of a query's scores and the sum of the values in one kernel.
 _ONE_KERNEL_SLOTS = 1024
 # On a GPU, up to this many rows each add the product with the update of their own adapter.
 _FEW_ROWS = 32

@@ -23,7 +23,7 @@ def chat_page(model: str, *, is_chat: bool, alternatives: int, needs_key: bool) 
 
     Args:
         model: the model's name.
-        is_chat: whether the model has a chat template; otherwise, the page lets it continue texts.
+        is_chat: whether the model has a chat template; if not, the page offers to continue a text.
         alternatives: the number of most likely tokens to ask for.
         needs_key: whether to ask the user for an API key.
     """

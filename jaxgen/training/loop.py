@@ -28,8 +28,8 @@ from jaxgen.model.loss import next_token_loss
 from jaxgen.model.sharding import mesh_of, place_rows, replicate
 from jaxgen.model.weights import has_quantized
 from jaxgen.programs import Program, program
+from jaxgen.training.checkpoint import has_state, read_state, write_state
 from jaxgen.training.lora import attach
-from jaxgen.training.state import has_state, read_state, write_state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxgen import InputError
-from jaxgen.training.state import read_state, write_state
+from jaxgen.training.checkpoint import read_state, write_state
 
 STATE = {"weight": jax.random.normal(jax.random.key(0), (40, 50)), "step": jnp.int32(3)}
 
