@@ -120,7 +120,9 @@ def test_what_is_done_for_a_gpus_compiler_saves_operations(monkeypatch):
 
 def test_a_program_for_a_tpu_has_no_options_of_cpus(monkeypatch):
     jit, options = Program.jit, []
-    monkeypatch.setattr(Program, "jit", lambda self, on_cpu: options.append(on_cpu) or jit(self, on_cpu))
+    monkeypatch.setattr(
+        Program, "jit", lambda self, on_cpu, *static: options.append(on_cpu) or jit(self, on_cpu, *static)
+    )
     square = Program(lambda x: x @ x)
     for device in (device_for("v5e:2x2"), jax.devices("cpu")[0]):
         x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
