@@ -253,7 +253,7 @@ def unknown_kernel(history, scores):
         (TypeError, "use cfg.replace", {}, {"temperature": 0.5}),
         (TypeError, "no argument 'streamers'", {}, {"streamers": 0}),
         (TypeError, "must be a TokenAutomaton", {}, {"prefix_allowed_tokens_fn": lambda row, ids: [1]}),
-        (ConfigError, "calls the host, by pure_callback", {}, {"logits_processor": [ask_host]}),
+        (ConfigError, "calls the host through pure_callback", {}, {"logits_processor": [ask_host]}),
         (ConfigError, "unknown", {}, {"logits_processor": [unknown_kernel], "platforms": ["cpu"]}),
     ],
 )
