@@ -54,10 +54,10 @@ def test_a_conversation(start, talking, tmp_path):
         assert "The answer was interrupted." in terminal.wait_for(PROMPT)
         terminal.type("unfinished")
         terminal.wait_for("unfinished")
-        terminal.interrupt()
+        terminal.interrupt(after=0.1)
         assert "/exit quits" in terminal.wait_for(PROMPT)
         for _ in range(10):
-            terminal.interrupt()
+            terminal.interrupt(after=0.1)
             assert "/exit quits" in terminal.wait_for(PROMPT)
         terminal.type("y" * 5000 + "\n")
         assert "this message is too long" in terminal.wait_for(PROMPT)

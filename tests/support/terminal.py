@@ -49,9 +49,12 @@ class Terminal:
             data = data[os.write(self.own, data) :]
             self._receive(0)  # its echo: the terminal's buffer is small
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C, not within microseconds of what was written: CPython's input() misses a signal just then."""
-        time.sleep(0.1)
+    def interrupt(self, after: float = 0) -> None:
+        """Press Ctrl-C, so many seconds after the text that was waited for.
+
+        At a prompt, `after` must not be 0: CPython's input() may miss a signal that comes just as it begins to wait.
+        """
+        time.sleep(after)
         self.type("\x03")
 
     def quit(self) -> None:
