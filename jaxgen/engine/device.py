@@ -99,18 +99,25 @@ class Device:
         in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
         check_call_memory(in_slots, loop.form.width, store_bytes)
         self._state: Any = None
+        self._no_arrivals: Any = None  # on the device, because most chunks begin without arrivals
 
-    def open(self, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> None:
+    def open(self, params: Any, no_arrivals: Arrivals, tables: dict[str, Any]) -> None:
         """Create the state, with all slots free."""
-        state = _open(self._run(params, tables), arrivals, **self._loop.of_open)
+        self._no_arrivals = self._placed(no_arrivals, params)
+        state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
         # Committed, like the states that chunks return; otherwise a second program would be compiled.
-        self._state = state if self._mesh is not None else committed(state, params)
+        self._state = self._placed(state, params)
 
-    def step(self, params: Any, arrivals: Arrivals, tables: dict[str, Any], steps: int) -> jax.Array:
+    def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
         """Start a chunk of `steps` steps and return its journal, before it is finished; see `run_chunk`."""
-        arrivals, run = replicate(arrivals, self._mesh), self._run(params, tables)
-        self._state, packed = _chunk(run, self._state, arrivals, np.int32(steps), **self._loop.of_chunk)
+        news = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
+        run = self._run(params, tables)
+        self._state, packed = _chunk(run, self._state, news, np.int32(steps), **self._loop.of_chunk)
         return packed
+
+    def _placed(self, tree: Any, params: Any) -> Any:
+        """Return the arrays of a tree on the devices of the parameters."""
+        return committed(tree, params) if self._mesh is None else replicate(tree, self._mesh)
 
     def _run(self, params: Any, tables: dict[str, Any]) -> Run:
         return self._loop.run(params, tables, self._mesh)

@@ -116,17 +116,15 @@ class Engine:
         self._tables = tables_of(vocab, (grammar_states, grammar_classes), tokenizer, stop_states, stop_in_prompt)
         key_data = np.asarray(jax.random.key_data(key))
         self._schedule = Schedule(self._form, self._tables, loop.places, slots, key_data, prefixes)
-        arrivals = self._schedule.arrivals()
-        self._schedule.forget()
-        first = Plan(Step.CHUNK, 0, 0, arrivals, self._joint())
+        no_arrivals, tables = self._schedule.no_arrivals(), self._joint()
         mesh = mesh_of(params)
         self._processes = None
         params = params if mesh is not None else committed(params)
         if mesh is not None and mesh.is_multi_process:
             sizes = slots, prompt_width, grammar_states, grammar_classes, stop_states, id_entries, prefixes.places
             arguments = cfg, stop_in_prompt, *sizes
-            self._processes = Processes(first, repr(arguments))
-        self._device.open(params, arrivals, first.tables)
+            self._processes = Processes(no_arrivals, tables, repr(arguments))
+        self._device.open(params, no_arrivals, tables)
         self._changed = threading.Condition()
         self._weights = {0: params}
         self._pace = Pace(_STEPS)

@@ -11,7 +11,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgen.decoding.chunks import Arrivals
-from jaxgen.decoding.queue import NOBODY
 from jaxgen.errors import InputError
 
 
@@ -30,14 +29,14 @@ class Plan(NamedTuple):
         step: the action.
         version: the version of the weights that the chunk uses.
         steps: the number of steps in the chunk.
-        arrivals: the changes that the chunk begins with.
+        arrivals: the changes that the chunk begins with; None if there are none.
         tables: the tables of automata, by name.
     """
 
     step: Step
     version: int
     steps: int
-    arrivals: Arrivals
+    arrivals: Arrivals | None
     tables: dict[str, Any]
 
 
@@ -45,27 +44,26 @@ class Processes:
     """Sends the plans of process 0 to the others. All processes call the same functions in the same order.
 
     Args:
-        first: a plan without arrivals, with the first tables.
+        no_arrivals: arrivals without prompts and cancellations.
+        tables: the first tables.
         arguments: the arguments of the engine, which must be the same in all processes.
 
     Raises:
         InputError: the processes have different arguments.
     """
 
-    def __init__(self, first: Plan, arguments: str):
-        self._first = first
-        self._tables: dict[str, Any] = first.tables
-        digests = multihost_utils.process_allgather(_digest(arguments, first.arrivals))
+    def __init__(self, no_arrivals: Arrivals, tables: dict[str, Any], arguments: str):
+        self._no_arrivals, self._tables = no_arrivals, tables
+        digests = multihost_utils.process_allgather(_digest(arguments, no_arrivals))
         if (np.asarray(digests) != digests[0]).any():
             raise InputError("the processes created the engine with different arguments: they must be the same in all")
 
     def send(self, plan: Plan) -> None:
         """Send the plan to the other processes; called by process 0."""
         arrivals, tables = plan.arrivals, plan.tables
-        arrive = bool((arrivals.number != NOBODY).any() or (arrivals.cancelled >= 0).any())
         change = any(table is not self._tables[name] for name, table in tables.items())
-        _broadcast(np.asarray([plan.step, plan.version, plan.steps, arrive, change], np.int32))
-        if arrive:
+        _broadcast(np.asarray([plan.step, plan.version, plan.steps, arrivals is not None, change], np.int32))
+        if arrivals is not None:
             _broadcast(arrivals)
         if change:
             self._tables = tables
@@ -73,12 +71,12 @@ class Processes:
 
     def send_nothing(self, step: Step) -> None:
         """Tell the other processes to wait, or that this is the end."""
-        self.send(self._first._replace(step=step, tables=self._tables))
+        self.send(Plan(step, 0, 0, None, self._tables))
 
     def receive(self) -> Plan:
         """Return the plan that process 0 has sent."""
         step, version, steps, arrive, change = _broadcast(np.zeros(5, np.int32)).tolist()
-        arrivals = _broadcast(self._first.arrivals) if arrive else self._first.arrivals
+        arrivals = _broadcast(self._no_arrivals) if arrive else None
         if change:
             self._tables = _broadcast(self._tables)
         return Plan(Step(step), version, steps, arrivals, self._tables)

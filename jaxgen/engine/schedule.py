@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
 _NUMBERS = 2**31 - 1
-_SECONDS = 0.1  # approximate duration of a chunk
+_SECONDS = 0.1  # of a chunk at least
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,8 +147,15 @@ class Schedule:
             self._cancelled.append(flight)
             self._land(flight)
 
-    def arrivals(self) -> Arrivals:
-        """Return the changes since the last chunk; prompts leave `waiting` as long as there are places for them."""
+    def no_arrivals(self) -> Arrivals:
+        """Return arrivals without prompts and cancellations."""
+        return self._arrivals([], {}, [])
+
+    def arrivals(self) -> Arrivals | None:
+        """Return the changes since the last chunk, or None if there are none.
+
+        Prompts leave `waiting` as long as there are places for them.
+        """
         cancelled = self._cancellations()
         space = min(self.most, self.places - self._queued - sum(self._sent))
         sent: list[Flight] = []
@@ -165,7 +173,7 @@ class Schedule:
             flight.number = next(number for number in self._numbers if number not in self.flying)
             self.flying[flight.number], flight.version = flight, self.version
         self._sent.append(len(sent))
-        return self._arrivals(sent, starts, cancelled)
+        return self._arrivals(sent, starts, cancelled) if sent or cancelled else None
 
     def _enter(self, flight: Flight, blocked: set[str]) -> dict[str, int] | None:
         """Add a prompt to the tables and the store; return its initial states, or None if it must wait."""
@@ -189,18 +197,18 @@ class Schedule:
         flight.cached = len(flight.claim.have) * self.prefixes.chunk
         return states
 
-    def _cancellations(self) -> np.ndarray:
+    def _cancellations(self) -> list[int]:
         """Return the numbers of prompts to cancel now, and release their claims on the store."""
-        numbers = np.full(self.most, NOBODY - 1, np.int32)  # a number that no prompt has
-        for place in range(min(self.most, len(self._cancelled))):
-            flight = self._cancelled.popleft()
-            numbers[place] = flight.number
+        cancelled = [self._cancelled.popleft() for _ in range(min(self.most, len(self._cancelled)))]
+        for flight in cancelled:
             if flight.claim is not None:
                 self.prefixes.release(flight.claim)
-        return numbers
+        return [flight.number for flight in cancelled]
 
-    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: np.ndarray) -> Arrivals:
+    def _arrivals(self, sent: list[Flight], starts: dict[str, list[int]], cancelled: list[int]) -> Arrivals:
         rows = self.most
+        ended = np.full(rows, NOBODY - 1, np.int32)  # padded with a number that no prompt has
+        ended[: len(cancelled)] = cancelled
         prompts = [flight.prompt for flight in sent]
         number, sequences = np.full(rows, NOBODY, np.int32), np.zeros(rows, np.int32)
         key, index = np.broadcast_to(self.key, (rows, *self.key.shape)).copy(), np.zeros(rows, np.uint32)
@@ -213,7 +221,7 @@ class Schedule:
         prefixes = None
         if self.prefixes.places:
             prefixes = Places(*self.prefixes.arrays([flight.claim for flight in sent if flight.claim], rows))
-        return Arrivals(request, number, sequences, key, index, own_key, cancelled, prefixes)
+        return Arrivals(request, number, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
         """Yield the entries of the oldest unread chunk, by sequence; remove prompts that have ended."""
@@ -242,10 +250,6 @@ class Schedule:
                 if not flight.remaining:
                     self._land(flight)
 
-    def forget(self) -> None:
-        """Do not expect to read the last chunk."""
-        self._sent.pop()
-
     def _land(self, flight: Flight) -> None:
         del self.flying[flight.number]
         for name, (key, _) in flight.automata.items():
@@ -253,7 +257,7 @@ class Schedule:
 
 
 class Pace:
-    """Chooses the number of steps in a chunk: as many as take a tenth of a second, but at least 1.
+    """Chooses the number of steps in a chunk: as few as take at least a tenth of a second.
 
     The first token of a prompt is read only when its chunk has ended, and prompts that arrive in the meantime wait for
     the next chunk.
@@ -273,4 +277,4 @@ class Pace:
         self._taken, self._ended = taken, ended
         if steps > 0:
             self._seconds = (self._seconds or seconds / steps) / 2 + seconds / steps / 2
-            self.steps = min(max(int(_SECONDS / max(self._seconds, 1e-9)), 1), self.most)
+            self.steps = min(math.ceil(_SECONDS / max(self._seconds, 1e-9)), self.most)

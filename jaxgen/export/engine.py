@@ -72,7 +72,7 @@ def export_engine(
     extensions = extensions_of(cfg, logits_processor, stopping_criteria, None, hook)
     engine = Loop.of(form, extensions, slots, steps=_STEPS, key_impl=KEYS)
     schedule = Schedule(form, {}, engine.places, slots, np.zeros(2, np.uint32), Prefixes(0, prompt_width, 0))
-    nobody = _as_inputs(schedule.arrivals())
+    nobody = _as_inputs(schedule.no_arrivals())
     nobody["sequences"][:], nobody["max_new_tokens"][:] = cfg.num_return_sequences, form.capacity
 
     values = nobody | {"steps": np.asarray(_STEPS, np.int32)}

@@ -128,7 +128,6 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_nothing_behind():
         made._schedule.arrivals()  # the cancellations that have not been sent
         assert len(index._free) + len(index._stored) == index.places
         assert not index._coming
-        made._schedule.forget()
 
 
 def test_a_size_that_is_refused_and_a_hook():

@@ -33,7 +33,7 @@ def packed(waiting: int, *entries: tuple[int, int, int, int]) -> np.ndarray:
 def sent(plan: Schedule) -> list[int]:
     """The indices of the prompts that arrive."""
     arrivals = plan.arrivals()
-    return arrivals.index[arrivals.number != NOBODY].tolist()
+    return [] if arrivals is None else arrivals.index[arrivals.number != NOBODY].tolist()
 
 
 def test_prompts_are_sent_in_order_while_there_are_places():
@@ -48,6 +48,7 @@ def test_prompts_are_sent_in_order_while_there_are_places():
 
 def test_entries_are_told_by_sequence_and_numbers_are_free_after_the_last():
     plan = schedule()
+    assert plan.arrivals() is None
     one, two = flight(plan, 0, n=2), flight(plan, 1)
     plan.waiting.extend([one, two])
     plan.arrivals()
@@ -101,14 +102,14 @@ def test_which_prompts_turn_on_more_than_the_config(options, unusual):
     assert schedule().form.read({"ids": [5], **options}, 0).unusual == unusual
 
 
-def test_a_chunk_takes_about_a_tenth_of_a_second():
+def test_a_chunk_takes_at_least_a_tenth_of_a_second():
     pace = Pace(8)
     assert pace.steps == 1
     pace.measure(0, 0.0, 60.0)  # compiled, and took no step
     assert pace.steps == 1
     for number in range(1, 20):
         pace.measure(number, 0.0, 60.0 + 0.03 * number)
-    assert pace.steps == 3
+    assert pace.steps == 4
     pace.measure(20, 100.0, 101.0)
     assert pace.steps == 1
     for number in range(21, 40):

@@ -50,7 +50,7 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
     form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
     loop = Loop.of(form, Extensions(), SLOTS, steps=8, key_impl="threefry2x32", stored=prefixes.places)
     tables = {"allowed": Table(Grammars(model.vocab_size, (64, 16)), 64)}
-    arrivals = Schedule(form, tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes).arrivals()
+    arrivals = Schedule(form, tables, loop.places, SLOTS, np.zeros(2, np.uint32), prefixes).no_arrivals()
     traced = trace(loop, shapes(model, device), arrivals, {name: table.joint for name, table in tables.items()})
     return copies(lower_for(device, traced).compile().as_text(), cfg, prefixes.places * prefixes.chunk)
 
