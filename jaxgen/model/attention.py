@@ -28,7 +28,7 @@ _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 # Up to this many queries (a decode step), a key block is read once, in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
-_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 512, 256  # within one row and kv head
+_CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # within one row and kv head
 # Queries that share the keys up to the last one of them.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096

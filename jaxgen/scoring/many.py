@@ -64,11 +64,14 @@ class _Group:
 
     @classmethod
     def of(cls, context: tuple[int, ...], continuations: dict[int, tuple[int, ...]]) -> _Group:
-        longest = max(map(len, continuations.values()))
-        # The last token is not read, so a continuation of one token needs no second pass.
-        width = 1 if longest == 1 else 1 + _columns(longest - 1)
+        width = _width(max(map(len, continuations.values())))
         columns = 1 if len(context) == 1 else prompt_bucket(len(context))  # text windows have one token of context
         return cls(context, continuations, power_of_two(len(continuations), 1), (columns, width))
+
+
+def _width(size: int) -> int:
+    """Return the number of columns for a continuation; the last token is not read, so one token needs no pass."""
+    return 1 if size == 1 else 1 + _columns(size - 1)
 
 
 def _columns(size: int) -> int:
@@ -120,25 +123,28 @@ def score_many(
         raise ConfigError("adapter has one value per prompt, but score_many has no fixed prompts: set one value")
     mesh = mesh_of(params)
     found: dict[int, TokenScores] = {}
-    for batch in _batches(_groups(requests, model), batch_tokens, max(1, LOGITS_AT_ONCE // model.vocab_size)):
+    for batch in _batches(_groups(requests, model, batch_tokens), batch_tokens, max(1, LOGITS_AT_ONCE // model.vocab_size)):
         found |= _score(params, batch, cfg, mesh)
     return [found[number] for number in range(len(found))]
 
 
-def _groups(requests: Iterable[tuple[Sequence[int], Sequence[int]]], model: ModelConfig) -> list[_Group]:
-    """Group the requests by context."""
+def _groups(
+    requests: Iterable[tuple[Sequence[int], Sequence[int]]], model: ModelConfig, batch_tokens: int
+) -> Iterator[_Group]:
+    """Group the requests by context, continuations of similar length together, at most `batch_tokens` in a group."""
     of_context: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
     for number, request in enumerate(requests):
         if not isinstance(request, tuple | list) or len(request) != 2:
             raise TypeError(f"request {number} must be a pair of lists of ids: (context, continuation)")
         context, continuation = (_ids(part, model, number) for part in request)
         of_context.setdefault(context, {})[number] = continuation
-    return [
-        _Group.of(context, dict(items[start : start + _MOST_CONTINUATIONS]))
-        for context, own in of_context.items()
-        for items in [sorted(own.items(), key=lambda item: len(item[1]))]
-        for start in range(0, len(items), _MOST_CONTINUATIONS)
-    ]
+    for context, own in of_context.items():
+        rest = sorted(own.items(), key=lambda item: len(item[1]), reverse=True)
+        while rest:
+            fitting = max(1, batch_tokens // _width(len(rest[0][1])))
+            size = min(1 << (fitting.bit_length() - 1), _MOST_CONTINUATIONS)  # a group has 2**n rows
+            yield _Group.of(context, dict(rest[:size]))
+            rest = rest[size:]
 
 
 def _ids(part: Sequence[int], model: ModelConfig, number: int) -> tuple[int, ...]:
@@ -150,7 +156,7 @@ def _ids(part: Sequence[int], model: ModelConfig, number: int) -> tuple[int, ...
         raise InputError(f"request {number}: {error}") from error
 
 
-def _batches(groups: list[_Group], batch_tokens: int, most_rows: int) -> Iterator[list[_Group]]:
+def _batches(groups: Iterable[_Group], batch_tokens: int, most_rows: int) -> Iterator[list[_Group]]:
     """Yield groups to score together, largest first: at most `most_rows` continuations, or those of one context."""
     batch, width = [], 0
     for group in sorted(groups, key=lambda group: (group.copies, group.widths), reverse=True):
