@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxgen.scoring.many import score_many
 from jaxgen.text.tokenizer import Tokenizer
 
 _SLOTS, _ANSWER = 32, 256
+_FEW = 4  # texts whose ids are kept
 
 
 class JaxgenLM(TemplateLM):
@@ -68,6 +70,8 @@ class JaxgenLM(TemplateLM):
         self.max_gen_toks, self.slots, self.batch_tokens = max_gen_toks, slots, batch_tokens
         self._params, self._cfg, self._tokenizer, self._name = params, cfg, tokenizer, name
         self._key = jax.random.key(seed)
+        # The harness encodes a question's context once for each of its choices.
+        self._encode = functools.lru_cache(_FEW)(self._encoded)
         ends = eos_list(cfg.eos_token_id)
         self._eot = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)
         if self._eot is None:
@@ -96,7 +100,10 @@ class JaxgenLM(TemplateLM):
         """Return the ids of a text; if the text already begins with the bos token, do not add another."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
-        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens) if string else []
+        return list(self._encode(string, add_special_tokens))
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)) if text else ()
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the chat template, for the harness's report."""

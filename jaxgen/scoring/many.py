@@ -123,7 +123,8 @@ def score_many(
         raise ConfigError("adapter has one value per prompt, but score_many has no fixed prompts: set one value")
     mesh = mesh_of(params)
     found: dict[int, TokenScores] = {}
-    for batch in _batches(_groups(requests, model, batch_tokens), batch_tokens, max(1, LOGITS_AT_ONCE // model.vocab_size)):
+    most_rows = max(1, LOGITS_AT_ONCE // model.vocab_size)
+    for batch in _batches(_groups(requests, model, batch_tokens), batch_tokens, most_rows):
         found |= _score(params, batch, cfg, mesh)
     return [found[number] for number in range(len(found))]
 
