@@ -14,7 +14,8 @@ from jaxgen import CausalLM, GenerationConfig, KVCache
 from jaxgen.config.availability import normal_form
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.run import Request, Run, Sizes
+from jaxgen.decoding.request import Request
+from jaxgen.decoding.run import Run, Sizes
 from jaxgen.model.int8 import Int8
 from jaxgen.request.driver import run_whole
 from tests.support.models import model_config, slow

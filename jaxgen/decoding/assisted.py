@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.decoding import guidance
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.drafting import Draft, drafter_of
 from jaxgen.decoding.forward import Forward, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import Sample, SampleState, record_layers
-from jaxgen.decoding.tokens import Tokens
 
 
 @flax.struct.dataclass

@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.needs import Needs
@@ -28,7 +29,6 @@ from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import draw_distinct, process
 from jaxgen.decoding.stopping import StopReason, failure
-from jaxgen.decoding.tokens import Tokens
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k

@@ -17,7 +17,8 @@ from jaxgen.decoding.continuous import Continuous, ContinuousState
 from jaxgen.decoding.journal import Journal
 from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY, Queue
-from jaxgen.decoding.run import Array, Request, Run
+from jaxgen.decoding.request import Array, Request
+from jaxgen.decoding.run import Run
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.model.sharding import REPLICATED, constrain
 

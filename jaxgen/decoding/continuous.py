@@ -23,9 +23,10 @@ from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.pool import Pool
 from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.recording import Recording
+from jaxgen.decoding.request import Request
 from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.run import Run
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import repeat_rows

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.forward import run_model, run_prompts
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import choose, process
 from jaxgen.decoding.stopping import StopReason
-from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.cache import KVCache
 
 # The heuristic schedule drafts at most this multiple of `num_assistant_tokens`; it sets the width of the model's pass.

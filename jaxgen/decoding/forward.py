@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 
 from jaxgen.decoding import guidance
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.hook import StepHook, StepInputs, StepOutput
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import InputError
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.run import Request, Run
-from jaxgen.decoding.tokens import Tokens
+from jaxgen.decoding.alignment import Tokens
+from jaxgen.decoding.request import Request
+from jaxgen.decoding.run import Run
 from jaxgen.logits import processors
 from jaxgen.logits.row_options import OptionValues, RowOptions
 from jaxgen.model.cache import KVCache

@@ -17,14 +17,15 @@ from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding import guidance
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.continuation import UNKNOWN, Continuation
 from jaxgen.decoding.forward import Forward, begin_hook, run_prompts
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.needs import Needs
 from jaxgen.decoding.recording import Recording, columns_of
+from jaxgen.decoding.request import Request
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.run import Request, Run, is_expanded
-from jaxgen.decoding.tokens import Tokens
+from jaxgen.decoding.run import Run, is_expanded
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import embed
 from jaxgen.model.sharding import REPLICATED, constrain

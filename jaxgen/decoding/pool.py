@@ -15,8 +15,9 @@ from jaxgen.decoding.forward import Forward, ModelInputs, begin_hook, in_one_pas
 from jaxgen.decoding.loop import Prefilled, open_prompts
 from jaxgen.decoding.prefixes import NOWHERE, copy_from, copy_to
 from jaxgen.decoding.queue import NOBODY, Queue
+from jaxgen.decoding.request import Request
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.run import Run
 from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.model.sharding import rows_on

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxgen.decoding.run import Array
+from jaxgen.decoding.request import Array
 from jaxgen.model.cache import KVCache
 from jaxgen.shapes import where
 

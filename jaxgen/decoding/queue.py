@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.decoding.prefixes import Places
-from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.request import Request
+from jaxgen.decoding.run import Run
 
 NOBODY = -1  # the number of no prompt
 

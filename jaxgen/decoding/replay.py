@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.extensions import Extensions
-from jaxgen.decoding.run import Array
-from jaxgen.decoding.tokens import Tokens
+from jaxgen.decoding.request import Array
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.history import History
 from jaxgen.logits.pipeline import build_transform

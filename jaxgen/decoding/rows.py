@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxgen.config.generation_config import GenerationConfig
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.constraints import ConstraintAutomaton, ConstraintState
 from jaxgen.decoding.logprobs import LogProbs, logprobs_of
 from jaxgen.decoding.recording import Recording, put_step
+from jaxgen.decoding.request import Request
 from jaxgen.decoding.rng import sequence_keys
 from jaxgen.decoding.row_state import RowState
-from jaxgen.decoding.run import Request, Run
+from jaxgen.decoding.run import Run
 from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
-from jaxgen.decoding.tokens import Tokens
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits import pipeline

@@ -16,7 +16,7 @@ from jaxgen.config.option import GREEDY, SAMPLE
 from jaxgen.config.options import OPTIONS
 from jaxgen.config.values import is_array
 from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.run import Request
+from jaxgen.decoding.request import Request
 from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room

@@ -12,7 +12,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.decoding.chunks import Arrivals, open_queue, run_chunk
 from jaxgen.decoding.hook import StepHook
-from jaxgen.decoding.run import Request
+from jaxgen.decoding.request import Request
 from jaxgen.engine.device import Loop
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes

@@ -1,7 +1,7 @@
 """The arrays of a request: prompts, masks, embeddings and negative prompts.
 
 Concrete arrays are checked by value and stay numpy. Arrays that the caller's own transformation traces are checked by
-shape and dtype. Padding is inferred and checked here; `jaxgen.decoding.tokens.Tokens.align` removes it.
+shape and dtype. Padding is inferred and checked here; `jaxgen.decoding.alignment.Tokens.align` removes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.continuation import UNKNOWN
-from jaxgen.decoding.run import Array
+from jaxgen.decoding.request import Array
 from jaxgen.errors import InputError, warn
 from jaxgen.model.config import ModelConfig
 

@@ -21,7 +21,8 @@ from jaxgen.decoding.continuous import Continuous
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.loop import Mode
 from jaxgen.decoding.modes import mode_of
-from jaxgen.decoding.run import Array, Request, Run, Sizes, is_expanded
+from jaxgen.decoding.request import Array, Request
+from jaxgen.decoding.run import Run, Sizes, is_expanded
 from jaxgen.errors import ConfigError, InputError, warn
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.row_options import OptionValues

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxgen import GenerationConfig, InputError, KVCache, StepHook
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.forward import Forward, ModelInputs, begin_hook, inputs_of, observe, run_model, run_prompts
 from jaxgen.decoding.needs import Needs
-from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.causal_lm import ModelOutput, forward
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params

@@ -10,7 +10,8 @@ import pytest
 from jaxgen import StepHook
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.needs import Needs
-from jaxgen.decoding.run import Request, Run, Sizes, is_expanded
+from jaxgen.decoding.request import Request
+from jaxgen.decoding.run import Run, Sizes, is_expanded
 from tests.support.counting import CFG
 from tests.support.trunk import MESH, prepared
 

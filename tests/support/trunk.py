@@ -4,9 +4,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxgen.decoding.alignment import Tokens
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.tokens import Tokens
 from jaxgen.model.sharding import divide
 from jaxgen.request.prepare import CallInputs, Prepared, prepare
 from tests.support import counting

@@ -1,0 +1,71 @@
+"""The prompts of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxgen.decoding.continuation import Continuation
+from jaxgen.decoding.rng import prompt_keys
+from jaxgen.logits.row_options import OptionValues, repeat_values
+from jaxgen.shapes import repeat_rows
+
+Array = Any  # jax.Array inside a program, np.ndarray before
+
+
+@flax.struct.dataclass
+class Request:
+    """The prompts of a run with everything that belongs to each: checked, rounded up in an eager call, all traced.
+
+    Attributes:
+        ids: int32[B, P], padded on any side; `UNKNOWN` throughout if only embeddings were given.
+        mask: bool[B, P], True for tokens.
+        budget: int32[B], the maximum number of tokens to generate per prompt.
+        options: values of the enabled options, each for all prompts or `[B, ...]`; see `GenerationConfig.split`.
+        grammar: int32[] or int32[B], the first state of the token automaton; None without one.
+        stop_strings: int32[] or int32[B], the first state of the stop strings' automaton; None without stop strings.
+        unusual: bool[B], prompts with options that are not in `Run.usual`; None without it.
+        logged: bool[B], prompts whose log-probabilities are recorded; None for all.
+        key: one key, `key[B]`, or None for greedy search.
+        cache: the tokens before the prompts; its number of rows is B or a divisor of B. Or None.
+        embeds: `[B, P, D]`, or None.
+        negative_ids: int32[B, Q], the negative prompts of guidance, or None.
+        negative_mask: bool[B, Q], or None.
+    """
+
+    ids: Array
+    mask: Array
+    budget: Array
+    options: OptionValues
+    grammar: Array | None = None
+    stop_strings: Array | None = None
+    unusual: Array | None = None
+    logged: Array | None = None
+    key: jax.Array | None = None
+    cache: Continuation | None = None
+    embeds: Array | None = None
+    negative_ids: Array | None = None
+    negative_mask: Array | None = None
+
+    def select(self, prompts: jax.Array) -> Request:
+        """Return the prompts numbered `prompts int32[n]` of a complete request; all must share the cache."""
+        selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
+        return dataclasses.replace(selected, cache=self.cache)
+
+    def complete(self) -> Request:
+        """Return the request with one entry per prompt in every array except those of the cache.
+
+        Prompts can then be selected by indexing each array.
+        """
+        prompts = self.ids.shape[0]
+        states = {"grammar": self.grammar, "stop_strings": self.stop_strings}
+        return dataclasses.replace(
+            self,
+            options=repeat_values(self.options, prompts),
+            **jax.tree.map(lambda state: repeat_rows(jnp.atleast_1d(state), prompts), states),
+            key=None if self.key is None else prompt_keys(self.key, prompts),
+        )
