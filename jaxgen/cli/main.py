@@ -8,7 +8,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
 from jaxgen.cli import distributed, terminal
@@ -98,13 +99,8 @@ def _answer(argv: Sequence[str]) -> int:
     terminal.show("starting")
     check_convert()
     from jaxgen.cli.answer import answer  # imports jax, which takes a second and is not needed for --help
-    from jaxgen.cli.compile_cache import keep_programs
-    from jaxgen.cli.device import use_device
 
-    _collect_garbage()
-    if options.compile_cache:
-        keep_programs()
-    with use_device(options.device):
+    with _device(options):
         stats = answer(options)
     if options.stats:
         for line in stats.lines():
@@ -118,11 +114,9 @@ def _answer(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> None:
     options = parse_train(argv)
     check_convert()
-    from jaxgen.cli.device import use_device
     from jaxgen.cli.train import train_and_save
 
-    _collect_garbage()
-    with use_device(options.device):
+    with _device(options):
         train_and_save(options)
 
 
@@ -130,15 +124,23 @@ def _serve(argv: Sequence[str]) -> None:
     options = parse_serve(argv)
     terminal.show("starting")
     check_convert()
-    from jaxgen.cli.compile_cache import keep_programs
-    from jaxgen.cli.device import use_device
     from jaxgen.cli.serve import serve
 
+    with _device(options):
+        serve(options)
+
+
+@contextlib.contextmanager
+def _device(options: Any) -> Iterator[None]:
+    """Use the device that the options name, and stored programs if they say so; all modules must be imported."""
+    from jaxgen.cli.compile_cache import keep_programs
+    from jaxgen.cli.device import use_device
+
     _collect_garbage()
-    if options.compile_cache:
+    if getattr(options, "compile_cache", False):
         keep_programs()
     with use_device(options.device):
-        serve(options)
+        yield
 
 
 def _collect_garbage() -> None:
