@@ -1,6 +1,6 @@
 """The state of a row: its tokens, options, key, grammar, stop strings, constraints, hook and records.
 
-Every part supports these operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select`
+The operations on every part are: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select`
 rows (reorder them, as beams do) and `insert` rows (replace a finished row by another prompt). The first axis of every
 array is the rows, or the prompts where that is declared, so each operation is one map; see `RowState`.
 """

@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def leads(self) -> bool:
-        """True in the process to which prompts are submitted; False in the others, if there are several."""
+        """True in process 0, where prompts are submitted; False in other processes."""
         return self._processes is None or jax.process_index() == 0
 
     @property

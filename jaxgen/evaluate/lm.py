@@ -34,7 +34,8 @@ class JaxgenLM(TemplateLM):
 
     Args:
         params: the parameters.
-        cfg: the model's config. `cfg.adapter` applies to all requests; other generation options come from each request.
+        cfg: the model's config. Its options, which `load_hf` reads from generation_config.json, are defaults for the
+            requests, as in the harness's own `hf` model: a repetition penalty also applies to greedy answers.
         tokenizer: the model's tokenizer.
         name: identifies the model in reports and in the cache of requests.
         max_length: the maximum number of tokens per request; by default the model's context.
@@ -168,14 +169,10 @@ class JaxgenLM(TemplateLM):
         prompts = [prompt for prompt, _ in read]
         width = max(len(prompt["ids"]) for prompt in prompts)
         draws = any(prompt["do_sample"] for prompt in prompts)
-        cfg = GenerationConfig(
-            model=self._cfg.model,
+        cfg = self._cfg.replace(
             max_new_tokens=max(prompt["max_new_tokens"] for prompt in prompts),
             eos_token_id=sorted({*eos_list(self._cfg.eos_token_id), self.eot_token_id}),
-            pad_token_id=self._cfg.pad_token_id,
             do_sample=draws,
-            top_k=0,
-            adapter=self._cfg.adapter,
         )
         answers = [""] * len(requests)
         more = {"tokenizer": self._tokenizer, "slots": min(self.slots, len(prompts)), "prompt_width": width}

@@ -70,7 +70,7 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
             if calls := sorted(_callbacks(jitted.trace(*arguments).jaxpr.jaxpr)):
                 raise ConfigError(
                     f"logits_processor, stopping_criteria or hook calls the host through {', '.join(calls)}, which an "
-                    "exported program cannot do: use only operations of jax"
+                    "exported program cannot do: compute with jax alone"
                 )
             result = export.export(jitted, platforms=tuple(platforms))(*arguments)
     except jax.errors.JAXTypeError:

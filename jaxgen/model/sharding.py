@@ -90,7 +90,7 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
     def put(path, leaf):
         if any(key.key in FUSED for key in path):
             raise InputError(
-                "params have fused projections, which work on one device only: divide params before fusing them"
+                "params have fused projections, which work on one device only: shard params that are not fused"
             )
         return jax.tree.map(jax.device_put, leaf, _sharding(".".join(key.key for key in path), leaf, mesh))
 

@@ -66,7 +66,7 @@ def _finite(value: float) -> float:
 
 
 def entries(scored: Scored, texts: TokenTexts, as_id: bool = False) -> list[dict[str, Any]]:
-    """Return the entries of `logprobs.content` in a chat; with `as_id`, tokens are named by their ids."""
+    """Return the entries of `logprobs.content` of a chat response; with `as_id`, show each token as its id."""
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": texts.text(token, as_id), "logprob": logprob, "bytes": list(texts.bytes(token))}

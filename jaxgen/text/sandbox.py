@@ -8,7 +8,8 @@ each operation is short, and checking the clock between them bounds the whole, i
 import contextvars
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set, ValuesView
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -21,13 +22,19 @@ SECONDS = 1.0  # of CPU time, plus the same per million input characters
 # Characters of a value or the output, and of all values; and more of them per input character.
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300
+_STEPS = 32  # between two looks at the clock
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _OBJECT = 50  # characters that count as much as an object
 _LARGEST_INTEGER = 100_000  # bits
 
-# Fields whose width has four digits or is a value, and fields with attributes, which are not measured.
-_WIDE = {"%": re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)"), "{": re.compile(r"\{[^{}]*(:[^{}]*\d{4}|\{)|\{[^{}:!]*\.")}
+# Fields whose width has four digits or is a value, and fields with attributes or items, which are not measured. After
+# a "%" with a name, which may contain anything, no four digits are allowed. Each search takes linear time.
+_WIDE = {
+    "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
+    "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
+}
 # Filters and methods that may write their arguments once for each part of a value.
-_MULTIPLYING = {"expandtabs", "indent", "join", "replace", "tojson"}
+_MULTIPLYING = {"expandtabs", "indent", "replace", "tojson"}
 # Those with a number of characters or items as an argument.
 _LENGTHENING = {"batch", "center", "ljust", "rjust", "round", "slice", "zfill"}
 # Filters that may read an attribute, or an attribute of an attribute, of each item.
@@ -51,27 +58,38 @@ class _Limits:
 
     def counted(self, value: Any) -> Any:
         """Return a value that the template made, after counting it."""
-        self.steps += 1
-        if self.steps % 32 == 0 and time.thread_time() > self.deadline:
-            raise TooMuch(f"takes longer than {self.seconds:.3g} s")
+        self.count(1)
         self.left -= 0 if value is None else size_of(value, self.largest)
         if self.left < 0:
             raise TooMuch(f"makes more than {self.all:,} characters in all")
         return value
+
+    def count(self, steps: int) -> None:
+        """Count steps, and look at the clock from time to time."""
+        self.steps += steps
+        if self.steps >= _STEPS:
+            self.steps = 0
+            if time.thread_time() > self.deadline:
+                raise TooMuch(f"takes longer than {self.seconds:.3g} s")
 
     def check(self, size: int) -> None:
         """Raise an error if a value of this size would be too large."""
         if size > self.largest:
             raise TooMuch(f"makes a value of more than {self.largest:,} characters")
 
-    def check_call(self, name: str, value: Any, arguments: tuple, sign: str = "{") -> None:
+    def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _NONE, sign: str = "{") -> None:
         """Raise an error if a filter or a method of a string would make too much; `sign` begins a format's fields."""
+        positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not offered")
         if name in ("format", "format_map"):
             if _WIDE[sign].search(str(value)):
-                raise TooMuch("formats with a width of more than 999 characters, or an attribute")
+                raise TooMuch("formats with a width of more than 999 characters, or an attribute or an item")
             self.check(len(str(value)) + str(value).count(sign) * size_of(arguments, self.largest))
+        elif name == "replace" and isinstance(value, str) and len(positional) > 1 and not named:
+            self.check(len(value) + value.count(str(positional[0])) * _extent(positional[1]))
+        elif name == "join":
+            self.check(size_of(value, self.largest) + len(value) * sum(map(_extent, arguments)))
         elif name in _MULTIPLYING:
             self.check(size_of(value, self.largest) * (1 + sum(map(_extent, arguments))))
         elif name in _LENGTHENING:
@@ -105,7 +123,7 @@ def size_of(value: Any, largest: int) -> int:
     size, items = 0, ()
     if isinstance(value, (str, bytes)):
         size = len(value)
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, Set, ValuesView)):
         size, items = _OBJECT * len(value), value
     elif isinstance(value, (dict, Mapping)):
         size, items = 2 * _OBJECT * len(value), (*value, *value.values())
@@ -125,14 +143,19 @@ def _extent(value: Any) -> int:
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits; `render` its templates."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any):
-        super().__init__(**options)
+        super().__init__(finalize=_output, **options)
         self.globals["namespace"] = _Namespace
         del self.globals["lipsum"]
         plain = jinja2.sandbox.ImmutableSandboxedEnvironment()
-        plain.filters |= {**filters, "counted": lambda value: value}
+        plain.filters |= {
+            **filters,
+            "counted": lambda value: value,
+            "steps": lambda number: _limits.get().count(number),
+        }
+        plain.filters["concatenated"] = self._concatenated
         self.filters = {name: _limited(name, plain.call_filter) for name in plain.filters}
         self.tests = {name: _limited(name, plain.call_test) for name in plain.tests}
 
@@ -142,15 +165,21 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def concat(self, pieces: Any) -> str:  # type: ignore[override]
         """Join the output of a template, a macro or a block."""
-        pieces, limits = list(pieces), _limits.get()
-        limits.check(sum(map(len, pieces)))
-        return limits.counted("".join(pieces))
+        limits, size, kept = _limits.get(), 0, []
+        for piece in pieces:
+            size += len(piece)
+            limits.check(size)
+            kept.append(piece)
+        return limits.counted("".join(kept))
+
+    def _concatenated(self, values: Any) -> str:
+        return self.concat(map(str, values))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Calculate `left operator right`."""
         limits = _limits.get()
         if operator == "%" and isinstance(left, str):
-            limits.check_call("format", left, (right,), "%")
+            limits.check_call("format", left, (right,), sign="%")
         elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length()
             if (bits * abs(right) if operator == "**" else bits + right.bit_length()) > _LARGEST_INTEGER:
@@ -167,9 +196,9 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             limits.counted(arguments)
         if isinstance(owner, str | bytes | int) and method.__name__ == "join":
             arguments = tuple(map(list, arguments))
-            limits.check_call("join", arguments, (owner,))
+            limits.check_call("join", [item for items in arguments for item in items], (owner,))
         elif isinstance(owner, str | bytes | int):
-            limits.check_call(method.__name__, owner, (*arguments, *named.values()))
+            limits.check_call(method.__name__, owner, arguments, named)
         return limits.counted(super().call(__context, __obj, *arguments, **named))
 
 
@@ -180,10 +209,20 @@ def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
         limits = _limits.get()
         value = list(value) if name == "join" else value
-        limits.check_call(name, value, (*arguments, *named.values()), "%")
+        limits.check_call(name, value, arguments, named, "%")
         return limits.counted(call(name, value, arguments, named, context=context))
 
     return call_within_limits
+
+
+@jinja2.pass_context  # so that jinja does not call it while compiling
+def _output(context: Any, value: Any) -> str:
+    """Return a value as the template writes it."""
+    limits = _limits.get()
+    if not isinstance(value, str):
+        size_of(value, limits.largest)  # raises an error before the text is made
+        value = str(value)
+    return limits.counted(value)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -192,19 +231,33 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Passes what is computed without calling the environment, and each turn of a loop, to the filter "counted"."""
+    """Counts what is computed without calling the environment, and the turns of loops and calls of macros.
+
+    A comparison with a constant is too short to be counted by itself, so a loop or macro counts all of those in it.
+    """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:
         """Rewrite a node and those in it."""
         node = super().generic_visit(node, *arguments, **named)
+        if isinstance(node, nodes.For | nodes.Macro):
+            steps = nodes.Const(1 + sum(1 for _ in node.find_all(nodes.Compare)))
+            node.body.insert(0, nodes.ExprStmt(_filtered(steps, "steps", node.lineno), lineno=node.lineno))
         if isinstance(node, nodes.For):
-            node.body.insert(0, nodes.ExprStmt(_counted(nodes.Const(None)), lineno=node.lineno))
             node.test = node.test and _counted(node.test)
+        if isinstance(node, nodes.Compare):
+            operands = [node.expr, *(operand.expr for operand in node.ops)]
+            return node if any(isinstance(operand, nodes.Const) for operand in operands) else _counted(node)
+        if isinstance(node, nodes.Concat):
+            return _filtered(nodes.Tuple(node.nodes, "load"), "concatenated", node.lineno)
         is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         is_tuple = isinstance(node, nodes.Tuple) and node.ctx == "load"
-        makes = is_slice or is_tuple or isinstance(node, nodes.List | nodes.Dict | nodes.Concat)
+        makes = is_slice or is_tuple or isinstance(node, nodes.List | nodes.Dict)
         return _counted(node) if makes else node
 
 
 def _counted(node: nodes.Node) -> nodes.Filter:
-    return nodes.Filter(node, "counted", [], [], None, None, lineno=node.lineno)
+    return _filtered(node, "counted", node.lineno)
+
+
+def _filtered(node: nodes.Node, name: str, line: int) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=line)

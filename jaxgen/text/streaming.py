@@ -140,7 +140,7 @@ class TextRowStreamer:
     >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
 
     With `on_text`, nothing is printed; instead, the function is called as soon as tokens complete characters of a row.
-    `ended` is True in a row's last call, whose text may be empty. Rows are numbered as in `GenerateOutput`, from 0;
+    `ended` is True in the last call for a row; its text may be empty. Rows are numbered as in `GenerateOutput`, from 0;
     prompts are left out. `decode_kwargs` are those of `TextStream`. A `file` of None means the standard output.
     """
 

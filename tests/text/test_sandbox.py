@@ -10,6 +10,7 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.text import chat_template, sandbox
 from tests.support.tokenizers import CHATML
 
+LARGE = "{% set s = 'a' * 900000 %}{% set n = 'a' * 400000 + 'b' %}"
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -38,6 +39,13 @@ def render(template: str, conversation=USER, **variables) -> str:
         ("{% set ns = namespace(n=0) %}{% for i in range(5) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "10"),
         ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}{% set b %}{{ 1 }}2{% endset %}{{ b ~ 3 }}", "<a>123"),
         ("{{ [[1, 2], [3]]|map('length')|list }}{{ messages|map(attribute='role')|join }}", "[2, 1]user"),
+        ("{{ '{d}'.replace('{d}', 'y' * 900000)|length }}{{ ('y' * 90000).replace('z' * 5000, '')[:1] }}", "900000y"),
+        (
+            "{{ (['x' * 3000] * 20)|join('y' * 3000)|length }}{{ ('-' * 99).join(['x' * 3000] * 20)|length }}",
+            "11700061881",
+        ),
+        ("{{ 'a' ~ 1 ~ none ~ x ~ [2] }}{{ x }}{{ none }}{{ 1 < 2 < 1 }}{{ 7 // 2 - 1 / 2 }}", "a1None[2]NoneFalse2.5"),
+        ("{{ '%(a)s %(b)s'|format(a=1, b=2) }}{{ '%04d' % 3 }}{{ '{a:03d}'.format(a=4) }}", "1 20003004"),
         ("{% for a, b in [(1, 2), (3, 4)] %}{{ a }}{{ b }}{{ loop.last }}{% endfor %}", "12False34True"),
         ("{{ x|default(10**9) }}{{ (10**9) is gt(10**8) }}{{ 10**7 * 0.5 }}", "1000000000True5000000.0"),
         ("{{ [1, 2]|sum }}{{ [3, 1]|sort }}{{ 'x' in 'xyz' }}{{ 1.5|round|int }}", "3[1, 3]True2"),
@@ -75,6 +83,16 @@ def test_a_long_conversation_is_no_attack():
         ("{{ ('é.' * 400000).encode('idna') }}", "encode"),
         ("{{ ('a-' * 400000)|wordwrap(1) }}", "wordwrap"),
         ("{{ '{0.x}{0.x}'.format(namespace(x='a' * 999999)) }}", "attribute"),
+        ("{{ '%(a)2500000000s' % {'a': 1} }}", "a width of more than 999"),
+        ("{{ '{0[}]:2500000000}'.format({'}': 1}) }}", "an attribute or an item"),
+        (LARGE + "{{ ('{0}' * 2500).format({'a': s}.items()) }}", "makes a value of more than"),
+        (LARGE + "{{ " + "~".join("s" * 2500) + " }}", "makes a value of more than"),
+        (LARGE + "{% set x = [s] %}" + "{{ x }}" * 2500, "makes a value of more than"),
+        (LARGE + "{% set y %}" + "{{ s }}" * 2500 + "{% endset %}", "in all"),
+        (
+            LARGE + "{% for i in range(999) %}" + "{% if n in s %}{% endif %}" * 400 + "{% endfor %}",
+            "takes longer than 0.1 s",
+        ),
     ],
 )
 def test_limits(template, reason, monkeypatch):
