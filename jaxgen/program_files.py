@@ -18,6 +18,7 @@ import hashlib
 import os
 import pickle
 import tempfile
+import threading
 import types
 import warnings
 import zlib
@@ -34,6 +35,8 @@ from jax.experimental import serialize_executable
 from jaxgen.errors import JaxgenWarning
 from jaxgen.recompilation import LOG
 
+_CHANGING = threading.Lock()  # of a setting of jax that all threads share
+_BEFORE: list[float] = []  # its values before each compilation that is running
 _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
 
@@ -138,12 +141,14 @@ def _compiling_anew() -> Iterator[None]:
     Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" at the first call.
     """
     setting = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[setting]
-    jax.config.update(setting, float("inf"))
+    with _CHANGING:
+        _BEFORE.append(jax.config.values[setting])  # infinite if another thread is compiling
+        jax.config.update(setting, float("inf"))
     try:
         yield
     finally:
-        jax.config.update(setting, before)
+        with _CHANGING:  # the last thread that compiles restores the first value
+            jax.config.update(setting, _BEFORE.pop())
 
 
 def _write(file: Path, program: Any) -> None:

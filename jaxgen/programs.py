@@ -173,8 +173,9 @@ class _NewProgram:
         with self._lock:
             self._found = self._found or self._find(args, kwargs)
         run, needed = self._found
-        if needed > SMALL:
-            devices = _devices(jax.tree.leaves((args, kwargs)))
+        devices = _devices(jax.tree.leaves((args, kwargs)))
+        # One of several processes must not refuse what the others begin.
+        if needed > SMALL and all(device.process_index == jax.process_index() for device in devices):
             check_free("this call needs {}", needed, devices, lambda free: _REMEDY)
         PROGRAMS.replace(self._key, run)
         return run(*args, **kwargs)
@@ -249,7 +250,7 @@ def _devices(leaves: list[Any]) -> Collection[Any]:
 def default_device() -> Any:
     """Return the device on which jax places arrays by default."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]  # a platform, or None
 
 
 def _maps_are_scarce() -> bool:

@@ -247,3 +247,14 @@ class TestDescription:
     def test_values_of_other_packages_have_none(self, value):
         with pytest.raises(program_files._UnknownError):
             program_files._described((1, value))
+
+
+def test_two_threads_that_compile_leave_the_setting_of_jax_as_it_was():
+    first, second = program_files._compiling_anew(), program_files._compiling_anew()
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == float("inf")
+    second.__exit__(None, None, None)
+    assert before == jax.config.jax_persistent_cache_min_compile_time_secs

@@ -187,3 +187,8 @@ def test_options_follow_the_machine(flags, expected, tmp_path, monkeypatch):
     assert programs.cpu_compiler_options.__wrapped__() == expected
     (tmp_path / "cpuinfo").unlink()
     assert programs.cpu_compiler_options.__wrapped__() == {}
+
+
+def test_the_default_device_may_be_named_by_its_platform():
+    with jax.default_device("cpu"):
+        assert programs.default_device() == jax.devices("cpu")[0]

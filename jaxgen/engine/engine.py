@@ -286,9 +286,10 @@ class Engine:
             self._check_open()
             if not self._schedule.idle:
                 raise InputError("warmup needs an engine without prompts: call it before the first")
-            self._warming = self.leads
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not (self._warming or self._in_flight))
+            for _ in range(2):  # on a mesh, a chunk may divide the state in another way than the first state is divided
+                self._warming = self.leads
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not (self._warming or self._in_flight))
         self._raise_error()
 
     def counts(self) -> Counts:

@@ -7,8 +7,18 @@ import time
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from jaxgen import ConfigError, GenerationConfig, GenerationError, InputError, StopReason, TokenAutomaton, generate
+from jaxgen import (
+    ConfigError,
+    GenerationConfig,
+    GenerationError,
+    InputError,
+    StopReason,
+    TokenAutomaton,
+    generate,
+    shard_params,
+)
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.many import generate_many
 from jaxgen.engine.results import EngineClosed, QueueFull
@@ -414,6 +424,15 @@ def test_prompts_without_an_index_get_different_ones(engine):
     assert len({handle.result(60)[0].index for handle in handles}) == 80
     engine.submit([50], index=2**32 - 1, max_new_tokens=1).result(60)
     assert engine.submit([50], max_new_tokens=1).index == 0
+
+
+def test_warmup_compiles_all_programs_on_a_mesh_too():
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "model"))
+    with Engine(shard_params(PARAMS, MODEL, mesh), SIMPLE, KEY, **SMALL) as small:
+        small.warmup()
+        with compilations() as compiled:
+            small.submit([50]).result(60)
+    assert compiled == [0]
 
 
 def test_an_engine_that_is_closed_does_not_wait():
