@@ -129,7 +129,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--form", default="plain", choices=FORMS, help="of the weights")
     parser.add_argument("--adapters", type=int, default=0, help="in the batch, for all linear layers")
     parser.add_argument("--rank", type=arguments.count, default=16, help="of the adapters")
-    parser.add_argument("--hlo", type=Path, help="write the optimised program to this file")
+    parser.add_argument("--hlo", type=Path, help="write the optimized program to this file")
     parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
     args = parser.parse_args()
     if args.target.partition(":")[0] not in CHIPS:

@@ -1,4 +1,4 @@
-"""Operations of a compiled program, read off its optimised HLO."""
+"""Operations of a compiled program, read off its optimized HLO."""
 
 from __future__ import annotations
 

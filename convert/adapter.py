@@ -57,7 +57,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
     Args:
         path: the directory of an adapter, or a list of several.
-        params: the model's parameters, quantised or not, on one device or divided over a mesh.
+        params: the model's parameters, quantized or not, on one device or divided over a mesh.
         cfg: the model's config.
 
     Raises:
@@ -100,11 +100,11 @@ def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
 
     Raises:
         CheckpointError: as for `load_adapter`.
-        ConfigError: the checkpoint is quantised.
+        ConfigError: the checkpoint is quantized.
     """
     if checkpoint.kind:
         raise ConfigError(
-            f"{checkpoint.path} is quantised, but an adapter is added to the original matrices: convert it back with "
+            f"{checkpoint.path} is quantized, but an adapter is added to the original matrices: convert it back with "
             "--quantize none first"
         )
     (updates,) = read_updates([path], checkpoint.cfg.model)

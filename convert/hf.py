@@ -58,7 +58,7 @@ class Checkpoint:
     """A checked directory; its weights have not been read yet.
 
     `config` and `generation` are the contents of the two JSON files (`generation` is None if its file does not exist),
-    `weights` the model's parameters by name; a quantised one consists of `Tensor`s.
+    `weights` the model's parameters by name; a quantized one consists of `Tensor`s.
     """
 
     path: Path
@@ -74,16 +74,16 @@ class Checkpoint:
 
     @property
     def kind(self) -> type[Quantized] | None:
-        """The kind of the quantised weights, None if there are none."""
+        """The kind of the quantized weights, None if there are none."""
         return kind_in(self.weights)
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
-        """Return the model's dtype: `wanted`, or if that is None the embedding's; the config's if that is quantised."""
+        """Return the model's dtype: `wanted`, or if that is None the embedding's; the config's if that is quantized."""
         embedding = self.weights[_EMBEDDING]
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return the dtype to read a tensor in: `wanted` or, if that is None or the tensor quantised, the file's."""
+        """Return the dtype to read a tensor in: `wanted` or, if that is None or the tensor quantized, the file's."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
@@ -127,7 +127,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
     Args:
         path: the directory.
         dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
-            `cfg.model.dtype` is that of the embedding. Where matrices are quantised, it is the dtype of activations
+            `cfg.model.dtype` is that of the embedding. Where matrices are quantized, it is the dtype of activations
             and of the other parameters; the matrices stay as they are.
         quantize: "int8" makes a `jaxgen.model.int8.Int8` of each matrix, also of the embedding and the head: 8-bit
             numbers with a scale for each output channel. "none" makes arrays in `dtype` of the matrices that
@@ -202,10 +202,10 @@ def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, Gen
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
     """Write parameters, nested as `load_hf` returns them, and `cfg` to a directory that transformers loads.
 
-    `cfg.model` describes the model; its `dtype` matters for quantised parameters only, others keep their own. The
+    `cfg.model` describes the model; its `dtype` matters for quantized parameters only, others keep their own. The
     directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
     tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
-    at a time: 5 GB at most, or one larger tensor. Quantised parameters are written to model.int8.safetensors, or the
+    at a time: 5 GB at most, or one larger tensor. Quantized parameters are written to model.int8.safetensors, or the
     like for another kind, which `load_hf` reads and transformers does not. Parameters that are divided over a mesh are
     not collected: each process writes its own parts, into a directory that all processes can see.
 
@@ -263,7 +263,7 @@ def _check_values(arrays: Mapping[str, Any]) -> None:
 def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     """Read and check everything in a checkpoint except the values of its weights.
 
-    `kind`: one that its quantised weights may be of, in addition to the built-in ones.
+    `kind`: one that its quantized weights may be of, in addition to the built-in ones.
 
     Raises:
         CheckpointError: all problems, each with its file and key.
@@ -356,7 +356,7 @@ def _parameters(
     model: ModelConfig,
     kinds: list[type[Quantized]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's parameters, in order, and the problems; quantised ones are of one of the `kinds`."""
+    """Return the model's parameters, in order, and the problems; quantized ones are of one of the `kinds`."""
     tensors = {name: tensors[name] for name in in_order(tensors) if not CONSTANTS.fullmatch(name)}
     problems = []
     head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)

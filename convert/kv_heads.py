@@ -1,6 +1,6 @@
-"""Fewer key-value heads, each the mean of neighbours, as in grouped-query attention (arXiv 2305.13245, section 2).
+"""Fewer key-value heads, each the mean of neighbors, as in grouped-query attention (arXiv 2305.13245, section 2).
 
-Neighbouring key-value heads serve neighbouring query heads, so the query heads stay in place.
+Neighboring key-value heads serve neighboring query heads, so the query heads stay in place.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
     pooled = _with_kv_heads(model, kv_heads)
     params = separate(params, model)
     if kind_in(check_params(params, model)):
-        raise ConfigError("params are quantised, so their heads cannot be pooled: load them with quantize='none'")
+        raise ConfigError("params are quantized, so their heads cannot be pooled: load them with quantize='none'")
 
     def pool(path: tuple, array: Any) -> Any:
         if not _PROJECTIONS.fullmatch(".".join(entry.key for entry in path)):
@@ -56,7 +56,7 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     """
     if checkpoint.kind:
         raise ConfigError(
-            f"{checkpoint.path} is quantised, and its heads cannot be pooled: start from the original, or convert with "
+            f"{checkpoint.path} is quantized, and its heads cannot be pooled: start from the original, or convert with "
             "--quantize none first"
         )
     model = checkpoint.cfg.model

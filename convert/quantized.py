@@ -1,4 +1,4 @@
-"""Quantised weights of any kind in a checkpoint: assembled from tensors, quantised while reading, or converted back."""
+"""Quantized weights of any kind in a checkpoint: assembled from tensors, quantized while reading, or converted back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHUNK = 1 << 20  # elements converted at once, which fit into the CPU's cache
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of weights by name, from files or memory; a weight that is not quantised is its own tensor."""
+    """Return the tensors of `weights` by name, in files or in memory; an unquantized weight is its own only tensor."""
     tensors: dict[str, Any] = {}
     for name, weight in weights.items():
         suffixes = weight.tensors if isinstance(weight, Quantized) else ("",)
@@ -37,7 +37,7 @@ def weights_of(
 ) -> tuple[dict[str, Any], list[str]]:
     """Assemble weights from tensors, in files or in memory; return them by name, and the problems of the tensors.
 
-    A weight is quantised if its first tensor has the dtype of one of the `kinds`; its matrix then has `dtype`.
+    A weight is quantized if its first tensor has the dtype of one of the `kinds`; its matrix then has `dtype`.
     `shapes` are those of the model's parameters.
     """
     weights, problems = dict(tensors), []
@@ -83,12 +83,12 @@ def file_stem(kind: type[Quantized] | None) -> str:
 
 
 def kind_in(weights: Mapping[str, Any]) -> type[Quantized] | None:
-    """Return the kind of the first quantised weight, or None."""
+    """Return the kind of the first quantized weight, or None."""
     return next((type(weight) for weight in weights.values() if isinstance(weight, Quantized)), None)
 
 
 def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
-    """Return a weight like this one with different arrays; if it is quantised, its matrix has `dtype`."""
+    """Return a weight like this one with different arrays; if it is quantized, its matrix has `dtype`."""
     if not isinstance(weight, Quantized):
         return arrays[0]
     return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[1], dtype)), arrays)
@@ -97,7 +97,7 @@ def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
     """Return a weight in a file that is converted to a kind when it is read, or to an array if the kind is None.
 
-    `dtype` is that of a quantised weight's matrix, unless it is chosen when reading.
+    `dtype` is that of a quantized weight's matrix, unless it is chosen when reading.
     """
 
     def part(matrix: np.ndarray, number: int) -> np.ndarray:

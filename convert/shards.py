@@ -171,7 +171,7 @@ def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str
     found = sorted(path.glob("*.safetensors"))
     quantized = [file.name for file in found if stem != STEM and file.name.startswith((f"{stem}.", f"{stem}-"))]
     if quantized and any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
-        return [], {}, [f"{path} has quantised weights, {quantized[0]}, and others: remove one of the two"]
+        return [], {}, [f"{path} has quantized weights, {quantized[0]}, and others: remove one of the two"]
     if os.path.lexists(path / index):
         content, problems = read_json(path / index)
         if content is None:

@@ -10,7 +10,7 @@ import sys
 def main() -> None:
     """Run the command and end the process with its status."""
     gc.disable()  # the many objects of imported modules are not garbage; `cli.main` enables it again
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as for a job in the background, or under nohup
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background jobs ignore it: leave that alone
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait while XLA compiles
     from jaxgen.cli.main import main as run
 

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
-            if word.startswith("-") and word not in ("-", *known):  # known options here follow "--", as words
+            if word.startswith("-") and word not in ("-", *known):  # a known option in `rest` is a word after "--"
                 flag = word.partition("=")[0]
                 reason = self.reason(flag)
                 hint = f": {reason}" if reason else suggestion(flag, known, f"; see {self.prog} --help")

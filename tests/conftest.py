@@ -3,8 +3,8 @@ import signal
 from importlib.metadata import version
 from pathlib import Path
 
-# Compiling is most of the time. LLVM's optimisations are a third of it; XLA's former emitters, which 0.10 still has,
-# save another third. CI runs parity with the emitters that users have, without and with the optimisations, and the
+# Compiling is most of the time. LLVM's optimizations are a third of it; XLA's former emitters, which 0.10 still has,
+# save another third. CI runs parity with the emitters that users have, without and with the optimizations, and the
 # default tests with the newest jax, which has no other emitters.
 os.environ.setdefault(
     "XLA_FLAGS",

@@ -342,7 +342,7 @@ def test_a_greedy_call_visits_little_code():
         return [[int(n) for n in row] for row in re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|", printed)], printed
 
     [(files, functions, _), (_, _, calls)], listed = counted("greedy")
-    assert files <= 36
+    assert files <= 37
     assert functions <= 236
     assert calls <= 156
     # Only where a processor is on.

@@ -159,14 +159,14 @@ def test_random_bits_are_those_of_the_setting_at_the_export():
 
 @pytest.mark.slow
 def test_weights_have_the_names_of_a_checkpoint(tmp_path):
-    quantised = jax.tree.map(lambda x: Int8.from_matrix(np.asarray(x), "float32") if x.ndim == 2 else x, PARAMS)
-    save_hf(quantised, GREEDY, tmp_path / "int8")
+    quantized = jax.tree.map(lambda x: Int8.from_matrix(np.asarray(x), "float32") if x.ndim == 2 else x, PARAMS)
+    save_hf(quantized, GREEDY, tmp_path / "int8")
     shapes, cfg = load_shapes(tmp_path / "int8")
     programs = export_generate(shapes, cfg, batch=2, prompt_width=6, platforms=["cpu"])
     stored = load_file(tmp_path / "int8" / "model.int8.safetensors")
     run = jax.jit(programs.programs["generate"].call)
     out = run(stored, programs.inputs | {"ids": IDS, "attention_mask": MASK})
-    np.testing.assert_array_equal(out["sequences"], tokens(cfg, jax.tree.map(jnp.asarray, quantised)))
+    np.testing.assert_array_equal(out["sequences"], tokens(cfg, jax.tree.map(jnp.asarray, quantized)))
 
 
 @pytest.mark.slow

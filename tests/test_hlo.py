@@ -201,7 +201,7 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 3, 8])
-def test_quantised_weights_are_not_stored_in_another_form(copies):
+def test_quantized_weights_are_not_stored_in_another_form(copies):
     compiled, params = compile_loop(copies, "bfloat16", do_sample=copies > 1, int8=True)
     computations = parse(compiled.as_text())
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}

@@ -1,6 +1,6 @@
 """llama.cpp under test, through llama-cpp-python: in bfloat16, q8_0 or q4_0, with a GGUF file made from the checkpoint.
 
-The file of bfloat16 is written tensor by tensor with the package gguf; llama.cpp itself quantises it. Files are kept
+The file of bfloat16 is written tensor by tensor with the package gguf; llama.cpp itself quantizes it. Files are kept
 beside the checkpoint.
 """
 
@@ -143,7 +143,7 @@ def _convert(checkpoint: Path, dtype: str, file: Path) -> None:
     settings.ftype, settings.nthread = FILE_TYPES[dtype], cores()
     source = str(gguf_file(checkpoint, "bfloat16"))
     if llama.llama_model_quantize(source.encode(), str(file).encode(), ctypes.byref(settings)):
-        raise RuntimeError(f"llama.cpp cannot quantise {source} to {dtype}")
+        raise RuntimeError(f"llama.cpp cannot quantize {source} to {dtype}")
 
 
 def _write(checkpoint: Path, file: Path) -> None:

@@ -88,7 +88,7 @@ class Chat:
                 out = generate_and_print(session, [ids], printer, attention_mask=mask, cache=self._cache)
             except KeyboardInterrupt:
                 if not printer.text.strip():
-                    raise KeyboardInterrupt("Interrupted before the answer began: the message is forgotten.") from None
+                    raise KeyboardInterrupt("Interrupted before the answer began: the message was dropped.") from None
                 self.turns = [*turns, {"role": "assistant", "content": printer.text.strip()}]
                 raise KeyboardInterrupt("The answer was interrupted.") from None
         generated = np.asarray(out.sequences)[0, out.prompt_width :][: int(out.lengths[0])]

@@ -20,7 +20,7 @@ from jaxgen.errors import GenerationError, JaxgenError, JaxgenWarning
 from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
-PROBLEM_WIDTH = 240  # otherwise, a truncated file would list all of its lost tensors
+PROBLEM_WIDTH = 240  # otherwise, the error for a truncated file would list every missing tensor
 LINE_WIDTH = 1000  # a value on the command line may be long
 
 

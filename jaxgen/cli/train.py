@@ -100,7 +100,7 @@ def _prepare(options: argparse.Namespace) -> _TrainJob:
     source = open_checkpoint(local_directory(options.model))
     if source.kind:
         raise ConfigError(
-            f"{source.path} is quantised, and cannot be trained: train the original checkpoint, or convert this one "
+            f"{source.path} is quantized, and cannot be trained: train the original checkpoint, or convert this one "
             "with python -m convert --quantize none"
         )
     model = source.cfg.model

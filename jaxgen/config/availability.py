@@ -96,7 +96,7 @@ def check_options(cfg: GenerationConfig, prompts: int) -> None:
             raise InputError(f"{name} has {values} values for {prompts} prompts: pass one per prompt or one for all")
         largest = max(option.kind.tokens(value), default=0) if option.stage or option.group == MODES else 0
         if largest >= vocab:
-            raise ConfigError(f"{name} has the token {largest}, but the vocabulary is 0 to {vocab - 1}")
+            raise ConfigError(f"{name} contains the token {largest}, but the vocabulary is 0 to {vocab - 1}")
         if isinstance(option.kind, ConstraintKind):
             _check_ends(name, option.kind.phrases(value), eos_list(cfg.eos_token_id))
     for name in ("prefill_chunk_size", "slots"):
@@ -127,7 +127,7 @@ def normal_form(cfg: GenerationConfig) -> GenerationConfig:
 
 
 def _first_eos(eos: Any) -> Any:
-    """Return the first eos id, which follows a row's end if there is no pad id; 0 if there is none."""
+    """Return the first eos id, with which rows are padded if there is no pad id; 0 if there is no eos id either."""
     if not is_tracer(eos):
         return (eos_list(eos) or [0])[0]
     ids = jnp.ravel(eos)

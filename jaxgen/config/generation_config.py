@@ -94,7 +94,7 @@ class GenerationConfig(GenerationOptions):
     """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
     docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases default to None,
-    which is off. Most options accept one value for all prompts or one for each. An option that jaxgen recognises but
+    which is off. Most options accept one value for all prompts or one for each. An option that jaxgen recognizes but
     does not offer is refused. `from_hf` accepts it, so that every checkpoint's config can be read; `generate` then
     refuses it.
 
@@ -356,7 +356,7 @@ def endless_ids(eos_token_id: Any, model: ModelConfig) -> list[int]:
 def _refuse_endless(cfg: GenerationConfig) -> None:
     if cfg.model is not None and (endless := endless_ids(cfg.eos_token_id, cfg.model)):
         raise ConfigError(
-            f"eos_token_id has the token {endless[0]}, which can never end a text: the vocabulary is 0 to "
+            f"eos_token_id contains the token {endless[0]}, which can never end a text: the vocabulary is 0 to "
             f"{cfg.model.vocab_size - 1}"
         )
 

@@ -233,7 +233,7 @@ class GenerationOptions(ChoosingOptions):
     )
     renormalize_logits: bool = _score(
         Flag(),
-        "normalise the final scores to log-probabilities",
+        "normalize the final scores to log-probabilities",
         stage=RENORMALIZE,
         hf="LogitNormalization",
         examples=(True,),
@@ -318,7 +318,7 @@ class GenerationOptions(ChoosingOptions):
     )
     length_penalty: Number = _beams(
         Real(1.0),
-        "a beam's score is the sum of its tokens' scores, divided by its length to this power; above 0 favours longer "
+        "a beam's score is the sum of its tokens' scores, divided by its length to this power; above 0 favors longer "
         "texts",
         command=True,
         examples=(0.5, 2.0),

@@ -1,6 +1,6 @@
-"""Values of options: recognising arrays, and the hashable and JSON forms.
+"""Values of options: recognizing arrays, and the hashable and JSON forms.
 
-Does not import jax: its arrays and tracers are recognised once it is loaded.
+Does not import jax: its arrays and tracers are recognized once it is loaded.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from jaxgen.model.sharding import REPLICATED, constrain
 
 @flax.struct.dataclass
 class Arrivals:
-    """Changes before a chunk, in arrays of fixed sizes.
+    """The changes to apply before a chunk, in arrays of fixed sizes.
 
     Attributes:
         request: M prompts, complete except for their keys.

@@ -76,8 +76,8 @@ def functions(name: str, given: Sequence[Callable]) -> tuple[Any, ...]:
     for function in given:
         if type(function).__module__.partition(".")[0] == "transformers":
             raise TypeError(
-                f"{name} has a {type(function).__name__} of transformers, which computes with torch: set the option of "
-                "GenerationConfig that does the same, or write a function of (history, scores) with jax.numpy"
+                f"{name} contains transformers' {type(function).__name__}, which computes with torch: set the "
+                "equivalent option of GenerationConfig, or write a function of (history, scores) with jax.numpy"
             )
         check_arguments(name, function, "history", "scores")
     return tuple(as_pytree(function) for function in given)

@@ -1,8 +1,8 @@
 """A store of prefixes: keys and values of whole chunks of prompts, as the pool has read them.
 
 A chunk's keys and values depend on its tokens and on those before it. Prompts that begin with the same chunks can
-therefore copy them from the store, and get the same bits as by reading them. The store is a cache with one row per
-chunk.
+therefore copy them from the store; the copy is bit-identical to what reading the chunks would give. The store is a
+cache with one row per chunk.
 """
 
 from __future__ import annotations

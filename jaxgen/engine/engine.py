@@ -224,7 +224,7 @@ class Engine:
         return automata
 
     def pause(self, finish: bool = False) -> None:
-        """Stop after the chunk that runs now, and return when it has ended; rows keep their state.
+        """Pause after the current chunk, and return once it has ended; rows keep their state.
 
         Args:
             finish: first answer the prompts that have been sent to the device. The others wait, so that each answer
@@ -264,8 +264,8 @@ class Engine:
             present = self._weights[self._version]
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
-            raise InputError("params have another form than those of the engine: make another engine for them")
-        # Where the present ones are, committed as they are: else another program would be compiled.
+            raise InputError("params differ in form from those of the engine: make a new engine for them")
+        # Where the present ones are, committed as they are; otherwise another program would be compiled.
         params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
         with self._changed:
             self._schedule.prefixes.clear()
@@ -324,7 +324,7 @@ class Engine:
 
     def _refuse_own_thread(self, name: str) -> None:
         if threading.current_thread() is self._thread:
-            raise InputError(f"{name} waits for the engine, whose thread calls on_event: call it in another thread")
+            raise InputError(f"{name} waits for the engine, so on_event must not call it: call it from another thread")
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -213,7 +213,7 @@ class Form:
             raise TypeError(f"ids must be a list of token ids, got {shown(given)}")
         vocab = self.cfg.model.vocab_size
         if len(wrong := ids[(ids < 0) | (ids >= vocab)]):
-            raise InputError(f"the prompt has the id {wrong[0]}, but the vocabulary is 0 to {vocab - 1}")
+            raise InputError(f"the prompt contains the id {wrong[0]}, but the vocabulary is 0 to {vocab - 1}")
         if len(ids) > self.width:
             raise InputError(
                 f"the prompt has {len(ids)} tokens, more than prompt_width={self.width}: raise it, or shorten "

@@ -154,7 +154,7 @@ class Handle:
             InputError: `on_event` called this before they ended, and would wait for itself.
         """
         if threading.current_thread() is self._thread and not self.done:
-            raise InputError("result waits for the engine, whose thread calls on_event: call it in another thread")
+            raise InputError("result waits for the engine, so on_event must not call it: call it from another thread")
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout):
                 raise TimeoutError(f"prompt {self.index} was not answered in {timeout} seconds: it continues")

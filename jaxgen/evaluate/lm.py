@@ -190,7 +190,7 @@ class JaxgenLM(TemplateLM):
         stops = [text for text in handle_stop_sequences(given.pop("until", None), self._eos_text) if text]
         most = given.pop("max_gen_toks")
         if most >= self.max_length:
-            raise InputError(f"an answer of {most} tokens leaves no room for its context in {self.max_length} tokens")
+            raise InputError(f"an answer of {most} tokens leaves no room for context: max_length is {self.max_length}")
         if not given.get("do_sample"):
             given = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "top_k")}
         for name in given:

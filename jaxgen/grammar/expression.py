@@ -132,12 +132,12 @@ NOTHING = Alternatives(())
 
 
 def sequence(*items: Expression | str) -> Expression:
-    """Return a sequence of expressions; a str is a text."""
+    """Return a sequence of expressions; a str matches itself literally."""
     return Sequence(tuple(Text(item.encode()) if isinstance(item, str) else item for item in items))
 
 
 def choice(items: Iterable[Expression | str]) -> Expression:
-    """Return a choice of expressions, or the expression itself if there is only one; a str is a text."""
+    """Return a choice of expressions, or the expression itself if there is only one; a str matches itself."""
     options = tuple(Text(item.encode()) if isinstance(item, str) else item for item in items)
     return options[0] if len(options) == 1 else Alternatives(options)
 

@@ -114,7 +114,7 @@ def call(argument: str, function: Processor, history: History, scores: jax.Array
 
 def _warpers(options: RowOptions) -> list[Processor]:
     steps: list[tuple[str, ...]] = [(name,) for name in _on(WARP, options.cfg)]
-    if ("top_k",) in steps and ("top_p",) in steps:  # they are neighbours, and can share a search
+    if ("top_k",) in steps and ("top_p",) in steps:  # they are neighbors, and can share a search
         at = steps.index(("top_k",))
         steps[at : at + 2] = [("top_k", "top_p")]
     return [functools.partial(_warper, names, options) for names in steps]

@@ -177,7 +177,7 @@ def renormalize_logits(scores: jax.Array, history: History, options: RowOptions)
 def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
     """Return log-probabilities moved away from those of the negative prompt by `scale`; 1 changes nothing.
 
-    `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result is not normalised. A token that is
+    `UnbatchedClassifierFreeGuidanceLogitsProcessor` (arXiv 2306.17806). The result is not normalized. A token that is
     -inf in `cond` stays -inf; a token that is -inf only in `uncond` keeps its log-probability.
 
     Args:

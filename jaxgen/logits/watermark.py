@@ -66,7 +66,7 @@ def green(context, token, config: WatermarkingConfig):
 
 
 def _hash(seed, token):
-    """Hash a uint32 and an id to a uint32; both are mixed, so that neighbouring inputs have unrelated hashes."""
+    """Hash a uint32 and an id to a uint32; both are mixed, so that neighboring inputs have unrelated hashes."""
     return _mix(seed ^ _mix(token.astype(np.uint32) + np.uint32(0x9E3779B9)))
 
 

@@ -8,7 +8,7 @@ A cache may extend another one, its `prefix`, which has as many rows or fewer an
 share prefix row b. In this way return sequences and beams share their prompt's keys and values, and requests share
 their system prompt. Slots are numbered consecutively, the prefix's first.
 
-The rows of a prompt may also share the slots that they write (`fork(..., shared=True)`), which beams do. There are then
+The rows of a prompt may also share the slots that they write to (`fork(..., shared=True)`), as beams do. There are then
 `writers` slots for each token, one per row, and a table says whose slot a row reads. `select` changes that table, and
 no key or value is ever moved.
 """

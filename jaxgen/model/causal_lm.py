@@ -296,7 +296,7 @@ class CausalLM(nn.Module):
                 Padding is neither seen nor stored. (Unlike transformers', it never covers tokens of the cache.)
             position_ids: int32[B, T] for RoPE; by default a token's index in its row, padding not counted.
                 Attention follows that order, whatever the positions are.
-            segment_ids: int32[B, T], for training on rows packed with several texts: neighbours with the same number
+            segment_ids: int32[B, T], for training on rows packed with several texts: neighbors with the same number
                 are one text, which sees only itself and whose positions begin at 0. Not with a cache.
             cache: the preceding tokens; the new ones are appended. None for a pass without a cache.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the

@@ -151,7 +151,7 @@ class RopeConfig:
         if self.type == "default":
             return None
         fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("type", "theta")}
-        # transformers before 4.43 reads "type", not "rope_type", and allows nothing next to it and "factor"
+        # transformers before 4.43 reads "type" instead of "rope_type", and accepts only that key and "factor"
         names = {"type": self.type} if self.type in ("linear", "dynamic") else {"rope_type": self.type}
         return names | fields
 
@@ -212,10 +212,10 @@ class ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
         RoPE may be spelled `rope_theta` and `rope_scaling`, or `rope_parameters`; the dtype `torch_dtype` or `dtype`.
-        A value that changes results has no default, except for values that the tensors confirm when they are read
-        (biases, the head size). Sliding windows are those of transformers 5: a token sees at most `sliding_window`
-        tokens, itself included (4.41.1: one more). Qwen has them only if `use_sliding_window`, in layers from
-        `max_window_layers` on (4.41.1: in every layer).
+        A value that affects results has no default, except for values that are checked against the tensors when these
+        are read (biases, the head size). Sliding windows are those of transformers 5: a token sees at most
+        `sliding_window` tokens, itself included (4.41.1: one more). Qwen has them only if `use_sliding_window`, in
+        layers from `max_window_layers` on (4.41.1: in every layer).
 
         Raises:
             ConfigError: everything that is missing, unknown, contradictory or not implemented, in one message.

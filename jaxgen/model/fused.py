@@ -30,7 +30,7 @@ def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict
     `save_hf` writes the original matrices.
 
     Args:
-        params: nested as `load_hf` returns them, quantised or not.
+        params: nested as `load_hf` returns them, quantized or not.
         donate: delete the arrays that are fused. Memory for one more layer is then enough.
 
     Raises:

@@ -53,7 +53,7 @@ class Int8:
         """Return the nearest values; the largest absolute value of each row becomes `LARGEST`."""
         scales = np.abs(matrix).max(axis=1) / np.float32(LARGEST)
         if not np.isfinite(scales).all():
-            raise InputError("is not finite, and 8-bit numbers are: do not quantise")
+            raise InputError("is not finite, and 8-bit numbers are: do not quantize")
         values = np.rint(matrix / np.where(scales == 0, 1, scales)[:, None])
         return cls(values.astype(np.int8), scales, dtype)  # pyright: ignore
 

@@ -214,7 +214,7 @@ def place(
             first = first_of_segment(order, _per_token("segment_ids", segment_ids, batch, steps))
     else:
         if segment_ids is not None:
-            raise InputError("segment_ids are for packed rows without a cache: leave one of them out")
+            raise InputError("segment_ids cannot be combined with a cache: leave one of them out")
         if isinstance(cache_position, int) and cache.owners is None:  # rows that share slots interleave their tokens
             start = max(cache_position - cache.offset, 0)
         cache, order, slots, overflow = allocate_slots(cache, cache_position, mask)

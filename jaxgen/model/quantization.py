@@ -1,4 +1,4 @@
-"""The built-in kinds of quantised weights, by the names that `quantize` has for them.
+"""The built-in kinds of quantized weights, by the names that `quantize` has for them.
 
 Does not import jax: the commands offer the names.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxgen.model.weights import Quantized
 
 KINDS = {"int8": "jaxgen.model.int8:Int8"}
-CHOICES = (*KINDS, "none")  # "none" makes arrays of quantised weights
+CHOICES = (*KINDS, "none")  # "none" makes arrays of quantized weights
 
 
 def all_built_in() -> list[type[Quantized]]:

@@ -281,8 +281,9 @@ def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Arra
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
     """Multiply queries with the keys, or weights with the values, `[n, K, S, H]` of a part: `plain(x, part)`.
 
-    If one query of each row reads the part, it is sums on a GPU, whose compiler fuses sums of products with what comes
-    before and after, so there are fewer kernels. The heads of a group read their kv head one by one.
+    If one query of each row reads the part, the product is computed as sums on a GPU, whose compiler fuses sums of
+    products with what comes before and after, so there are fewer kernels. Each head of a group reads the group's kv
+    head separately.
     """
     is_read_once = x.shape[-2] == 1 and x.shape[0] == part.shape[0]
     is_long = values and part.shape[2] > _ONE_KERNEL_SLOTS

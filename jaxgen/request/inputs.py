@@ -51,7 +51,7 @@ def token_ids(given, model: ModelConfig) -> Array:
         raise TypeError(f"ids must be integers, got {ids.dtype}")
     if not is_traced(ids) and (ids.min() < 0 or ids.max() >= model.vocab_size):
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise InputError(f"ids has the token {wrong}, but the vocabulary is 0 to {model.vocab_size - 1}")
+        raise InputError(f"ids contains the token {wrong}, but the vocabulary is 0 to {model.vocab_size - 1}")
     return ids.astype(jnp.int32)
 
 

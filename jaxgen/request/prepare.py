@@ -1,4 +1,4 @@
-"""Preparation of a call of generate(): normalise it, check concrete values, and round sizes up if it is eager."""
+"""Preparation of a call of generate(): normalize it, check concrete values, and round sizes up if it is eager."""
 
 from __future__ import annotations
 

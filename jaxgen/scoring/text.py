@@ -64,8 +64,8 @@ def score(
         of: "logits" for the model's own distribution; "scores" for the one from which greedy search, contrastive
             search or sampling chooses, after all processors and warpers of `cfg`. Warpers never remove the scored
             token; a token banned by a processor or a grammar gets -inf.
-        prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` they are the prompts,
-            and the columns after them are generated tokens until the row's end. The budget, on which
+        prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` these columns are the
+            prompts, and those after them are the generated tokens, up to the end of each row. The budget, on which
             `forced_eos_token_id` and an automaton depend, is `max_new_tokens`; without it, the remainder of
             `max_length`; without either, the number of generated columns.
         logits_processor, prefix_allowed_tokens_fn: functions, and a `TokenAutomaton`, for `of="scores"`.

@@ -99,7 +99,7 @@ class Reader:
         return self._asked(request, rows, most, shown_logprobs, of_prompts, None, texts)
 
     def chat(self, request: ChatRequest) -> Asked:
-        """Read a request for an answer in a conversation.
+        """Read a request for chat completions.
 
         Raises:
             ApiError, ValueError, TypeError: a field is not valid or not supported.

@@ -154,7 +154,7 @@ class Tokenizer:
     ) -> list[int]:
         """Convert one text to its ids.
 
-        Special tokens written in the text are recognised unless `split_special_tokens` is set, which is meant for
+        Special tokens written in the text are recognized unless `split_special_tokens` is set, which is meant for
         untrusted text (None: as the config says, off by default). `max_length` includes the added special tokens and
         truncates at the config's `truncation_side`.
         """

@@ -125,10 +125,10 @@ class TrainState:
         """Return the initial state, with `params` copied to float32.
 
         Raises:
-            InputError: the parameters are quantised.
+            InputError: the parameters are quantized.
         """
         if has_quantized(params):
-            raise InputError("params are quantised, and cannot be trained: load them with quantize='none'")
+            raise InputError("params are quantized, and cannot be trained: load them with quantize='none'")
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return cls(params, cfg.optimizer().init(params), jnp.zeros((), jnp.int32))
 
@@ -193,7 +193,7 @@ def train_step(
         cfg: the settings.
     """
     if has_quantized(frozen):
-        raise InputError("frozen has quantised weights, which do not support updates: load it with quantize='none'")
+        raise InputError("frozen has quantized weights, which do not support updates: load it with quantize='none'")
     model = dataclasses.replace(model, dtype=cfg.dtype)
     dropout = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
 
@@ -254,7 +254,7 @@ def train(
         cfg: the settings.
         frozen: as in `train_step`.
         directory: the state is saved here every `save_every` steps. Several processes save it in parts, so they must
-            share the directory. A killed run resumes from this state, with the same bits as an uninterrupted run.
+            share the directory. A killed run resumes from this state and gives bit-identical results.
         run: identifies everything else that the result depends on; a state of another run in `directory` is an error.
         save_every: the number of steps between saved states.
         report_every: the number of steps between reports.

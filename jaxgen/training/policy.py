@@ -34,10 +34,10 @@ def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps:
     if rewards.ndim != 1 or rewards.shape[0] % group:
         raise InputError(f"rewards must be [B] with B a multiple of group={group}, got {list(rewards.shape)}")
     groups = rewards.astype(jnp.float32).reshape(-1, group)
-    centred = groups - jnp.mean(groups, axis=1, keepdims=True)
+    centered = groups - jnp.mean(groups, axis=1, keepdims=True)
     if divide:
-        centred = centred / (jnp.std(groups, axis=1, ddof=1, keepdims=True) + eps)
-    return centred.reshape(-1)
+        centered = centered / (jnp.std(groups, axis=1, ddof=1, keepdims=True) + eps)
+    return centered.reshape(-1)
 
 
 def answer_mask(lengths: jax.Array, width: int) -> jax.Array:
@@ -53,7 +53,7 @@ def exclude_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
 def clipped_objective(
     logprobs: jax.Array, old: jax.Array, advantage: jax.Array, *, low: float = 0.2, high: float | None = None
 ) -> jax.Array:
-    """Return PPO's clipped objective for each token, to be maximised (arXiv 1707.06347).
+    """Return PPO's clipped objective for each token, to be maximized (arXiv 1707.06347).
 
     min(ratio A, clip(ratio, 1 - low, 1 + high) A) with the ratio exp(logprobs - old).
 

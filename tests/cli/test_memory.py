@@ -51,7 +51,7 @@ def test_weights(tmp_path, stored, dtype):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_quantised_weights(tmp_path, dtype):
+def test_quantized_weights(tmp_path, dtype):
     path = write(tmp_path / "model", LLAMA, weights(LLAMA))
     params, cfg = load_hf(path, dtype=dtype, quantize="int8")
     assert weights_bytes(path, dtype, "int8") == nbytes(params)
@@ -135,6 +135,6 @@ def test_the_accelerator_is_named(checkpoint, monkeypatch):
         def __str__(self):
             return "cuda:0"
 
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [Device()])
     with pytest.raises(InputError, match=r"0\.1 MB is free on cuda:0: try"):
         check_memory(checkpoint, load_hf(checkpoint)[1].replace(max_new_tokens=8), 1, 8)

@@ -92,7 +92,7 @@ def test_interrupts_while_compiling(start, talking):
             terminal.wait_for("compiling")
             time.sleep(0.3)  # until the compiler is called
             key()
-        assert "the message is forgotten" in terminal.output
+        assert "the message was dropped" in terminal.output
         assert terminal.end() == -signal.SIGQUIT
         assert "Traceback" not in terminal.output
 

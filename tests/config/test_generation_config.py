@@ -47,7 +47,7 @@ def test_an_eos_token_outside_the_vocabulary_is_refused_where_the_user_gives_it(
             lambda ids: GenerationConfig(model=model).replace(eos_token_id=ids),
             lambda ids: GenerationConfig(eos_token_id=ids).replace(model=model),
         ):
-            with pytest.raises(ConfigError, match="eos_token_id has the token 50, which can never end a text"):
+            with pytest.raises(ConfigError, match="eos_token_id contains the token 50, which can never end a text"):
                 make(ids)
     cfg = GenerationConfig(model=model, eos_token_id=[1, 49])
     with pytest.raises(ConfigError, match="the vocabulary is 0 to 29"):

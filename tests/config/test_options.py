@@ -271,7 +271,7 @@ def test_values_that_ask_for_nothing_are_accepted(fields):
     ids=lambda fields: next(iter(fields)),
 )
 def test_ids_outside_of_the_vocabulary_are_refused(fields):
-    with pytest.raises(ConfigError, match=f"{next(iter(fields))} has the token 50.*0 to 49"):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))} contains the token 50.*0 to 49"):
         run(**fields)
 
 

@@ -49,7 +49,7 @@ def test_an_adapter_is_merged(qwen2, tmp_path):
     np.testing.assert_allclose(rounded, whole, atol=np.abs(whole).max() / 100)
     with start(tmp_path / "8", tmp_path / "no", "--merge-adapter", adapter) as process:
         _, err = process.communicate(timeout=60)
-    assert (process.returncode, "is quantised" in err) == (2, True)
+    assert (process.returncode, "is quantized" in err) == (2, True)
 
 
 def test_as_a_process(qwen2, tmp_path):

@@ -189,7 +189,7 @@ def test_an_eos_token_that_can_never_come(qwen2):
         _, cfg = load_hf(qwen2)
     assert cfg.eos_token_id == (2, 40, 10**9)
     assert cfg.replace(do_sample=False).eos_token_id == (2, 40, 10**9)
-    with pytest.raises(ConfigError, match="eos_token_id has the token 40, which can never end a text"):
+    with pytest.raises(ConfigError, match="eos_token_id contains the token 40, which can never end a text"):
         cfg.replace(eos_token_id=40)
 
 

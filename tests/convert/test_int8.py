@@ -56,7 +56,7 @@ def test_each_number_is_the_nearest(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_directory_loads_as_what_was_quantised(qwen2, int8, dtype):
+def test_a_directory_loads_as_what_was_quantized(qwen2, int8, dtype):
     assert (int8 / FILE).is_file()
     assert not list(int8.glob("model.safetensors*"))
     params, cfg = load_hf(int8, dtype=dtype)
@@ -83,7 +83,7 @@ def test_it_generates_and_is_saved_again(int8, tmp_path):
     save_hf(params, cfg, tmp_path / "again")
     assert (tmp_path / "again" / FILE).read_bytes() == (int8 / FILE).read_bytes()
     assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "float32"
-    with pytest.raises(ConfigError, match="quantised, so their heads cannot be pooled"):
+    with pytest.raises(ConfigError, match="quantized, so their heads cannot be pooled"):
         pool_kv_heads(params, cfg, 1)
 
 
@@ -104,7 +104,7 @@ def test_shards_and_their_index(tmp_path, call, monkeypatch):
 
 
 def rounded(path) -> dict:
-    """The matrices of a quantised directory multiplied out, and the other parameters."""
+    """The matrices of a quantized directory multiplied out, and the other parameters."""
     arrays = load_file(path / FILE)
     return {
         name: x.astype(np.float32) * arrays[f"{name}_scale"][:, None] if x.dtype == np.int8 else x
@@ -194,7 +194,7 @@ def test_damaged_directories(int8, tmp_path):
     assert f"{norm}_scale is F32[16]: 8-bit matrices need" in found[0]
     save_file(good, int8 / FILE)
     save_file(good, int8 / "model.safetensors")
-    assert problems(int8) == [f"{int8} has quantised weights, {FILE}, and others: remove one of the two"]
+    assert problems(int8) == [f"{int8} has quantized weights, {FILE}, and others: remove one of the two"]
 
 
 def test_a_matrix_that_is_not_finite(tmp_path):
@@ -211,4 +211,4 @@ def test_heads_are_pooled_before(qwen2, int8, tmp_path, call):
     assert same(load_hf(tmp_path / "both")[0], load_hf(tmp_path / "pooled", quantize="int8")[0])
     status, _, err = call(int8, tmp_path / "x", "--kv-heads", 1)
     assert status == 2
-    assert "is quantised, and its heads cannot be pooled" in err
+    assert "is quantized, and its heads cannot be pooled" in err

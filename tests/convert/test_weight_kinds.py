@@ -92,18 +92,18 @@ def tokens(params, cfg) -> list:
 
 
 @pytest.fixture
-def quantised(qwen2):
+def quantized(qwen2):
     return load_hf(qwen2, quantize=Nibbles)
 
 
 @pytest.fixture
-def saved(quantised, tmp_path):
-    save_hf(*quantised, tmp_path / "saved")
+def saved(quantized, tmp_path):
+    save_hf(*quantized, tmp_path / "saved")
     return tmp_path / "saved"
 
 
-def test_each_matrix_is_made(quantised):
-    params, cfg = quantised
+def test_each_matrix_is_made(quantized):
+    params, cfg = quantized
     assert cfg.model.dtype == "float32"
     for name, matrix in weights(QWEN2).items():
         weight = flat(params)[name]
@@ -112,8 +112,8 @@ def test_each_matrix_is_made(quantised):
             assert same(weight, Nibbles.from_matrix(matrix, np.dtype("float32")))
 
 
-def test_it_generates_what_its_matrices_do(quantised):
-    params, cfg = quantised
+def test_it_generates_what_its_matrices_do(quantized):
+    params, cfg = quantized
     matrices = {name: jnp.asarray(w.to_matrix()) if isinstance(w, Nibbles) else w for name, w in flat(params).items()}
     expected = tokens(flax.traverse_util.unflatten_dict(matrices, sep="."), cfg)
     assert tokens(params, cfg) == expected
@@ -136,8 +136,8 @@ def test_it_is_saved_and_read(qwen2, tmp_path, monkeypatch, dtype, max_shard):
         assert read_cfg == cfg
 
 
-def test_a_mesh(qwen2, quantised, saved, tmp_path):
-    params, cfg = quantised
+def test_a_mesh(qwen2, quantized, saved, tmp_path):
+    params, cfg = quantized
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     expected = tokens(params, cfg)
     divided = shard_params(params, cfg.model, mesh)
@@ -155,7 +155,7 @@ def test_a_mesh(qwen2, quantised, saved, tmp_path):
     assert same(load_file(tmp_path / "again" / FILE), load_file(saved / FILE))
 
 
-def test_one_kind_becomes_another(qwen2, quantised, tmp_path):
+def test_one_kind_becomes_another(qwen2, quantized, tmp_path):
     save_hf(*load_hf(qwen2, quantize="int8"), tmp_path / "8")
     params, cfg = load_hf(tmp_path / "8", quantize=Nibbles)
     save_hf(*load_hf(tmp_path / "8", quantize="none"), tmp_path / "none")
@@ -165,11 +165,11 @@ def test_one_kind_becomes_another(qwen2, quantised, tmp_path):
         save_hf(params, cfg, tmp_path / "mixed")
 
 
-def test_what_is_refused(qwen2, quantised, saved, tmp_path):
-    params, cfg = quantised
-    with pytest.raises(InputError, match="params are quantised, and cannot be trained"):
+def test_what_is_refused(qwen2, quantized, saved, tmp_path):
+    params, cfg = quantized
+    with pytest.raises(InputError, match="params are quantized, and cannot be trained"):
         TrainState.create(params, TrainConfig(steps=1))
-    with pytest.raises(ConfigError, match="quantised, so their heads cannot be pooled"):
+    with pytest.raises(ConfigError, match="quantized, so their heads cannot be pooled"):
         pool_kv_heads(params, cfg, 1)
     with pytest.raises(CheckpointError, match="weight has dtype U8, which must be one of F32"):
         load_hf(saved)

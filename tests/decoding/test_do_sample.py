@@ -30,7 +30,7 @@ def assert_rows_of(out, sampled, greedy) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [WARPERS, *slow({}, {"renormalize_logits": True})], ids=["all", "few", "renormalised"]
+    "options", [WARPERS, *slow({}, {"renormalize_logits": True})], ids=["all", "few", "renormalized"]
 )
 def test_each_row_is_as_in_a_batch_of_its_kind(options):
     cfg = CFG.replace(**options)

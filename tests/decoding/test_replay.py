@@ -309,7 +309,7 @@ def test_a_token_that_cannot_be_chosen(top_k):
         ({"cfg": CFG.replace(dola_layers="low")}, ConfigError, "the mode of cfg, dola_generation"),
         ({"cfg": CFG.replace(token_healing=True)}, ConfigError, "token_healing, which changes the prompts"),
         ({"cfg": CFG.replace(top_k=[3, 4])}, InputError, "top_k has 2 values for 1 prompts"),
-        ({"cfg": CFG.replace(suppress_tokens=[97])}, ConfigError, "suppress_tokens has the token 97"),
+        ({"cfg": CFG.replace(suppress_tokens=[97])}, ConfigError, "suppress_tokens contains the token 97"),
         ({"attention_mask": [[0, 1, 1]]}, InputError, "row 0 has no token before prompt_width"),
         ({"ids": [[2, 9, 3]]}, InputError, "row 0 has tokens after its end"),
         ({"ids": [[2, 3, 4, 5]], "attention_mask": [[1, 1, 0, 1]]}, InputError, "row 0 has tokens after its end"),

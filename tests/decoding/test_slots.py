@@ -210,7 +210,7 @@ def many():
 
 
 @pytest.mark.parametrize("slots", [3, *slow(1, 8, 16)])
-def test_neighbours_order_and_slot_change_no_bit(many, slots):
+def test_neighbors_order_and_slot_change_no_bit(many, slots):
     tokens, bits = many(np.arange(64), slots)
     for prompts in (np.random.default_rng(5).permutation(64), np.array([40, 7, 63, 8, 1])):
         for whole, part in zip((tokens, bits), many(prompts, slots), strict=True):

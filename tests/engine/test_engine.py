@@ -113,7 +113,7 @@ def test_a_prompt_is_answered_as_if_it_were_alone(engine):
         assert_same(engine.submit(prompts[place]).result(60), together[place])
 
 
-def test_a_neighbour_with_more_options_changes_no_bit(engine):
+def test_a_neighbor_with_more_options_changes_no_bit(engine):
     prompts = random_prompts(12, seed=2, plain=True)
     alone = [handle.result(60) for handle in [engine.submit(prompt) for prompt in prompts]]
     other = engine.submit({"ids": [50], "top_k": 5, "allowed": GRAMMARS[0], "max_new_tokens": 14, "n": 4, "index": 7})
@@ -223,7 +223,7 @@ def test_a_coroutine_reads_events(engine):
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
-        ({"ids": [50, 320]}, InputError, "the prompt has the id 320, but the vocabulary is 0 to 319"),
+        ({"ids": [50, 320]}, InputError, "the prompt contains the id 320, but the vocabulary is 0 to 319"),
         ({"ids": []}, InputError, "the prompt has no token"),
         ([50] * 25, InputError, "the prompt has 25 tokens, more than prompt_width=24"),
         ({"ids": [5.0]}, TypeError, "ids must be a list of token ids"),
@@ -243,7 +243,7 @@ def test_a_coroutine_reads_events(engine):
         ({"ids": [50], "index": "a"}, TypeError, "index must be a whole number"),
         ({"ids": [50], "allowed": "[a-z]"}, TypeError, "allowed must be a TokenAutomaton"),
         ({"ids": [50], "suppress_tokens": list(range(33))}, ConfigError, r"suppress_tokens has .* entries"),
-        ({"ids": [50], "suppress_tokens": [320]}, ConfigError, "suppress_tokens has the token 320"),
+        ({"ids": [50], "suppress_tokens": [320]}, ConfigError, "suppress_tokens contains the token 320"),
         ({"ids": [50], "stop_strings": ["a" * 2000]}, InputError, "stop_strings needs 2002 states"),
         ({"ids": [50], "key": 5}, TypeError, "key must be a jax.random.key"),
         (
@@ -269,7 +269,7 @@ def test_the_error_of_a_prompt_is_its_result():
     done = list(generate_many(PARAMS, prompts, None, cfg, **sizes, ordered=True))
     assert [completion.index for completion in done] == [0, 1, 2, 3, 4, 5]
     assert "ids must be a list" in done[5].error
-    assert "the prompt has the id 999" in done[0].error
+    assert "the prompt contains the id 999" in done[0].error
     assert done[1].error is None
     assert len(done[1].tokens) > 1
     assert "every token is banned" in done[2].error

@@ -232,7 +232,7 @@ def test_a_row_of_bans_alone_stays_one():
     np.testing.assert_array_equal(top_k(scores, jnp.int32(3)), scores)
 
 
-def test_top_p_splits_a_tie_in_favour_of_the_highest_index():
+def test_top_p_splits_a_tie_in_favor_of_the_highest_index():
     scores = jnp.asarray([[0.0, 3.0, 3.0, 3.0, 3.0, 0.0]])
     assert kept(top_p(scores, jnp.float32(0.45)))[0].tolist() == [False, False, False, True, True, False]
     assert kept(top_p(scores, jnp.float32(0.0)))[0].tolist() == [False] * 4 + [True, False]

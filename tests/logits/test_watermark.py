@@ -59,7 +59,7 @@ def test_the_ratio_is_kept_for_every_key(scheme, width, ratio):
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("lefthash", 1), ("selfhash", 3)])
-def test_lists_of_neighbouring_contexts_vary_as_chance_does(scheme, width):
+def test_lists_of_neighboring_contexts_vary_as_chance_does(scheme, width):
     contexts, tokens = np.arange(400)[:, None, None] + np.arange(width), np.arange(4000)[None, :]
     sizes = [green(contexts, tokens, config(scheme, width, hashing_key=key)).sum(axis=1) for key in range(5)]
     deviations = (np.ravel(sizes) - 1000) / math.sqrt(4000 * 0.25 * 0.75)

@@ -233,7 +233,7 @@ def test_parameters_have_the_names_and_shapes_of_the_checkpoint():
 
 
 @pytest.mark.slow
-def test_initialisation_follows_initializer_range():
+def test_initialization_follows_initializer_range():
     cfg = model_config(initializer_range=0.05, vocab_size=2000)
     params = jax.jit(CausalLM(cfg).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     assert float(jnp.std(params["model"]["embed_tokens"]["weight"])) == pytest.approx(0.05, rel=0.05)

@@ -347,7 +347,7 @@ def test_functions_that_use_values_while_they_are_compiled(argument, function):
 
 def test_processors_of_transformers():
     kind = type("TopKLogitsWarper", (), {"__module__": "transformers.generation", "__call__": lambda self, a, b: b})
-    with pytest.raises(TypeError, match="has a TopKLogitsWarper of transformers, which computes with torch: set the"):
+    with pytest.raises(TypeError, match="contains transformers' TopKLogitsWarper, which computes with torch: set the"):
         run(logits_processor=[kind()])
 
 

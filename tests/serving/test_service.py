@@ -306,7 +306,7 @@ def test_a_seed_gives_the_same_tokens_under_load_in_bfloat16():
         ({"prompt": []}, "at least one prompt"),
         ({"prompt": [1, "a"]}, "prompt[0] must be a text or a list of ids"),
         ({"prompt": [[]]}, "the prompt has no token"),
-        ({"prompt": [[400]]}, "the prompt has the id 400"),
+        ({"prompt": [[400]]}, "the prompt contains the id 400"),
         ({"prompt": "a" * 500}, "the prompt has 500 tokens"),
         ({"prompt": None}, "prompt"),
         ({"seed": 1.5}, "seed"),

@@ -24,12 +24,12 @@ def arrays(seed: int):
 def test_group_advantage(seed):
     rewards = np.random.default_rng(seed).normal(size=12).astype(np.float32)
     rewards[:3] = 0.5
-    wanted, centred = [], []
+    wanted, centered = [], []
     for group in rewards.reshape(4, 3):
-        centred += list(group - group.mean())
+        centered += list(group - group.mean())
         wanted += list((group - group.mean()) / (np.sqrt(((group - group.mean()) ** 2).sum() / 2) + 1e-4))
     np.testing.assert_allclose(policy.group_advantage(jnp.asarray(rewards), 3), wanted, atol=2e-5)
-    np.testing.assert_allclose(policy.group_advantage(jnp.asarray(rewards), 3, divide=False), centred, atol=1e-6)
+    np.testing.assert_allclose(policy.group_advantage(jnp.asarray(rewards), 3, divide=False), centered, atol=1e-6)
     assert np.all(np.asarray(policy.group_advantage(jnp.asarray(rewards), 3))[:3] == 0)
 
 

@@ -254,11 +254,11 @@ def test_segments_have_their_own_positions_and_windows():
         model.apply({"params": PARAMS}, ids, segment_ids=segments[:, 1:])
 
 
-def test_quantised_weights_are_refused():
+def test_quantized_weights_are_refused():
     params = random_params(MODEL)
     params["model"]["embed_tokens"]["weight"] = Int8(jnp.ones((97, 32), jnp.int8), jnp.ones(97), np.dtype("float32"))
-    with pytest.raises(InputError, match="params are quantised, and cannot be trained"):
+    with pytest.raises(InputError, match="params are quantized, and cannot be trained"):
         TrainState.create(params, CFG)
     updates = lora.init(params, 2, jax.random.key(0))
-    with pytest.raises(InputError, match="frozen has quantised weights"):
+    with pytest.raises(InputError, match="frozen has quantized weights"):
         train(updates, lambda step: take(rows(), 4), model=MODEL, cfg=CFG, frozen=params)
