@@ -380,7 +380,7 @@ def test_callbacks_that_would_wait_for_themselves(engine):
 
     def wait(event) -> None:
         for call in (engine.pause, engine.warmup, handles[1].result):
-            with pytest.raises(InputError, match="in another thread") as raised:
+            with pytest.raises(InputError, match="from another thread") as raised:
                 call()
             errors.append(raised.value)
 
