@@ -286,7 +286,7 @@ class Engine:
             self._check_open()
             if not self._schedule.idle:
                 raise InputError("warmup needs an engine without prompts: call it before the first")
-            for _ in range(2):  # on a mesh, a chunk may divide the state in another way than the first state is divided
+            for _ in range(2):  # on a mesh, the first chunk returns a state that is sharded differently
                 self._warming = self.leads
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not (self._warming or self._in_flight))

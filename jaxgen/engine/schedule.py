@@ -19,7 +19,7 @@ from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
 _NUMBERS = 2**31 - 1
-_SECONDS = 0.1  # of a chunk at least
+_CHUNK_SECONDS = 0.1  # at least
 
 
 @dataclasses.dataclass(eq=False)
@@ -277,4 +277,4 @@ class Pace:
         self._taken, self._ended = taken, ended
         if steps > 0:
             self._seconds = (self._seconds or seconds / steps) / 2 + seconds / steps / 2
-            self.steps = min(math.ceil(_SECONDS / max(self._seconds, 1e-9)), self.most)
+            self.steps = min(math.ceil(_CHUNK_SECONDS / max(self._seconds, 1e-9)), self.most)

@@ -19,7 +19,7 @@ from jaxgen.scoring.many import score_many
 from jaxgen.text.tokenizer import Tokenizer
 
 _SLOTS, _ANSWER = 32, 256
-_FEW = 4  # texts whose ids are kept
+_CACHED_TEXTS = 4
 
 
 class JaxgenLM(TemplateLM):
@@ -72,7 +72,7 @@ class JaxgenLM(TemplateLM):
         self._params, self._cfg, self._tokenizer, self._name = params, cfg, tokenizer, name
         self._key = jax.random.key(seed)
         # The harness encodes a question's context once for each of its choices.
-        self._encode = functools.lru_cache(_FEW)(self._encoded)
+        self._encode = functools.lru_cache(_CACHED_TEXTS)(self._encoded)
         ends = eos_list(cfg.eos_token_id)
         self._eot = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)
         if self._eot is None:

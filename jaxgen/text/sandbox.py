@@ -23,7 +23,7 @@ SECONDS = 1.0  # of CPU time, plus the same per million input characters
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300
 _STEPS = 32  # between two looks at the clock
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 _OBJECT = 50  # characters that count as much as an object
 _LARGEST_INTEGER = 100_000  # bits
 
@@ -77,7 +77,7 @@ class _Limits:
         if size > self.largest:
             raise TooMuch(f"makes a value of more than {self.largest:,} characters")
 
-    def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _NONE, sign: str = "{") -> None:
+    def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
         """Raise an error if a filter or a method of a string would make too much; `sign` begins a format's fields."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:

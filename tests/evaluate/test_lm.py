@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxgen import Tokenizer, demo, generate, load_hf, score
+from jaxgen import GenerationConfig, Tokenizer, demo, generate, load_hf, score
 
 pytestmark = [
     pytest.mark.slow,
@@ -111,3 +111,23 @@ def test_answers_end_before_the_stop_string(results, model):
         out = generate(params, [tok.encode(question)], None, cfg)
         (text,) = tok.decode_batch(out)
         assert sample["resps"][0][0] == text.split(" the")[0]
+
+
+def test_options_that_a_task_does_not_set_are_those_of_the_checkpoint(model):
+    from lm_eval.api.instance import Instance
+
+    from jaxgen.evaluate.lm import JaxgenLM
+
+    params, cfg, tok = model
+    fields = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.5, "eos_token_id": 2}
+    cfg = GenerationConfig.from_hf(fields, cfg.model)
+    arguments = STORIES[0][0], {"max_gen_toks": 24, "until": [], "do_sample": False}
+    (answer,) = JaxgenLM(params, cfg, tok).generate_until([Instance("generate_until", {}, arguments, 0)])
+
+    def greedy(**options) -> str:
+        ids = np.asarray([tok.encode(STORIES[0][0])])
+        plain = cfg.replace(do_sample=False, max_new_tokens=24, **options)
+        return tok.decode_batch(generate(params, ids, None, plain, attention_mask=np.ones_like(ids)))[0]
+
+    assert answer == greedy()
+    assert answer != greedy(repetition_penalty=1.0)
