@@ -1,8 +1,9 @@
-"""The compiled parts of scoring: forward passes, then logits and log-probabilities, a few positions at a time."""
+"""The compiled parts of scoring: a forward pass, then logits and log-probabilities for a few positions at a time."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -20,16 +21,16 @@ from jaxgen.shapes import repeat_rows, short_repr
 
 @flax.struct.dataclass
 class LogProbs:
-    """Result of `score`, aligned with the ids. `GenerateOutput.generated` cuts it to the generated columns.
+    """Result of `score`, aligned with the ids. `GenerateOutput.generated` selects the generated columns.
 
     Attributes:
-        logprobs: float32[B, L], the log-probability of each token given those before it; 0 for a row's first token
-            (nothing predicts it), for padding and for columns before `prompt_width`.
-        top_logprobs: float32[B, L, n], the log-probabilities of the n most likely tokens at that position, in
+        logprobs: float32[B, L], the log-probability of each token given the tokens before it; 0 for a row's first token
+            (which nothing predicts), for padding, and for columns before `prompt_width`.
+        top_logprobs: float32[B, L, n], the log-probabilities of the n most likely tokens at each position, in
             descending order; 0 where `logprobs` is 0 by definition. None with `top_logprobs=0`.
         top_tokens: int32[B, L, n], the ids of these tokens.
-        is_greedy: bool[B, L], True if greedy search would choose the token: it is the most likely one, or the lowest id
-            in a tie. False where `logprobs` is 0 by definition. None in the output of `generate`.
+        is_greedy: bool[B, L], True if greedy search would choose the token: it is the most likely one, or in a tie the
+            one with the lowest id. False where `logprobs` is 0 by definition. None in the output of `generate`.
     """
 
     logprobs: jax.Array | None
@@ -53,20 +54,20 @@ def logprobs(
     top: int,
     chunk: int,
 ) -> LogProbs:
-    """Return the log-probabilities of the tokens from column `start` on, using one forward pass.
+    """Return the log-probabilities of the tokens from column `start` on, using a single forward pass.
 
     Args:
         params: the parameters.
         ids: int32[B, L].
         mask: bool[B, L], False for padding.
-        replay: recomputes the scores from which the tokens were chosen; None for the model's own distribution.
-        context: what is known about the weights.
+        replay: how to recompute the scores from which the tokens were chosen; None to use the model's own distribution.
+        context: the context of the pass.
         model: the model's config.
         start: 0, or the width of the prompts.
-        top: n, how many of the most likely tokens to return.
-        chunk: the number of columns whose logits, for all rows, are in memory at once.
+        top: the number of most likely tokens to return, n.
+        chunk: the number of columns for which the logits of all rows are in memory at once.
     """
-    ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN embedding would spread
+    ids = jnp.where(mask, ids, 0)  # padding may have any id, and a NaN in its embedding would spread
     states, _ = hidden(model, params, ids, attention_mask=mask, context=context)
     before = _column_before(mask)[:, start:]
     predicted = mask[:, start:] & (before >= 0)
@@ -88,27 +89,29 @@ def continuation_logprobs(
     model: ModelConfig,
     chunk: int,
 ) -> LogProbs:
-    """Return the log-probabilities of several continuations of each context. Each context is read only once.
+    """Return the log-probabilities of several continuations of each context, reading each context only once.
 
     Args:
         params: the parameters.
         contexts: int32[B, P].
-        context_mask: bool[B, P], False for padding, which is on the left; no context is empty.
+        context_mask: bool[B, P], False for padding, which is on the left. No context is empty.
         ids: int32[B*R, C], the R continuations of context 0, then those of context 1, and so on.
         mask: bool[B*R, C], False for padding, which is on the right.
-        context: what is known about the weights.
+        context: the context of the pass.
         model: the model's config.
-        chunk: the number of columns whose logits, for all rows, are in memory at once.
+        chunk: the number of columns for which the logits of all rows are in memory at once.
     """
     (rows, width), (owners, columns) = ids.shape, contexts.shape
     contexts, ids = jnp.where(context_mask, contexts, 0), jnp.where(mask, ids, 0)
     cache = KVCache.create(model, owners, columns)
-    states, cache = hidden(model, params, contexts, attention_mask=context_mask, cache=cache, context=context)
+    read = functools.partial(hidden, model, params, context=context)
+    # With a known position, the scores of later keys are not computed on a CPU.
+    states, cache = read(contexts, attention_mask=context_mask, cache=cache, cache_position=0)
     states = repeat_rows(states[:, -1:], rows)
-    if width > 1:  # nothing follows the last token
+    if width > 1:  # the last token predicts nothing, so the model need not read it
         assert cache is not None
         own = cache.fork(rows // owners, width - 1)
-        rest, _ = hidden(model, params, ids[:, :-1], attention_mask=mask[:, :-1], cache=own, context=context)
+        rest, _ = read(ids[:, :-1], attention_mask=mask[:, :-1], cache=own, cache_position=own.offset)
         states = jnp.concatenate([states, rest], axis=1)
     return _of_states(params, states, ids, mask, None, None, context, model, 0, chunk)
 
@@ -116,7 +119,7 @@ def continuation_logprobs(
 def _of_states(
     params, states: jax.Array, ids: jax.Array, predicted: jax.Array, history, replay, context, model, top, chunk
 ) -> LogProbs:
-    """Return the log-probabilities of `ids int32[B, C]` from the states `[B, C, D]` before them."""
+    """Return the log-probabilities of `ids int32[B, C]` from the hidden states `[B, C, D]` that predict them."""
 
     def reduce_column(logits: jax.Array, tokens: jax.Array, predicted: jax.Array) -> LogProbs:
         is_greedy = predicted & (_first_largest(logits) == tokens)
@@ -136,7 +139,7 @@ def _of_states(
 
 
 def _first_largest(logits: jax.Array) -> jax.Array:
-    """Return `argmax(logits, axis=-1)`, by reductions that XLA vectorizes on a CPU; V if any logit is NaN."""
+    """Return `argmax(logits, axis=-1)`, using reductions that XLA vectorizes on a CPU; V if any logit is NaN."""
     size = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)
     places = jnp.where(logits == best, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1), size)
@@ -144,7 +147,7 @@ def _first_largest(logits: jax.Array) -> jax.Array:
 
 
 def _column_before(mask: jax.Array) -> jax.Array:
-    """Return the column of the last token before each column of `mask bool[B, L]`: int32[B, L], -1 if none."""
+    """Return the column of the last token before each column of `mask bool[B, L]`, int32[B, L]; -1 if there is none."""
     column = jnp.where(mask, jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :], -1)
     return jnp.pad(lax.cummax(column, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
 
@@ -152,10 +155,10 @@ def _column_before(mask: jax.Array) -> jax.Array:
 def logprobs_of(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:
     """Return the log-probabilities of `targets int32[...]` under `logits float32[..., V]`; 0 where not `predicted`.
 
-    `predicted`: bool[...].
+    `predicted` is bool[...].
     """
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap
+    targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap around
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="fill", fill_value=jnp.nan) - total
     logprobs = jnp.where(predicted, chosen[..., 0], 0.0)
     if not top:
@@ -166,12 +169,12 @@ def logprobs_of(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top
 
 
 def _split(x: jax.Array, size: int) -> jax.Array:
-    """Cut `[B, L, ...]` into `[ceil(L / size), B, size, ...]`, padded with zeros."""
+    """Split `[B, L, ...]` into `[ceil(L / size), B, size, ...]`, padding with zeros."""
     padding = [(0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, padding).reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _joined(x: jax.Array, width: int) -> jax.Array:
-    """Undo `_split` of `[B, width, ...]`."""
+    """Undo `_split`, returning `[B, width, ...]`."""
     x = x.swapaxes(0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :width]

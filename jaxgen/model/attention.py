@@ -1,8 +1,8 @@
 """Grouped-query attention over a cache of one or several parts.
 
-Short inputs compute all scores at once, on a CPU without those of later keys. Longer ones are processed block by block
-over queries and keys, with a running softmax, so that no array grows with the square of the length. The shapes
-determine the form.
+For short inputs, all scores are computed at once (on a CPU, without those of later keys). Longer inputs are processed
+in blocks of queries and keys with a running softmax, so no array grows quadratically with the length. The shapes alone
+determine which form is used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from jaxgen.model.linear import precision
 from jaxgen.model.masks import Visibility
 from jaxgen.shapes import repeat_rows
 
-# All scores at once up to this many queries and slots.
+# Up to this many queries and slots, all scores are computed at once.
 _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
-# Up to this many queries (a decode step), a key block is read once, in one product for all rows and heads.
+# Up to this many queries (a decode step), each key block is read once, in one product for all rows and heads.
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # within one row and kv head
-# Queries that share the keys up to the last one of them.
+# On a CPU, up to this many queries and slots, each block of queries is faster with all of its scores at once.
+_CPU_QUERIES, _CPU_SLOTS = 768, 1024
+# The size of a block of queries, which shares the keys up to its last query.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -40,9 +42,9 @@ class Part:
     """Keys and values of one part of the cache, or of the new tokens alone.
 
     Attributes:
-        keys, values: each `[n, K, S, H]`, as a `KVCache` of `dtype` stores them. n divides B: row b reads row
-            b // (B/n), so rows that share a part read it in one product.
-        dtype: the dtype of their numbers, static.
+        keys, values: each `[n, K, S, H]`, as a `KVCache` of `dtype` stores them. n divides B, and row b reads row b //
+            (B/n). Rows that share a part read it in one product.
+        dtype: the dtype of keys and values as numbers, static.
     """
 
     keys: Slots
@@ -55,14 +57,14 @@ class Part:
         return self.keys.shape[2]
 
     def first(self, slots: int) -> Part:
-        """Return the part without the slots from `slots` on."""
+        """Return only the first `slots` slots of the part."""
         keys, values = jax.tree.map(lambda x: x[:, :, :slots], (self.keys, self.values))
         return Part(keys, values, self.dtype)
 
     def block(self, start: jax.Array | int, size: int, owner: tuple[jax.Array, jax.Array] | None = None):
-        """Return keys and values of `size` slots as numbers; with `owner`, only those of one row and kv head.
+        """Return the keys and values of `size` slots as numbers; with `owner`, only those of one row and kv head.
 
-        8-bit ones are numbers that are still to be multiplied by their scales.
+        8-bit keys and values are returned unscaled, together with their scales.
         """
         rows, heads, _, width = self.keys.shape
         row, head = owner or (0, 0)
@@ -93,12 +95,12 @@ def attention(
         q: rotated queries; head a reads kv head a // (A/K).
         parts: the parts of the cache, in order.
         visible: the keys that each query may see.
-        dropout: applied to the weights when training.
-        with_weights: return them too. This and dropout need all scores at once, whatever the length.
+        dropout: applied to the weights during training.
+        with_weights: also return the weights. With weights or dropout, all scores are computed at once, at any length.
 
     Returns:
-        The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S], S over all parts, or
-        None. A query that may see nothing (only padding) gets a finite result.
+        The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S], with S over all parts, or
+        None. A query that sees no key, as only padding can, gets a finite result.
     """
     if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
@@ -109,8 +111,8 @@ def attention(
 
 
 def all_at_once(steps: int, slots: int) -> bool:
-    """Return True if the scores of T queries with S slots are computed in one array."""
-    # A step of decoding reads only the filled blocks, as soon as there is more than one.
+    """Return True if the scores of T queries and S slots are computed in one array."""
+    # A decode step over more than one block of keys reads only the filled blocks.
     most = _KEY_BLOCK if steps <= _FEW_QUERIES else _AT_ONCE_SLOTS
     return steps <= _AT_ONCE_QUERIES and slots <= most
 
@@ -135,7 +137,7 @@ def _at_once(
 
 
 def _short_inputs(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend with all scores at once, in the platform's form."""
+    """Attend with all scores at once, using the platform's implementation."""
     return lax.platform_dependent(q, parts, visible, cpu=_without_later_keys, default=_output_at_once)
 
 
@@ -144,7 +146,7 @@ def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 
 
 def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend one block of queries at a time, to the slots of the last part that one of them may see."""
+    """Attend one block of queries at a time, reading only the slots of the last part that it may see."""
     steps, start, (*before, last) = q.shape[2], visible.start, parts
     if start is None or steps <= _CAUSAL_BLOCK:
         return _output_at_once(q, parts, visible)
@@ -158,23 +160,31 @@ def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibili
 
 
 def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend block by block, in the platform's form."""
+    """Attend block by block, using the platform's implementation."""
     if q.shape[2] <= _FEW_QUERIES:
         forms = {"cpu": functools.partial(_over_keys, size=_KEY_BLOCK), "default": _on_accelerator}
     else:
-        forms = {"cpu": _over_rows_and_heads, "default": _over_queries}
+        forms = {"cpu": _on_cpu, "default": _over_queries}
     return lax.platform_dependent(q, parts, visible, **forms)
 
 
+def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
+    """Attend from many queries, in the faster of two forms."""
+    steps, (*before, _), start = q.shape[2], parts, visible.start
+    if start is None or steps > _CPU_QUERIES or sum([part.slots for part in before]) + start + steps > _CPU_SLOTS:
+        return _over_rows_and_heads(q, parts, visible)
+    return _without_later_keys(q, parts, visible)
+
+
 def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend from few queries, to a few thousand slots at once: a loop of unknown length per layer would cost more."""
+    """Attend from a few queries, to thousands of slots at once; a loop of unknown length per layer would cost more."""
     if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
         return _at_once(q, parts, visible)[0]
     return _over_keys(q, parts, visible, _ACCELERATOR_BLOCK)
 
 
 def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend one block of queries at a time, with all of its scores."""
+    """Attend one block of queries at a time, computing all of its scores at once."""
 
     @jax.checkpoint
     def attend(block: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
@@ -188,7 +198,7 @@ def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) ->
 def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     """Attend within one row and kv head at a time, so that each product multiplies two plain matrices.
 
-    On XLA's CPU these are several times faster than batched products, and blocks past a row's end are skipped.
+    On a CPU, XLA computes these several times faster than batched products. Blocks past a row's end are skipped.
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1]
@@ -221,7 +231,7 @@ def _over_keys(
 ) -> jax.Array:
     """Attend to one block of `size` slots at a time, skipping blocks that no query sees, with a running softmax.
 
-    With `owners`, `q [1, G, T, H]` are the queries of one row and kv head, and part i stores their keys at `owners[i]`.
+    With `owners`, `q [1, G, T, H]` belongs to one row and kv head, whose keys are at `owners[i]` in part i.
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1] if owners is None else 1
@@ -246,7 +256,7 @@ def _over_keys(
             begin, end = visible.span(index)
             state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
     _, total, out = state
-    # A query that sees nothing may have had no block at all.
+    # A query that sees no key may not have processed any block.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
 
@@ -261,16 +271,16 @@ def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v:
 
 
 def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
-    """Make the scores `[B, K, G, T, S]` the lowest number where `mask bool[B, T, S]` is False.
+    """Set the scores `[B, K, G, T, S]` to the lowest number where `mask bool[B, T, S]` is False.
 
-    The scores must be scaled already: a scaled lowest number may be rounded in two ways, and exp of the difference
-    overflows.
+    The scores must already be scaled. If the lowest number were scaled, it could be rounded in two different ways, and
+    the exponential of the difference would overflow.
     """
     return jnp.where(mask[:, None, None], scores, _LOWEST)
 
 
 def _scores(q: jax.Array, keys: Slots) -> jax.Array:
-    """Multiply `q [B, A, T, H]` with the keys `[n, K, S, H]` of a part; float32[B, K, G, T, S]."""
+    """Multiply `q [B, A, T, H]` by the keys `[n, K, S, H]` of a part; float32[B, K, G, T, S]."""
     if isinstance(keys, ScaledSlots):
         return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
     products = functools.partial(_product, equation="bkqh,bksh->bkqs")
@@ -278,7 +288,7 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
 
 
 def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
-    """Sum the values `[n, K, S, H]` of a part with the weights `[B, K, G, T, S]`; float32[B, K, G, T, H]."""
+    """Sum the values `[n, K, S, H]` of a part, weighted by `[B, K, G, T, S]`; float32[B, K, G, T, H]."""
     if isinstance(values, ScaledSlots):
         scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
         return _weighted(weights * scales, values.values)
@@ -287,10 +297,10 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
-    """Multiply `x [B, A, T, ...]`, or `[B, K, G, T, ...]`, with a part of n rows and K heads; float32[B, K, G, T, ...].
+    """Multiply `x [B, A, T, ...]`, or `[B, K, G, T, ...]`, by a part of n rows and K heads; float32[B, K, G, T, ...].
 
-    The queries of all heads and rows that read one kv head of one prefix row are the rows of one product, those of one
-    head together: so they stay where they are if a mesh divides the heads.
+    All queries that read the same kv head of the same prefix row become the rows of one product, ordered by head. If a
+    mesh divides the heads, the queries therefore stay on their devices.
     """
     owners, kv_heads = part.shape[:2]
     batch, steps, last = x.shape[0], *x.shape[-2:]
@@ -310,12 +320,12 @@ _recomputed_in_blocks = workarounds.recomputed(_in_blocks, _over_queries)
 
 
 def _cut_queries(q: jax.Array, size: int) -> jax.Array:
-    """Cut `q [B, A, T, H]` into blocks `[blocks, B, A, size, H]`, the last one padded with zeros."""
+    """Cut `q [B, A, T, H]` into blocks `[blocks, B, A, size, H]`; the last one is padded with zeros."""
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -q.shape[2] % size), (0, 0)))
     return jnp.moveaxis(q.reshape(*q.shape[:2], -1, size, q.shape[3]), 2, 0)
 
 
 def _join_queries(blocks: jax.Array, steps: int) -> jax.Array:
-    """Put blocks `[blocks, B, A, size, H]` together again: `[B, A, steps, H]`."""
+    """Join the blocks `[blocks, B, A, size, H]`: `[B, A, steps, H]`."""
     out = jnp.moveaxis(blocks, 0, 2)
     return out.reshape(*out.shape[:2], -1, out.shape[4])[:, :, :steps]

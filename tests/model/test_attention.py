@@ -1,4 +1,4 @@
-"""The forms of attention, compared with plain numpy over all pairs of tokens."""
+"""The forms of attention, compared with plain NumPy over all pairs of tokens."""
 
 import dataclasses
 import functools
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from jaxgen import CausalLM, GenerationConfig, KVCache, generate
+from jaxgen.decoding.logprobs import continuation_logprobs
 from jaxgen.model import attention as module, workarounds
 from jaxgen.model.attention import Part, attention
 from jaxgen.model.cache import EMPTY
 from jaxgen.model.cache_storage import as_numbers, as_stored
+from jaxgen.model.context import NO_CONTEXT
 from jaxgen.model.masks import Visibility
 from tests.support.models import model_config, random_params, slow
 
@@ -21,7 +23,7 @@ ROWS, HEADS, KV_HEADS, SIZE = 4, 6, 2, 8
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of a few tokens, for anything longer than four."""
+    """Use blocks of a few tokens for anything longer than four."""
     sizes = {"AT_ONCE_QUERIES": 4, "AT_ONCE_SLOTS": 4, "FEW_QUERIES": 3, "QUERY_BLOCK": 4, "KEY_BLOCK": 5}
     sizes |= {"CPU_QUERY_BLOCK": 4, "CPU_KEY_BLOCK": 5}
     for name, size in (sizes | {"CAUSAL_BLOCK": 4, "ACCELERATOR_BLOCK": 8}).items():
@@ -33,7 +35,7 @@ def small_blocks(monkeypatch):
 
 @dataclasses.dataclass
 class Case:
-    """Queries of `steps` tokens after a prefix of `shared` slots and own slots; uneven rows, hidden keys, padding."""
+    """Queries of `steps` tokens after `shared` prefix slots and their own slots, with uneven rows, masks, padding."""
 
     steps: int
     slots: int
@@ -98,7 +100,7 @@ FORMS = {
 
 
 def plain(q, parts, seen):
-    """Attention over all pairs in float64, and bool[B, T]: the queries that see something."""
+    """Return attention over all pairs in float64, and bool[B, T]: which queries see any key."""
     numbers = [[np.repeat(np.asarray(as_numbers(x, part.dtype), np.float64), ROWS // x.shape[0], axis=0)
                 for x in (part.keys, part.values)] for part in parts]  # fmt: skip
     k, v = (np.repeat(np.concatenate(x, axis=2), HEADS // KV_HEADS, axis=1) for x in zip(*numbers, strict=True))
@@ -123,7 +125,7 @@ def test_every_form_is_attention_over_all_pairs(small_blocks, form, case):
 
 
 @pytest.mark.parametrize("case", ["all", *slow("plain", "window")])
-def test_gradients_of_blocks_are_those_of_all_scores_at_once(small_blocks, case):
+def test_gradients_are_the_same_in_blocks_and_with_all_scores_at_once(small_blocks, case):
     q, parts, seen = CASES[case].make()
     sees = plain(q, parts, seen)[1]
     weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape) * sees[:, None, :, None], jnp.float32)
@@ -143,7 +145,7 @@ def test_gradients_of_blocks_are_those_of_all_scores_at_once(small_blocks, case)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_one_query_are_its_products(dtype):
-    """As on a GPU."""
+    """A GPU uses these sums."""
     rng = np.random.default_rng(0)
     shapes = (ROWS, HEADS, 1, SIZE), (ROWS, KV_HEADS, 9, SIZE), (ROWS, KV_HEADS, 9, SIZE)
     q, keys, values = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
@@ -156,7 +158,7 @@ def test_sums_of_one_query_are_its_products(dtype):
 
 @pytest.mark.parametrize(("steps", "slots", "products"), [(1, 1024, 0), (1, 1025, 1), (2, 9, 2)])
 def test_products_of_queries_on_a_gpu(steps, slots, products):
-    """Of one query they are sums, those with values only of so many slots; of several they are matrix products."""
+    """For one query, products become sums (those with values only up to 1,024 slots). For more queries, they do not."""
     shapes = (ROWS, HEADS, steps, SIZE), (ROWS, KV_HEADS, slots, SIZE), (ROWS, KV_HEADS, slots, SIZE)
     q, keys, values = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     order = jax.ShapeDtypeStruct((ROWS, steps), jnp.int32)
@@ -214,16 +216,25 @@ def first_logits(ids, mask):
     return generate(PARAMS, ids, None, cfg, attention_mask=mask).logits
 
 
+def scores_after(ids, mask):
+    """Return the score of each token, from the state of the column before it."""
+    first = ids[:, :1], jnp.ones((2, 1), bool)
+    more = [jnp.concatenate(pair, axis=1) for pair in zip((ids, mask), first, strict=True)]
+    sizes = {"context": NO_CONTEXT, "model": WINDOWED, "chunk": 301}
+    return continuation_logprobs(PARAMS, *first, *more, **sizes).logprobs[:, 1:]
+
+
 PASSES = {
     "no cache": functools.partial(logits_of, {}),
     "from slot 0": functools.partial(logits_of, {"cache": KVCache.create(WINDOWED, 2, 300), "cache_position": 0}),
     "generate": first_logits,
+    "score_many": scores_after,
 }
 
 
-@pytest.mark.parametrize("name", ["generate", *slow("no cache", "from slot 0")])
+@pytest.mark.parametrize("name", ["generate", "score_many", *slow("no cache", "from slot 0")])
 def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
-    """The model's outputs are those of one block of all queries, with padding on either side."""
+    """The model's outputs equal those of one block with all queries, with padding on either side."""
     ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 300)), jnp.int32)
     mask = np.ones((2, 300), bool)
     mask[0, :140] = mask[1, 250:] = False
@@ -245,7 +256,7 @@ def test_on_a_cpu_the_scores_of_later_keys_are_not_computed(name, monkeypatch):
 
 
 def test_a_known_position_in_slots_that_rows_share(monkeypatch):
-    """There, a token's place is not its slot."""
+    """In shared slots, a token's position is not its slot."""
     monkeypatch.setattr(module, "_CAUSAL_BLOCK", 4)
     ids = np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (2, 12))
     cache = run(ids[:1, :3], cache=KVCache.create(WINDOWED, 1, 3)).cache.fork(2, 12, shared=True)
@@ -256,6 +267,24 @@ def test_a_known_position_in_slots_that_rows_share(monkeypatch):
         ).logits
 
     np.testing.assert_allclose(logits(cache_position=3), logits(), atol=1e-5)
+
+
+def test_the_form_for_many_queries_on_a_cpu(small_blocks, monkeypatch):
+    """It depends on the number of queries and of the slots that they may see."""
+    chosen = []
+    for name in ("_without_later_keys", "_over_rows_and_heads"):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *inputs, f=original, name=name: chosen.append(name) or f(*inputs))
+    q, parts, seen = CASES["start"].make()  # 10 queries from slot 3 on, after 12 slots of a prefix
+    forms = {}
+    for queries, slots in [(10, 25), (10, 24), (9, 25)]:
+        monkeypatch.setattr(module, "_CPU_QUERIES", queries)
+        monkeypatch.setattr(module, "_CPU_SLOTS", slots)
+        forms[queries, slots] = module._on_cpu(q, parts, seen)
+    assert chosen == ["_without_later_keys", "_over_rows_and_heads", "_over_rows_and_heads"]
+    sees = plain(q, parts, seen)[1]
+    first, second, _ = (np.asarray(out).swapaxes(1, 2)[sees] for out in forms.values())
+    np.testing.assert_allclose(first, second, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -278,7 +307,7 @@ def test_a_model_in_blocks_is_the_model_at_once(small_blocks, monkeypatch):
 
 
 @pytest.mark.slow
-def test_gradients_through_packed_rows_in_blocks_are_those_at_once(small_blocks, monkeypatch):
+def test_gradients_through_packed_rows_are_the_same_in_blocks_and_at_once(small_blocks, monkeypatch):
     ids = jnp.asarray(np.random.default_rng(0).integers(1, WINDOWED.vocab_size, (1, 11)))
     segments = jnp.asarray([[1] * 4 + [2] * 5 + [0] * 2])
 
