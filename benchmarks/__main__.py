@@ -1,4 +1,4 @@
-"""python -m benchmarks SUBCOMMAND ...: measure, or run one of the programs of this folder."""
+"""python -m benchmarks SUBCOMMAND ...: measure, or run one of the programs in this folder."""
 
 import importlib
 import sys
@@ -25,7 +25,7 @@ PROGRAMS = (
 
 
 def main(words: list[str]) -> None:
-    """Run the subcommand that the first word names; a wrong path or a faulty checkpoint is one line."""
+    """Run the subcommand that the first word names; report a wrong path or a faulty checkpoint in one line."""
     try:
         _run(words)
     except JaxgenError as error:
@@ -41,7 +41,7 @@ def _run(words: list[str]) -> None:
         sys.argv = [f"python -m benchmarks {words[0]}", *words[1:]]
         importlib.import_module(f"benchmarks.{words[0]}").main()
         return
-    from benchmarks import suites  # imports jax, before which some of the programs set its platform
+    from benchmarks import suites  # imports jax; some programs must set its platform first
 
     if not words or words[0] not in suites.SUITES:
         sys.exit(f"usage: python -m benchmarks {{{','.join((*suites.SUITES, *PROGRAMS))}}} ...")

@@ -1,10 +1,10 @@
-"""Test and measure on an accelerator in a short time: four commands, each of at most nine minutes.
+"""Test and benchmark an accelerator quickly, with four commands of at most nine minutes each.
 
     python -m benchmarks accelerator 1 --results RESULTS
 
-It runs from the tree, installs nothing, and makes its checkpoints of random weights itself. If a step fails or runs out
-of time, the following steps still run, and the rounds that it had finished are kept. The exit status is 0 if all steps
-passed. The steps of a part share a cache of compiled programs.
+This runs from the source tree, installs nothing, and makes its own checkpoints with random weights. If a step fails or
+runs out of time, the following steps still run, and the rounds that it completed are kept. The exit status is 0 if all
+steps passed. The steps of a part share a cache of compiled programs.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import BinaryIO
 from benchmarks.program import ROOT
 
 SHAPES = Path(__file__).parent / "shapes"
-_STOPPING = 5  # seconds that a step has to end after each signal
+_STOPPING = 5  # seconds for a step to end after each signal
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A command of its own process.
+    """A command that runs in its own process.
 
     Attributes:
-        name: its name in the report and in the files.
-        words: what follows `python -m`.
-        minutes: how long it may take at most.
+        name: the name in the report and in file names.
+        words: the words after `python -m`.
+        minutes: the time limit.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Shapes of the checkpoints, numbers of tokens and rows, and rounds of a measurement."""
+    """The shapes of the checkpoints, the numbers of tokens and rows, and the rounds per measurement."""
 
     small: str
     middle: str
@@ -72,7 +72,7 @@ _CHOSEN = "device or test_greedy_tokens or test_logits"
 
 
 def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Path | None = None) -> list[Step]:
-    """Return the steps of a part, the most valuable first. `environments` contains transformers' own, if any."""
+    """Return the steps of a part, most valuable first. `environments` contains transformers' environment, if any."""
     count, lengths = ("--rounds", str(sizes.rounds)), ("--new-tokens", str(sizes.new_tokens))
     others = () if environments is None else ("--environments", str(environments))
 
@@ -152,7 +152,7 @@ def steps(part: int, sizes: Sizes, models: Path, results: Path, environments: Pa
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of a step: "passed", or what went wrong."""
+    """The outcome of a step: "passed", or what went wrong."""
 
     name: str
     status: str
@@ -164,9 +164,9 @@ class Outcome:
 
 
 def run(planned: list[Step], seconds: float, results: Path, programs: Path) -> Iterator[Outcome]:
-    """Run steps one after the other, for at most `seconds` together; yield how each ended.
+    """Run steps one after the other, for at most `seconds` in total; yield how each ended.
 
-    The output of each is a file in `results`; compiled programs are in `programs`.
+    The output of each step is a file in `results`; compiled programs are stored in `programs`.
     """
     end = time.monotonic() + seconds
     for number, step in enumerate(planned, 1):
@@ -185,7 +185,7 @@ def _status(step: Step, limit: float, log: BinaryIO, programs: Path) -> str:
         "PYTHONPATH": path,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "JAX_COMPILATION_CACHE_DIR": str(programs),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a step's processes share the device
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the step's processes share the device
     }
     process = subprocess.Popen(
         [sys.executable, "-m", *step.words],
@@ -194,7 +194,7 @@ def _status(step: Step, limit: float, log: BinaryIO, programs: Path) -> str:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # it is stopped with the programs that it started
+        start_new_session=True,  # stop it together with the programs that it starts
     )
     try:
         status = process.wait(limit)
@@ -207,7 +207,7 @@ def _status(step: Step, limit: float, log: BinaryIO, programs: Path) -> str:
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Stop a step and the programs that it started; after an interrupt, pytest still prints its failures."""
+    """Stop a step and the programs that it started. First interrupt it, so that pytest can still print its failures."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -216,7 +216,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def main() -> None:
-    """Run the parts that were asked for, and write how each step ended."""
+    """Run the requested parts, and write how each step ended."""
     args = _arguments()
     args.results.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -224,7 +224,7 @@ def main() -> None:
     for part in args.parts:
         with tempfile.TemporaryDirectory() as models:
             planned = steps(part, SIZES[args.size], Path(models), args.results.resolve(), args.environments)
-            planned = list({step.name: step for step in planned}.values())  # of a tiny model, all sizes are one
+            planned = list({step.name: step for step in planned}.values())  # all sizes of the tiny model are the same
             lines = [f"# Part {part}: {PARTS[part]}", "", "| step | status | seconds |", "|---|---|---:|"]
             logs = args.results / f"part-{part}"
             logs.mkdir(exist_ok=True)
@@ -244,16 +244,16 @@ def _arguments() -> argparse.Namespace:
         description=(__doc__ or "").splitlines()[0],
         epilog="; ".join(f"{part}: {title}" for part, title in PARTS.items()),
     )
-    parser.add_argument("parts", type=int, nargs="+", choices=PARTS, metavar="PART", help="1 to 4, see below")
-    parser.add_argument("--results", type=Path, required=True, help="a directory for logs and results")
-    parser.add_argument("--minutes", type=float, default=9, help="for each part, at most")
+    parser.add_argument("parts", type=int, nargs="+", choices=PARTS, metavar="PART", help="1 to 4; see below")
+    parser.add_argument("--results", type=Path, required=True, help="the directory for logs and results")
+    parser.add_argument("--minutes", type=float, default=9, help="the time limit for each part")
     parser.add_argument(
         "--environments",
         type=Path,
         metavar="DIR",
-        help="contains the environment of transformers, if it is not this one",
+        help="the directory with transformers' environment, if it is not this one",
     )
-    parser.add_argument("--size", choices=SIZES, default="full", help="tiny: a rehearsal with a tiny model")
+    parser.add_argument("--size", choices=SIZES, default="full", help="tiny: rehearse with a tiny model")
     args = parser.parse_args()
     if args.minutes <= 0:
         parser.error(f"--minutes must be above 0, got {args.minutes:g}")

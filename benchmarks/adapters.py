@@ -1,9 +1,9 @@
-"""Measure what several adapters in one batch cost: a decode step with and without them, in turn.
+"""Measure the cost of several adapters in one batch: a decode step with and without them, in turn.
 
     python -m benchmarks adapters --model random-0.5b --adapters 8 --rank 16
 
-Each row has an adapter of its own for all linear layers, as far as there are enough. `python -m benchmarks compile
---target h100 --adapters 8 --rank 16` reports what such a step does on an H100.
+Each row has a different adapter for all linear layers, if there are enough. `python -m benchmarks compile --target h100
+--adapters 8 --rank 16` reports what such a step does on an H100.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def attach(params: Any, count: int, rank: int) -> Any:
-    """Return parameters with random adapters for the linear layers; also of shapes, under `jax.eval_shape`."""
+    """Return parameters with random adapters for the linear layers. Also works on shapes, under `jax.eval_shape`."""
 
     def walk(node: Any, name: str) -> Any:
         if isinstance(node, dict):
@@ -103,10 +103,10 @@ def _arguments() -> argparse.Namespace:
     add("--adapters", type=arguments.count, default=8)
     add("--rank", type=arguments.count, default=16)
     add("--rows", type=arguments.count, default=8)
-    add("--prompt", type=arguments.count, default=32, help="tokens of each prompt")
-    add("--tokens", type=arguments.count, default=32, help="tokens of the longer of two runs; the other has a fourth")
+    add("--prompt", type=arguments.count, default=32, help="tokens in each prompt")
+    add("--tokens", type=arguments.count, default=32, help="tokens in the longer of two runs; the other has a quarter")
     add("--rounds", type=arguments.count, default=5)
-    add("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    add("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
-"""Count the code of jaxgen that one call of `generate()` runs: files, functions and Python calls.
+"""Count the jaxgen code that one call of `generate()` runs: files, functions and Python calls.
 
     python -m benchmarks calls
     python -m benchmarks calls --mode qwen --list
 
-The first call traces the program; the next one finds it compiled. Lambdas and generators count as functions.
+The first call traces the program; the next one runs the compiled program. Lambdas and generators count as functions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ROOT = os.path.dirname(jaxgen.__file__) + os.sep
 
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 
-Function = tuple[str, str]  # its file and its qualified name
+Function = tuple[str, str]  # file and qualified name
 
 
 def main() -> None:
-    """Count, and print a table."""
+    """Count calls and print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks calls", description=__doc__.partition("\n")[0])
     parser.add_argument("--mode", choices=MODES, default="greedy")
     parser.add_argument("--list", action="store_true", help="also print the functions, by file")
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def count_calls(mode: str) -> tuple[collections.Counter[Function], collections.Counter[Function]]:
-    """Return how often each function runs in the first and in the next call with the bundled model."""
+    """Return how often each function runs in the first and in the second call with the bundled model."""
     params, cfg = load_hf(demo.PATH)
     cfg = cfg.replace(max_new_tokens=8, **{"do_sample": False} | MODES[mode])
     ids = np.array([[5, 6, 7, 8]], np.int32)
@@ -58,13 +58,13 @@ def count_calls(mode: str) -> tuple[collections.Counter[Function], collections.C
 
 
 def counted(call: Callable[[], None]) -> collections.Counter[Function]:
-    """Return how often each function of jaxgen runs during `call`, lambdas and generators included."""
+    """Return how often each jaxgen function runs during `call`, including lambdas and generators."""
     profile = cProfile.Profile(subcalls=False, builtins=False)
     profile.runcall(call)
     found: collections.Counter[Function] = collections.Counter()
     for entry in profile.getstats():
         code = entry.code
-        # Before Python 3.12 comprehensions are functions too, which nobody wrote as such.
+        # Before Python 3.12, comprehensions are functions too; they are not counted.
         if isinstance(code, str) or code.co_name in _COMPREHENSIONS or not code.co_filename.startswith(ROOT):
             continue
         file = code.co_filename.removeprefix(ROOT)

@@ -1,6 +1,6 @@
-"""Write a checkpoint of random bfloat16 weights in exactly the shape that a config.json describes.
+"""Write a checkpoint of random bfloat16 weights with exactly the shapes that a config.json describes.
 
-Speed and memory depend on shapes alone: such a checkpoint stands for the real one where that is not at hand.
+Speed and memory use depend only on shapes, so such a checkpoint can replace a real one that is not available.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks checkpoint", usage="%(prog)s CONFIG OUT [options]", description=__doc__
     )
-    parser.add_argument("config", type=Path, help="a directory with config.json")
+    parser.add_argument("config", type=Path, help="a directory with a config.json")
     parser.add_argument("out", type=Path, help="the directory to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--shards", type=int, default=1, help="cut files at 1/N of the size, which gives N or a few more", metavar="N"
+        "--shards", type=int, default=1, help="split into files of 1/N of the size: N files or a few more", metavar="N"
     )
-    parser.add_argument("--tokenizer", type=Path, help="a directory with tokenizer files, before those of CONFIG")
+    parser.add_argument("--tokenizer", type=Path, help="a directory with tokenizer files, instead of CONFIG's")
     args = parser.parse_args()
 
     config, problems = read_json(args.config / "config.json")
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def draw(name: str, shape: tuple[int, ...], std: float, seed: tuple[int, int]) -> np.ndarray:
-    """Return random values: norms around one, everything else, biases too, around zero."""
+    """Return random values: around one for norms, around zero for everything else, including biases."""
     center, std = (1.0, 0.1) if "norm" in name else (0.0, std)
     flat = np.empty(math.prod(shape), ml_dtypes.bfloat16)
 

@@ -1,10 +1,10 @@
-"""Compile `generate()` for a machine that is not here, with that machine's compiler, and report what a step does.
+"""Compile `generate()` for a machine that is not available, with its compiler, and report what a step does.
 
     python -m benchmarks compile --target h100 --config DIR --rows 1 --mode qwen
     python -m benchmarks compile --target v5e:2x2 --config DIR
 
-It needs only the compiler: pip install "jax[tpu]", or for h100 what the README of this folder names. The rate is
-modelled: all bytes at the chip's published bandwidth, and a fixed time for each operation.
+This needs only the compiler: pip install "jax[tpu]", or for h100, the packages named in this folder's README. The rate
+is modeled: all bytes at the chip's published bandwidth, and a fixed time for each operation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGE = 1_000_000  # bytes
 
 
 def main() -> None:
-    """Compile, and print what was found."""
+    """Compile and print the report."""
     args = _arguments()
     model = ModelConfig.from_hf(json.loads((args.config / "config.json").read_text()))
     model = dataclasses.replace(model, dtype=args.dtype)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: float) -> str:
-    """Return what a decode step does, as Markdown."""
+    """Return a Markdown report of what a decode step does."""
     model, chip = model_of(cfg), CHIPS[args.target.partition(":")[0]]
     memory, program = compiled.memory_analysis(), compiled.as_text()
     step = hlo.decode_step(program, hlo.shortest_branch)
@@ -103,7 +103,7 @@ def report(args: argparse.Namespace, cfg: GenerationConfig, compiled, seconds: f
         f"| bytes of weights, adapters and cache, and twice those written | {(read + 2 * written) / 1e6:.0f} MB |",
         f"| of these results of more than {_LARGE / 1e6:.0f} MB | {sum(o.nbytes for o in large) / 1e6:.1f} MB |",
         *(f"| large result | {o.nbytes / 1e6:.2f} MB x {o.times}: {o.kind} for {o.name[-60:]} |" for o in large[:4]),
-        f"| modelled step | {1e6 * moving:.0f} us for bytes + {1e6 * launching:.0f} us for operations: "
+        f"| modeled step | {1e6 * moving:.0f} us for bytes + {1e6 * launching:.0f} us for operations: "
         f"{args.rows / (moving + launching):,.0f} tokens/s |",
         "",
         f"Chip: {chip.bandwidth / 1e9:.0f} GB/s ({chip.source}), {1e6 * chip.launch:.1f} us per operation (assumed). "
@@ -117,20 +117,20 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks compile", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--target", required=True, help="h100, or a TPU slice such as v5e:2x2, of which one chip is used"
+        "--target", required=True, help="h100, or a TPU slice such as v5e:2x2; only one of its chips is used"
     )
     parser.add_argument("--config", type=Path, required=True, help="a directory with a config.json")
     parser.add_argument("--rows", type=arguments.count, default=1, help="prompts in the batch")
-    parser.add_argument("--prompt", type=arguments.count, default=128, help="tokens of each prompt")
-    parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens of each answer")
+    parser.add_argument("--prompt", type=arguments.count, default=128, help="tokens in each prompt")
+    parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens in each answer")
     parser.add_argument("--mode", choices=MODES, default="greedy", help="how tokens are chosen")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--cache-dtype", choices=("int8",), help="by default that of the weights")
-    parser.add_argument("--form", default="plain", choices=FORMS, help="of the weights")
-    parser.add_argument("--adapters", type=int, default=0, help="in the batch, for all linear layers")
-    parser.add_argument("--rank", type=arguments.count, default=16, help="of the adapters")
+    parser.add_argument("--form", default="plain", choices=FORMS, help="the form of the weights")
+    parser.add_argument("--adapters", type=int, default=0, help="adapters in the batch, for all linear layers")
+    parser.add_argument("--rank", type=arguments.count, default=16, help="the rank of the adapters")
     parser.add_argument("--hlo", type=Path, help="write the optimized program to this file")
-    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     args = parser.parse_args()
     if args.target.partition(":")[0] not in CHIPS:
         parser.error(f"--target must begin with one of {', '.join(CHIPS)}, got {args.target}")

@@ -1,9 +1,9 @@
-"""Make the environments of the programs that jaxgen is measured against, from the package index.
+"""Create the environments of the programs that jaxgen is compared with, from the package index.
 
     python -m benchmarks environments DIR
 
-llama.cpp is compiled, for the instructions of this machine; CMAKE_ARGS in the environment is passed on. How it was
-compiled is written beside it, and its results say it.
+llama.cpp is compiled for this machine's instructions; CMAKE_ARGS is passed on if set. The build settings are stored
+next to it, and included in its results.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def main() -> None:
     args = _arguments()
     build = {"CMAKE_ARGS": os.environ.get("CMAKE_ARGS", "-DGGML_NATIVE=ON" + " -DGGML_CUDA=ON" * args.cuda)}
     index = [] if args.cuda or not args.torch_index else ["--extra-index-url", args.torch_index]
-    steps = {  # what pip installs, call by call
+    steps = {  # the arguments of each pip call
         "transformers": [[args.torch, *index], ["transformers"]],
-        # Wheels for all machines use few instructions.
+        # Generic wheels do not use this machine's instructions.
         "llama_cpp": [["llama-cpp-python", "--no-binary", "llama-cpp-python"], ["gguf"]],
         "lm_eval": [[args.torch, *index], ["lm_eval[hf]"]],
         "keras_hub": [["keras-hub", "safetensors", "jax[cuda13]" if args.cuda else "jax"]],
@@ -49,14 +49,14 @@ def _arguments() -> argparse.Namespace:
         usage="%(prog)s DIR [options]",
         description=(__doc__ or "").splitlines()[0],
     )
-    parser.add_argument("directory", type=Path, help="where to make them")
+    parser.add_argument("directory", type=Path, help="the directory in which to create them")
     parser.add_argument(
         "--only", nargs="+", choices=("transformers", "llama_cpp", "lm_eval", "keras_hub"), metavar="NAME"
     )
-    parser.add_argument("--cuda", action="store_true", help="for an NVIDIA GPU; by default for the CPU alone")
+    parser.add_argument("--cuda", action="store_true", help="for an NVIDIA GPU; by default, for the CPU only")
     parser.add_argument("--torch", default="torch", help="the requirement for torch, such as torch==2.13.0")
     parser.add_argument(
-        "--torch-index", default=CPU_TORCH, metavar="URL", help="an index with torch for the CPU, or ''"
+        "--torch-index", default=CPU_TORCH, metavar="URL", help="a package index with torch for the CPU, or ''"
     )
     return parser.parse_args()
 

@@ -1,11 +1,11 @@
-"""Measure lm-evaluation-harness with jaxgen's model in turn with its own model `hf`, on the same tasks.
+"""Compare jaxgen's model in lm-evaluation-harness with the harness's own model `hf`, on the same tasks.
 
     python -m benchmarks evaluate --environments DIR
     python -m benchmarks evaluate --environments DIR --model random-0.5b --questions 20 --answers 8 --texts 4
 
-The tasks are made of the bundled model's stories: questions with four choices and examples before them, answers that
-end at a stop string, and the perplexity of long texts. First, each of hf's batch sizes runs once, and the fastest for
-each task is kept. A result in which the two models differ is an error.
+The tasks are made from stories like the bundled model's: few-shot questions with four choices, answers
+that end at a stop string, and the perplexity of long texts. First, each of hf's batch sizes runs once, and the fastest
+for each task is kept. It is an error if the results of the two models differ.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ KINDS = {
     "jaxgen": Kind("evaluation_program.py", None),
     "hf": Kind("evaluation_program.py", "lm_eval"),
 }
-TOLERANCE = 1e-3  # of a log-likelihood, relative
-TIE = 1e-3  # the largest difference of the log-probabilities of two tokens that greedy search may exchange
+TOLERANCE = 1e-3  # relative error of a log-likelihood
+TIE = 1e-3  # greedy search may choose either of two tokens whose log-probabilities differ by no more
 _COMMON = """
 dataset_path: json
 dataset_kwargs: {data_files: {FILES}}
@@ -115,7 +115,7 @@ def write_tasks(args: argparse.Namespace, folder: Path) -> None:
 
 
 def compared(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Return the versions, hf's trials and, for each task, the turns of both models."""
+    """Return the versions, hf's trials and, for each task, both models' turns."""
     cache = {"JAX_COMPILATION_CACHE_DIR": f"{folder}/cache", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{folder}/hf"} | cache
     variant = str(args.max_length or "")
@@ -141,7 +141,7 @@ def compared(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             program.start(args.model, **settings)
         for task in args.tasks:
             first[task] = run(ours, task)
-            run(ours, task)  # nothing is compiled from here on
+            run(ours, task)  # nothing is compiled after this
             trials[task] = {size: run(theirs, task, size) for size in args.batch_sizes}
             size = min(trials[task], key=lambda size: trials[task][size]["model_seconds"])
             for turn in range(args.rounds):
@@ -163,7 +163,7 @@ def compared(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def differ(found: dict[str, Answer], task: str, ours: Program) -> str:
-    """Return in words by how much the results of the two models differ. Raise `Failed` if they may not."""
+    """Describe how much the results of the two models differ. Raise `Failed` if they differ too much."""
     own, other = found["jaxgen"], found["hf"]
     if own["requests"] != other["requests"]:
         raise Failed(f"{task}: the models got different requests")
@@ -196,7 +196,7 @@ def differ(found: dict[str, Answer], task: str, ours: Program) -> str:
 
 
 def table(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
-    """Return the times and the differences as Markdown."""
+    """Return a Markdown table of the times and the differences."""
     ours, theirs = (
         ", ".join(f"{package} {release}" for package, release in found["versions"][kind].items() if package != "numpy")
         for kind in KINDS
@@ -254,19 +254,19 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, default=BUNDLED, help="a checkpoint (default: the one in the package)")
-    add("--environments", type=Path, metavar="DIR", help="what `python -m benchmarks environments DIR` made")
+    add("--environments", type=Path, metavar="DIR", help="the directory made by `python -m benchmarks environments`")
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="NAME", help=", ".join(TASKS))
     add("--questions", type=arguments.count, default=500)
-    add("--examples", type=arguments.count, default=2, help="before each question")
+    add("--examples", type=arguments.count, default=2, help="examples before each question")
     add("--answers", type=arguments.count, default=100)
-    add("--tokens", type=arguments.count, default=96, help="of an answer at most")
+    add("--tokens", type=arguments.count, default=96, help="the maximum number of tokens in an answer")
     add("--texts", type=arguments.count, default=50)
-    add("--stories", type=arguments.count, default=5, help="in a text, about 200 tokens each")
-    add("--max-length", type=arguments.count, metavar="N", help="tokens of a request (default: the model's context)")
-    add("--batch-sizes", nargs="+", default=["1", "8", "16", "auto"], metavar="N", help="of hf")
+    add("--stories", type=arguments.count, default=5, help="stories in a text, of about 200 tokens each")
+    add("--max-length", type=arguments.count, metavar="N", help="tokens in a request (default: the model's context)")
+    add("--batch-sizes", nargs="+", default=["1", "8", "16", "auto"], metavar="N", help="hf's batch sizes")
     add("--rounds", type=arguments.count, default=3)
-    add("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
-    add("--name", default="", help="a last part for the name of the file")
+    add("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
+    add("--name", default="", help="a suffix for the file name")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Operations of a compiled program, read off its optimized HLO."""
+"""Read the operations of a compiled program from its optimized HLO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUIET = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "aft
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.*?) (?P<op>[a-z][a-z\-]*)\(")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ")
-_DECODE = '/decode/while"'  # the end of the decode loop's name
+_DECODE = '/decode/while"'  # the decode loop's name ends with this
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _ARRAY = re.compile(rf"\b({'|'.join(_BYTES)})\[([\d,]*)\]")
@@ -21,14 +21,14 @@ _ARRAY = re.compile(rf"\b({'|'.join(_BYTES)})\[([\d,]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation that the device is told to do: a kernel on a GPU, a fusion on a TPU, a collective on both.
+    """An operation that the device executes: a kernel on a GPU, a fusion on a TPU, or a collective on either.
 
     Attributes:
         kind: "fusion", "all-reduce" and so on.
-        dims: the shape of each array of its result, on one device.
-        nbytes: the bytes of its result, on one device; of an update in place, those of the update.
-        times: how often it runs, if all inner loops have known trip counts.
-        name: the operation that it was made for.
+        dims: the shape of each array in its result, on one device.
+        nbytes: the size of its result in bytes, on one device; for an in-place update, the size of the update.
+        times: how often it runs, provided that the trip counts of all inner loops are known.
+        name: the operation from which it was compiled.
     """
 
     kind: str
@@ -39,11 +39,11 @@ class Operation:
 
     @property
     def is_collective(self) -> bool:
-        """True if devices communicate."""
+        """True if the operation communicates between devices."""
         return self.kind in _COLLECTIVES
 
 
-# Which of the branches of a conditional counts: given the operations of each, return those of one, or of all.
+# Given the operations of each branch of a conditional, return the operations that count: of one branch, or of all.
 Branches = Callable[[list[list[Operation]]], list[Operation]]
 
 
@@ -53,19 +53,19 @@ def all_branches(branches: list[list[Operation]]) -> list[Operation]:
 
 
 def shortest_branch(branches: list[list[Operation]]) -> list[Operation]:
-    """Count the branch with the fewest operations, which the usual case should take."""
+    """Count only the branch with the fewest operations, which should be the common case."""
     return min(branches, key=count)
 
 
 def count(operations: list[Operation]) -> int:
-    """Return how many operations run, those in inner loops as often as these pass."""
+    """Return the number of operations that run; those in inner loops count once per iteration."""
     return sum(operation.times for operation in operations)
 
 
 def decode_step(program: str, branches: Branches = all_branches) -> list[Operation]:
-    """Return the operations of one step of the decode loop of a compiled `generate`, its condition included.
+    """Return the operations in one step of a compiled `generate`'s decode loop, including its condition.
 
-    With slots, that loop is inside another one; XLA's text has the inner loop first.
+    With slots, this loop is inside another loop; the inner loop comes first in XLA's text.
 
     Raises:
         ValueError: the program has no such loop.
@@ -80,13 +80,13 @@ def decode_step(program: str, branches: Branches = all_branches) -> list[Operati
 
 
 def outside_of_decode(program: str, passes: int = 1) -> list[Operation]:
-    """Return the operations before and after the decode loop; a loop of unknown length takes `passes`."""
+    """Return the operations before and after the decode loop; loops of unknown length count `passes` times."""
     entry = next(filter(None, (_ENTRY.match(line) for line in program.splitlines())))
     return list(_operations(parse(program), entry[1], 1, passes))
 
 
 def parse(program: str) -> dict[str, list[str]]:
-    """Return the instructions of each computation by its name."""
+    """Return the instructions of each computation, by the computation's name."""
     computations: dict[str, list[str]] = {}
     current: list[str] | None = None
     for line in program.splitlines():
@@ -139,7 +139,7 @@ def _operations(
 
 
 def _update(computations: dict[str, list[str]], line: str, op: str) -> list | None:
-    """Return the arrays that an update in place writes; None for another operation."""
+    """Return the arrays that an in-place update writes; None for any other operation."""
     if op == "fusion":
         inner = computations[_named(line, "calls")]
         root = next(inner_line for inner_line in inner if inner_line.lstrip().startswith("ROOT"))

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The main table: sh benchmarks/main_table.sh MODEL ENVIRONMENTS. For the 0.5B shape, about an hour by
-# estimate on two quiet cores, half of it for the prompts of 4,096 tokens.
+# The main table: sh benchmarks/main_table.sh MODEL ENVIRONMENTS. For the 0.5B shape, this should take about an hour on
+# two otherwise idle cores, half of it for the prompts of 4,096 tokens.
 set -e
 measure() {
     python -m benchmarks "$@" --model "$model" --environments "$environments" --rounds 3

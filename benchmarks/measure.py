@@ -1,4 +1,4 @@
-"""Programs measured in turn, and what their times mean."""
+"""Measure programs in turn, and derive figures from their times."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import numpy as np
 from benchmarks.program import Failed, Program
 
 RESULTS = Path(__file__).parent / "results"
-PAUSE = 0.5  # seconds before a turn, for the threads of the other programs to fall asleep
-TRIES = 10  # a disturbed turn is measured again
+PAUSE = 0.5  # seconds before a turn, so that the other programs' threads can go to sleep
+TRIES = 10  # maximum number of attempts if a turn is disturbed
 Answer = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A request: prompts, two numbers of new tokens, and transformers' options.
+    """A request: the prompts, two numbers of new tokens, and transformers' options.
 
     Attributes:
-        short: new tokens of the short run; 0 if only the first token is measured.
-        against: the label of the case that this one is compared with.
+        short: the number of new tokens in the short run; 0 if only the first token is measured.
+        against: the label of the case with which this one is compared.
     """
 
     label: str
@@ -54,23 +54,23 @@ class Case:
 class InTurn:
     """Several programs that measure the same cases in turn.
 
-    Only one process can have a TPU: there the programs start, warm up and end in each round.
+    Only one process can use a TPU, so on a TPU, the programs start, warm up and end in each round.
     """
 
     def __init__(self, programs: Sequence[Program], model: Path, vocabulary: int):
         self.programs, self.model, self.vocabulary = programs, model, vocabulary
         self.warm: dict[Program, dict[str, Answer]] = {program: {} for program in programs}
         self.turns: dict[tuple[str, str], list[Answer]] = {}
-        self.missing: dict[tuple[str, str], dict[str, str]] = {}  # why there are no turns: refused or failed
+        self.missing: dict[tuple[str, str], dict[str, str]] = {}  # why a program has no turns: refused or failed
         self.probes: list[dict[str, float]] = []
         programs[0].start(model)
         self.exclusive = programs[0].facts["platform"] == "tpu" and len(programs) > 1
 
     def measure(self, cases: Sequence[Case], rounds: int) -> Iterator[list[Answer]]:
-        """Measure each case with each program, `rounds` times; after each turn, yield what was found so far.
+        """Measure each case with each program, `rounds` times; after each turn, yield the results so far.
 
-        A program that fails in a case is not measured in it again. Each round begins with another program, because the
-        first one after the probe is often disturbed.
+        If a program fails in a case, it is not measured again in that case. Each round begins with a different program,
+        because the first one after the probe is often disturbed.
         """
         for turn in range(rounds):
             first = turn % len(self.programs)
@@ -116,7 +116,7 @@ class InTurn:
         return program.ask("run", ids=ids.tolist(), new_tokens=new_tokens, room=case.room, options=case.options)
 
     def _warm_up(self, program: Program, case: Case) -> str | None:
-        """Compile all lengths, the longest first, and check them; return why the program refuses the case."""
+        """Compile all lengths, longest first, and check the results; if the program refuses the case, return why."""
         if case.label in self.warm[program]:
             return None
         answers = {}
@@ -133,10 +133,10 @@ class InTurn:
         return None
 
     def _turn(self, program: Program, case: Case) -> Answer:
-        """Time a run of each length, after one that is not timed."""
+        """Time a run of each length, after an untimed run."""
         for _ in range(TRIES):
             time.sleep(PAUSE)
-            self._run(program, case, 1)  # its threads and caches come back from the other programs' turns
+            self._run(program, case, 1)  # wakes up threads and refills caches after the other programs' turns
             busy, own, start = busy_seconds(), program.cpu_seconds(), time.perf_counter()
             answers = {name: self._run(program, case, length) for name, length in case.lengths().items()}
             elapsed = time.perf_counter() - start
@@ -162,7 +162,7 @@ class InTurn:
         return turn
 
     def _found(self, case: Case) -> Answer:
-        """Return the turns of a case and their medians, by program; of programs that had their turn."""
+        """Return the turns of a case and their medians, for each program that has had a turn."""
         programs = {}
         for program in self.programs:
             place = (case.label, program.name)
@@ -184,7 +184,7 @@ class InTurn:
 
 
 def _compare(cases: list[Answer], names: list[str]) -> None:
-    """Add the ratios of times, turn by turn: to the first program, and to the case that one is compared with."""
+    """Add the ratios of times, turn by turn, relative to the first program and to the case `against`."""
     by_label = {case["label"]: case["programs"] for case in cases}
     for case in cases:
         for name in names:
@@ -198,14 +198,14 @@ def _compare(cases: list[Answer], names: list[str]) -> None:
 
 
 def _ratios(own: Answer, other: Answer, name: str) -> list[float]:
-    # The last turn of one of them may be still to come.
+    # One of the two may not have had its last turn yet.
     return [mine[name] / theirs[name] for mine, theirs in zip(own["turns"], other["turns"], strict=False)]
 
 
 def in_new_processes(
     programs: Sequence[Program], case: Case, model: Path, vocabulary: int, rounds: int
 ) -> list[Answer]:
-    """Measure start, load, first call and memory of new processes in turn, each without compiled programs and with."""
+    """Measure start, load, first call and memory in new processes, in turn, without and with compiled programs."""
     turns: dict[str, list[Answer]] = {program.name: [] for program in programs}
     for _ in range(rounds):
         for program in programs:
@@ -244,7 +244,7 @@ def summary(values: Iterable[float]) -> dict[str, float]:
 
 
 def read_files(model: Path) -> None:
-    """Bring the weights into the operating system's cache, so that who loads first does not load slower."""
+    """Read the weights into the operating system's cache, so that the first program does not load more slowly."""
     for file in model.glob("*.safetensors"):
         with open(file, "rb", buffering=0) as stream:
             while stream.read(1 << 24):
@@ -252,7 +252,7 @@ def read_files(model: Path) -> None:
 
 
 def machine() -> Answer:
-    """Return what the figures belong to."""
+    """Return facts about the machine on which the figures were measured."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     name = re.search(r"model name\s*:\s*(.*)", text)
@@ -266,7 +266,7 @@ def machine() -> Answer:
 
 
 def folder(results: Path, device: str | None = None) -> Path:
-    """Return the folder for results of a machine, named after its accelerator or its CPU."""
+    """Return the folder for a machine's results, named after its accelerator or its CPU."""
     here = machine()
     name = device or f"{here['cpu']} {here['cores']} cores"
     target = results / re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
@@ -275,12 +275,12 @@ def folder(results: Path, device: str | None = None) -> Path:
 
 
 def heading() -> Answer:
-    """Return the facts that every result begins with."""
+    """Return the facts with which every result begins."""
     now = datetime.datetime.now(datetime.UTC)
     return {"date": now.isoformat(timespec="seconds"), "machine": machine(), "load_average": os.getloadavg()}
 
 
 def busy_seconds() -> float:
-    """Return the seconds that all cores were not idle, since the machine started."""
+    """Return the total seconds for which cores have been busy since the machine started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Plots of results: speed against rows or tokens, bars where there is one case, and a roofline where the batch grows.
+"""Plot results: speed against rows or tokens, bars for a single case, and a roofline for growing batches.
 
 python -m benchmarks plots benchmarks/results/*/*.json
 """
@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.program import KINDS, spec
 
 AXES = {"rows": "rows in the batch", "prompt": "tokens in the prompt"}
-# A program has the same colour in all plots; its variants are lighter, and have other marks.
+# A program has the same color in all plots; its variants are lighter, and have different markers.
 COLORS = {"jaxgen": "#0072b2", "transformers": "#d55e00", "llama.cpp": "#009e73", "keras-hub": "#aa4499"}
 MARKS = "os^Dv<>ph"
 
@@ -25,14 +25,14 @@ def main() -> None:
 
 
 def draw(file: Path) -> list[Path]:
-    """Draw what a result shows, beside its JSON file; return the pictures."""
+    """Draw the plots of a result next to its JSON file; return their paths."""
     try:
         import matplotlib
     except ImportError:
         print('no plots: pip install -e ".[bench]", then python -m benchmarks plots FILE', file=sys.stderr)
         return []
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "jaxgen"  # the same file whenever it is drawn
+    matplotlib.rcParams["svg.hashsalt"] = "jaxgen"  # makes the file reproducible
     result = json.loads(file.read_text("utf-8"))
     axis, cases = result.get("axis"), result.get("cases", [])
     drawn = []
@@ -46,7 +46,7 @@ def draw(file: Path) -> list[Path]:
 
 
 def _speed(own: dict[str, Any], case: dict[str, Any]) -> dict[str, float] | None:
-    """Return a program's tokens/s in a case: of the prefill where nothing is decoded."""
+    """Return a program's tokens/s in a case, for the prefill if nothing is decoded."""
     return own.get("figures", {}).get(f"{_stage(case)}_tokens_per_second")
 
 
@@ -55,7 +55,7 @@ def _stage(case: dict[str, Any]) -> str:
 
 
 def style(program: str) -> dict[str, Any]:
-    """Return label, colour and mark of a program, by its name in the results."""
+    """Return the label, color and marker of a program, by its name in the results."""
     from matplotlib import colors
 
     own = spec(program)
@@ -91,7 +91,7 @@ def _save(figure, target: Path) -> Path:
 
 
 def _plain(axis, ticks: list[int] | None = None) -> None:
-    """Write plain numbers on an axis: the given ones, or on a logarithmic scale 1, 2, 5, 10."""
+    """Label an axis with plain numbers: the given ones, or 1, 2, 5, 10, ... on a logarithmic scale."""
     from matplotlib import ticker
 
     if axis.get_scale() == "log":
@@ -101,7 +101,7 @@ def _plain(axis, ticks: list[int] | None = None) -> None:
 
 
 def _against_axis(result: dict[str, Any], target: Path) -> Path:
-    """Draw tokens/s against rows or prompt, with bars from the smallest to the largest."""
+    """Draw tokens/s against rows or prompt length, with bars from the smallest to the largest value."""
     axis, cases = result["axis"], result["cases"]
     figure, axes = _figure(result["title"], result)
     axes.set(xlabel=AXES[axis], ylabel=_measure(f"{_stage(cases[0])}, tokens/s", result))
@@ -109,7 +109,7 @@ def _against_axis(result: dict[str, Any], target: Path) -> Path:
     other = "prompt" if axis == "rows" else "rows"
     fixed = sorted({case[other] for case in cases})
     for number, program in enumerate(result["programs"]):
-        shift = (ticks[-1] / ticks[0]) ** (0.005 * (2 * number + 1 - len(result["programs"])))  # bars side by side
+        shift = (ticks[-1] / ticks[0]) ** (0.005 * (2 * number + 1 - len(result["programs"])))  # puts bars side by side
         for value in fixed:
             points = [
                 (case[axis] * shift, speed)
@@ -145,13 +145,13 @@ def _line(axes, points: list[tuple[float, dict[str, float]]], look: dict[str, An
 
 
 def _spread(figures) -> list[list[float]]:
-    """Return the distances from the medians down to the smallest and up to the largest."""
+    """Return the distances from the medians down to the smallest and up to the largest values."""
     down = [figure["median"] - figure["min"] for figure in figures]
     return [down, [figure["max"] - figure["median"] for figure in figures]]
 
 
 def _bars(result: dict[str, Any], target: Path) -> Path:
-    """Draw a bar for the tokens/s of each program."""
+    """Draw a bar for each program's tokens/s."""
     (case,) = result["cases"]
     speeds = {program: speed for program, own in case["programs"].items() if (speed := _speed(own, case))}
     title = f"{_stage(case).capitalize()}, {_size('rows', case['rows'])}, prompt of {_size('prompt', case['prompt'])}"
@@ -185,11 +185,11 @@ def _number(value: float) -> str:
 
 
 def _roofline(result: dict[str, Any], target: Path) -> Path:
-    """Draw FLOP/s of decoding against FLOP per byte of weights, below the measured bandwidth and product."""
+    """Draw decoding FLOP/s against FLOP per byte of weights, below the roof of the measured bandwidth and FLOP/s."""
     bandwidth, peak = (result["probe"][name]["median"] for name in ("bytes_per_second", "flops"))
     figure, axes = _figure("Roofline", result)
     axes.set(xlabel="FLOP per byte of weights", ylabel=_measure("decode, GFLOP/s", result))
-    operations = 2 * result["model"]["weights"]  # of a row's token
+    operations = 2 * result["model"]["weights"]  # per token of a row
     intensities = []
     for program, facts in result["programs"].items():
         points = []

@@ -1,4 +1,4 @@
-"""Limits of this machine: bytes/s of its memory, and FLOP/s of a large product."""
+"""Measure the limits of this machine: memory bandwidth, and FLOP/s of a large matrix product."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MOST_ON_DEVICE = 4 << 30  # bytes
 
 
 def probe(nbytes: int) -> dict[str, float]:
-    """Return the bytes/s of reading `nbytes` of memory, on a device at most 4 GB, and the FLOP/s of a bfloat16 product.
+    """Return the bytes/s of reading `nbytes` (at most 4 GB on a device), and the FLOP/s of a bfloat16 product.
 
-    A device is given several at once, because sending one takes a while.
+    On a device, each measurement launches several operations, because a launch takes a while.
     """
     cpu = jax.default_backend() == "cpu"
     if not cpu:
         nbytes = min(nbytes, _MOST_ON_DEVICE)
     reader = _read_with_threads(nbytes) if cpu else _read_on_device(nbytes)
     size = 2048 if cpu else 8192
-    square = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)  # products of zeros take less time
+    square = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)  # multiplying zeros would be faster
     product = jax.jit(lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.float32))
     at_once = 1 if cpu else 20
     return {
@@ -46,7 +46,7 @@ def _median_seconds(work: Callable[[], object], times: int) -> float:
 def _read_with_threads(nbytes: int) -> Callable[[], object]:
     parts = np.array_split(np.ones(nbytes // 8, np.uint64), len(os.sched_getaffinity(0)))
     pool = ThreadPoolExecutor(len(parts))
-    return lambda: list(pool.map(np.sum, parts))  # numpy releases the lock
+    return lambda: list(pool.map(np.sum, parts))  # numpy releases the GIL
 
 
 def _read_on_device(nbytes: int) -> Callable[[], object]:

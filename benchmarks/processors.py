@@ -1,10 +1,10 @@
-"""Measure each logits processor and warper, and how a token is chosen, each compiled alone.
+"""Measure each logits processor and warper, and choosing a token, each compiled separately.
 
     python -m benchmarks processors --rows 1 8
 
-Each option has its record's example value. Writes a table of microseconds, the median over turns. In a turn each of
-them runs a few times in a row, one after the other, so what slows the machine for a while slows all of them. Several of
-them in one program can be cheaper than their sum: the compiler fuses passes over the scores.
+Each option is set to its record's example value. The result is a table of median microseconds over turns. In a turn,
+each function runs a few times in a row, so a temporary slowdown of the machine affects all of them. Several functions
+in one program can be cheaper than their sum, because the compiler fuses passes over the scores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxgen.decoding import sample
 from jaxgen.logits import processors, warpers
 from jaxgen.logits.row_options import RowOptions, option_values
 
-HISTORY = 512  # tokens of each row, half of them generated
+HISTORY = 512  # tokens in each row, half of them generated
 
 
 def main() -> None:
@@ -57,10 +57,10 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks processors", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--vocab", type=int, default=151_936, help="tokens in the vocabulary")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="rows of the batch, a column for each")
-    parser.add_argument("--turns", type=int, default=50, help="turns that the median is over")
-    parser.add_argument("--repeat", type=int, default=4, help="runs in a row, of which a turn is the mean")
-    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="rows in the batch, one column for each")
+    parser.add_argument("--turns", type=int, default=50, help="the number of turns")
+    parser.add_argument("--repeat", type=int, default=4, help="runs in a turn, whose mean counts")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     args = parser.parse_args()
     if min(*args.rows, args.vocab, args.turns, args.repeat) < 1:
         parser.error("--vocab, --rows, --turns and --repeat must be at least 1")
@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _calls(vocab: int, rows: int) -> dict[str, tuple]:
-    """Return a function and its arguments, all of them traced, for each line of the table."""
+    """Return a function and its arguments, all of which are traced, for each line of the table."""
     rng = np.random.default_rng(0)
     scores = jnp.asarray(rng.normal(size=(rows, vocab)) * 3, jnp.float32)
     uncond = jnp.asarray(rng.normal(size=(rows, vocab)) * 3, jnp.float32)
@@ -100,7 +100,7 @@ def _calls(vocab: int, rows: int) -> dict[str, tuple]:
 
 
 def _config(option: Option, vocab: int) -> GenerationConfig:
-    """Return a config with the option alone on, at its example."""
+    """Return a config in which only this option is on, with its example value."""
     model = ModelConfig.from_hf(
         {
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": vocab, "hidden_size": 64,
@@ -126,7 +126,7 @@ def _compiled(function: Callable, *arguments: jax.Array) -> Callable[[], jax.Arr
 
 
 def _measure(calls: dict[str, Callable[[], jax.Array]], turns: int, repeat: int) -> dict[str, float]:
-    """Return the median microseconds of each call."""
+    """Return each call's median time in microseconds."""
     for call in calls.values():
         jax.block_until_ready(call())
     seconds: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,9 +1,9 @@
-"""Profile decode steps: the slowest operations of a step, copies to the host, and the modelled step.
+"""Profile decode steps: the slowest operations in a step, copies to the host, and the modeled step.
 
     python -m benchmarks profile --model DIR --mode qwen --form fused
 
-Two runs of different length are profiled; their difference is decoding alone. A modelled step takes as long as reading
-all weights and the cache at the bandwidth measured here.
+Two runs of different lengths are profiled; their difference is decoding alone. The modeled step takes as long as
+reading all weights and the cache at the measured bandwidth.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jaxgen import GenerationConfig, arguments, fuse_projections, generate
 from jaxgen.config.generation_config import model_of
 from jaxgen.request.memory import cache_bytes
 
-_SHORT = 8  # new tokens of the run that is subtracted
-_MOST = 10  # operations are listed
+_SHORT = 8  # new tokens in the run that is subtracted
+_MOST = 10  # operations that are listed
 _RUNS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Operation of a decode step: how often it runs in a step, on average, and its total seconds per step."""
+    """An operation in a decode step: how often it runs per step, on average, and its total seconds per step."""
 
     name: str
     times: float
@@ -42,12 +42,12 @@ class Operation:
 
     @property
     def to_host(self) -> bool:
-        """True for a copy from the device to the host."""
+        """True if the operation is a copy from the device to the host."""
         return "MemcpyD2H" in self.name
 
 
 def operations(run: Callable[[int], object], short: int, long: int) -> list[Operation]:
-    """Return the operations of a step, the longest first. `run(n)` generates n tokens, and has been compiled."""
+    """Return the operations in a step, the longest first. `run(n)` generates n tokens, and has been compiled."""
     times: collections.Counter[str] = collections.Counter()
     seconds: collections.Counter[str] = collections.Counter()
     for sign, new_tokens in ((-1, short), (1, long)):
@@ -64,19 +64,19 @@ def operations(run: Callable[[int], object], short: int, long: int) -> list[Oper
 
 
 def _events(profile: jax.profiler.ProfileData) -> Iterator[tuple[str, float]]:
-    """Yield name and seconds of all that a GPU's streams, a TPU's core or the threads of XLA's CPU client did."""
+    """Yield the name and seconds of every event on a GPU's streams, a TPU's core or the threads of XLA's CPU client."""
     for plane in profile.planes:
         for line in plane.lines:
             name = line.name or ""
             on_device = plane.name.startswith("/device:") and (name.startswith("Stream") or name == "XLA Ops")
             if on_device or (plane.name == "/host:CPU" and name.startswith("tf_XLAEigen")):
                 for event in line.events:
-                    if not event.name.startswith("ThunkExecutor"):  # it contains the others
+                    if not event.name.startswith("ThunkExecutor"):  # this event contains the others
                         yield event.name, event.duration_ns / 1e9
 
 
 def main() -> None:
-    """Profile, and write what was found."""
+    """Profile, and write the report."""
     args = _arguments()
     params, cfg = load_hf(args.model, quantize="int8" if args.form == "int8" else None)
     if args.form == "fused":
@@ -112,7 +112,7 @@ def main() -> None:
         "|---|---|",
         f"| step, not profiled | {1e3 * step['median']:.3f} ms ({1e3 * step['min']:.3f}–{1e3 * step['max']:.3f}), "
         f"{args.rows / step['median']:,.1f} tokens/s |",
-        f"| modelled: {nbytes / 1e6:,.0f} MB at {bandwidth / 1e9:,.0f} GB/s | {1e3 * nbytes / bandwidth:.3f} ms, "
+        f"| modeled: {nbytes / 1e6:,.0f} MB at {bandwidth / 1e9:,.0f} GB/s | {1e3 * nbytes / bandwidth:.3f} ms, "
         f"{args.rows * bandwidth / nbytes:,.1f} tokens/s |",
         f"| all operations, profiled | {1e3 * sum(one.seconds for one in found):.3f} ms |",
         f"| number of operations | {sum(one.times for one in found):.1f} |",
@@ -147,11 +147,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face checkpoint directory")
     parser.add_argument("--mode", choices=MODES, default="greedy", help="how tokens are chosen")
-    parser.add_argument("--form", choices=("plain", "fused", "int8"), default="plain", help="of the weights")
+    parser.add_argument("--form", choices=("plain", "fused", "int8"), default="plain", help="the form of the weights")
     parser.add_argument("--rows", type=arguments.count, default=1, help="prompts in the batch")
-    parser.add_argument("--prompt", type=arguments.count, default=128, help="tokens of each prompt")
-    parser.add_argument("--new-tokens", type=arguments.count, default=64, help=f"tokens of each answer, over {_SHORT}")
-    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    parser.add_argument("--prompt", type=arguments.count, default=128, help="tokens in each prompt")
+    parser.add_argument("--new-tokens", type=arguments.count, default=64, help=f"tokens in each answer, over {_SHORT}")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     args = parser.parse_args()
     if args.new_tokens <= _SHORT:
         parser.error(f"--new-tokens must be over {_SHORT}")

@@ -1,4 +1,4 @@
-"""Programs under test, each a process in its own interpreter, which sleeps between requests."""
+"""Programs under test: each is a process in its own interpreter that sleeps between requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A program: its file, its environment, and what it can be told. The first variant and dtype are the defaults."""
+    """A kind of program: its file, its environment and its options. The first variant and dtype are the defaults."""
 
     file: str
-    environment: str | None  # its directory, and the package that it is for; None: this interpreter
+    environment: str | None  # its directory, named after the package; None for this interpreter
     variants: tuple[str, ...] = ("",)
     dtypes: tuple[str, ...] = FLOATS
 
@@ -39,7 +39,7 @@ SPOKEN = {"int8": "8-bit", "static": "static cache", "compile": "torch.compile"}
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A program as the command line names it: its kind, its variant and the dtype of its weights."""
+    """A program as named on the command line: its kind, its variant and the dtype of its weights."""
 
     kind: str
     variant: str
@@ -51,14 +51,14 @@ class Spec:
 
     @property
     def spoken(self) -> str:
-        """The name for readers, without what is the default: "jaxgen, 8-bit", "llama.cpp q8_0"."""
+        """A readable name that leaves out defaults: "jaxgen, 8-bit", "llama.cpp q8_0"."""
         dtype = "" if self.dtype == KINDS[self.kind].dtypes[0] else f" {self.dtype}"
         variant = "" if self.variant == KINDS[self.kind].variants[0] else f", {SPOKEN.get(self.variant, self.variant)}"
         return f"{self.kind}{dtype}{variant}"
 
 
 def spec(text: str) -> Spec:
-    """Read a program such as `jaxgen`, `transformers:static:float32` or `llama.cpp:q8_0`."""
+    """Parse a program such as `jaxgen`, `transformers:static:float32` or `llama.cpp:q8_0`."""
     kind, *words = text.split(":")
     if kind not in KINDS:
         raise argparse.ArgumentTypeError(f"{kind!r} is not one of {', '.join(KINDS)}")
@@ -72,11 +72,11 @@ def spec(text: str) -> Spec:
 
 
 class Failed(Exception):
-    """A program could not do what it was asked to do, or did something else."""
+    """Raised if a program cannot do what it was asked to do, or does something else."""
 
 
 class Program:
-    """A program under test. A context: its process ends with it."""
+    """A program under test, as a context manager that ends its process on exit."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Program:
         self.stop()
 
     def start(self, model: Path, **environment: str) -> None:
-        """Start the process and load the checkpoint; does nothing if that has been done. Raise `Failed`."""
+        """Start the process and load the checkpoint, unless this has been done already. Can raise `Failed`."""
         if self.process is not None:
             return
         begin = time.perf_counter()
@@ -138,7 +138,7 @@ class Program:
         } | loaded
 
     def ask(self, do: str, **request: Any) -> dict[str, Any]:
-        """Send a request, and return the answer. Raise `Failed`; the process may have ended then."""
+        """Send a request and return the answer. Raise `Failed` if that fails; the process may then have ended."""
         assert self.process is not None
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # there will be no answer

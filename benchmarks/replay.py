@@ -3,8 +3,8 @@
     python -m benchmarks replay
     python -m benchmarks replay --model random-0.5b --rows 8 --seeds 1
 
-`generate` draws answers with several sets of options, and their log-probabilities are computed again in several forms.
-The price of a form is the time of loss and gradient, compared with the first form of the same dtype.
+`generate` draws answers with several sets of options, and their log-probabilities are recomputed in several forms. The
+cost of a form is the time for loss and gradient, relative to the first form with the same dtype.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def compare(
     group: int,
     is_plain: bool,
 ) -> dict[str, list[str]]:
-    """Return the figures of each form, as text."""
+    """Return each form's figures as text."""
     figures, first = {}, 0.0
     for name, (form, trainer) in forms(params, cfg, rules, group, is_plain).items():
         differences, seconds = [], []
@@ -112,9 +112,9 @@ def compare(
 def forms(
     params: Any, cfg: GenerationConfig, rules: dict[str, Any], group: int, is_plain: bool
 ) -> dict[str, tuple[Form, Any]]:
-    """Return the forms in which a trainer may compute log-probabilities, each with its parameters.
+    """Return the forms in which a trainer can compute log-probabilities, each with its parameters.
 
-    `is_plain`: the tokens were drawn from the model's own distribution.
+    `is_plain` means that the tokens were drawn from the model's own distribution.
     """
 
     def whole(params: Any, out: GenerateOutput, cfg: GenerationConfig = cfg) -> jax.Array:
@@ -138,7 +138,7 @@ def forms(
 
 
 def by_token(cfg: GenerationConfig, params: Any, out: GenerateOutput) -> jax.Array:
-    """Compute log-probabilities as decoding does: the prompt at once, then a token at a time through a cache."""
+    """Compute log-probabilities as decoding does: the prompt in one pass, then one token at a time through a cache."""
     ids, mask, width = out.sequences, out.attention_mask, out.prompt_width
     prompt = forward(
         cfg.model,
@@ -168,10 +168,10 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=Path(demo.PATH), help="a checkpoint with a tokenizer (default: the bundled one)")
     add("--rows", type=arguments.count, default=64, help="answers in a batch")
-    add("--tokens", type=arguments.count, default=64, help="tokens of each answer, at most")
+    add("--tokens", type=arguments.count, default=64, help="the maximum number of tokens in each answer")
     add("--seeds", type=arguments.count, default=4, help="batches for each set of options")
-    add("--group", type=arguments.count, default=16, help="rows at a time, in the form that has groups")
-    add("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    add("--group", type=arguments.count, default=16, help="rows at a time, in the form that scores rows in groups")
+    add("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Plan a sharded run without its machine: compile it with the TPU's own compiler, and read off what it needs.
+"""Plan a sharded run without its machine: compile it with the TPU's own compiler, and report what it needs.
 
     python -m benchmarks scale --config DIR --target v5e:8x8 --mesh 4x16 --rows 64 --context 4096
 
 No TPU is needed, only its compiler: pip install "jax[tpu]". Memory and communication are those of the compiled program.
-The rates are modelled: a step takes as long as the slowest of reading the memory and computing, both at the chip's
-published peak, and then communicates at the published bandwidth. They are upper bounds.
+The rates are modeled: a step takes as long as the slower of reading memory and computing, both at the chip's published
+peak, plus communicating at the published bandwidth. They are upper bounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxgen.model.sharding import divide
 
 
 def main() -> None:
-    """Compile, and print what was found."""
+    """Compile and print the plan."""
     args = _arguments()
     try:
         text = plan(args)
@@ -48,10 +48,10 @@ def main() -> None:
 
 
 def plan(args: argparse.Namespace) -> str:
-    """Compile, and return the plan as Markdown.
+    """Compile and return the plan as Markdown.
 
     Raises:
-        JaxgenError: the model is not supported, cannot be divided so, or does not fit.
+        JaxgenError: the model is not supported, cannot be divided in this way, or does not fit.
         OSError: there is no config.json.
     """
     model = dataclasses.replace(
@@ -79,12 +79,12 @@ def plan(args: argparse.Namespace) -> str:
 
 
 def _divide(model: ModelConfig, parts: int) -> None:
-    """Raise an error if the model cannot be divided into so many parts."""
+    """Raise an error if the model cannot be divided into this many parts."""
     divide(model, Mesh(np.array([jax.devices()[0]] * parts).reshape(1, parts), ("data", "model")))
 
 
 def lower_bound(model: ModelConfig, args: argparse.Namespace, data: int, parts: int) -> float:
-    """Return the bytes that weights and cache take on each chip."""
+    """Return the bytes that the weights and the cache take on each chip."""
     rows = -(-args.rows // data)
     heads = max(1, model.num_key_value_heads // parts)
     cache = 2 * model.num_hidden_layers * rows * args.context * heads * model.head_dim
@@ -102,7 +102,7 @@ def _weights(model: ModelConfig, parts: int) -> float:
 
 
 def _smallest(model: ModelConfig, args: argparse.Namespace, name: str) -> str:
-    """Return the smallest slice of the same chips, and its mesh, in which weights and cache fit."""
+    """Return the smallest slice of the same chips, and its mesh, that can hold the weights and the cache."""
     for topology in CHIPS[name].slices:
         count = math.prod(map(int, topology.split("x")))
         for parts in (size for size in range(1, count + 1) if count % size == 0):
@@ -156,9 +156,9 @@ def report(model: ModelConfig, args: argparse.Namespace, chip: Chip, compiled, s
         f"| of these with a row's hidden state or more | "
         f"{sum(c.times for c in step if _elements(c) >= rows * model.hidden_size)} |",
         f"| bytes sent by a chip in a decode step | {moved / 1e6:.3f} MB |",
-        f"| modelled decode step | {1e3 * decode:.2f} ms: {args.rows / decode:,.0f} tokens/s; "
+        f"| modeled decode step | {1e3 * decode:.2f} ms: {args.rows / decode:,.0f} tokens/s; "
         f"{_longest(times, moved / chip.link)} binds |",
-        f"| modelled prefill | {1e3 * prefill:,.0f} ms: {args.rows * tokens / prefill:,.0f} tokens/s; "
+        f"| modeled prefill | {1e3 * prefill:,.0f} ms: {args.rows * tokens / prefill:,.0f} tokens/s; "
         f"{_longest(prefill_times, prefill_moved / chip.link)} binds |",
         f"| compiled in | {seconds:.0f} s |",
         "",
@@ -178,7 +178,7 @@ def _elements(collective: hlo.Operation) -> int:
 
 
 def _moved(collective: hlo.Operation, parts: int) -> float:
-    """Return the bytes that a chip sends for a collective in a ring; all but tiny ones are over the axis `model`."""
+    """Return the bytes that a chip sends for a ring collective; all but tiny ones are over the axis `model`."""
     factor = 2 if collective.kind == "all-reduce" else 1
     return factor * collective.nbytes * (parts - 1) / parts
 
@@ -195,11 +195,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", choices=targets, metavar="CHIP:TOPOLOGY", required=True, help="such as v5e:8x8")
     parser.add_argument("--mesh", type=arguments.mesh, metavar="DATAxMODEL", required=True, help="such as 4x16")
     parser.add_argument("--rows", type=arguments.count, default=8, help="prompts in the batch")
-    parser.add_argument("--context", type=arguments.count, default=4096, help="tokens of prompt and answer")
-    parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens of the answer")
+    parser.add_argument("--context", type=arguments.count, default=4096, help="tokens in prompt and answer together")
+    parser.add_argument("--new-tokens", type=arguments.count, default=128, help="tokens in the answer")
     parser.add_argument("--chunk", type=arguments.count, help="prefill_chunk_size")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     args = parser.parse_args()
     if args.new_tokens >= args.context:
         parser.error("--new-tokens must be less than --context")

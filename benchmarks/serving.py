@@ -1,13 +1,14 @@
-"""Measure OpenAI-compatible servers under load, in turn, or jaxgen's beside `generate_many`.
+"""Measure OpenAI-compatible servers under load, in turn, or compare jaxgen's server with `generate_many`.
 
     python -m benchmarks serving --model DIR --servers jaxgen transformers llama_cpp --environments DIR --gguf FILE
     python -m benchmarks serving --alone
 
-Each server is started, warmed up, measured with every number of clients and stopped; then comes the next. A client
-sends its next request when the last one is answered. All servers get the same prompts, random words of the tokenizer,
-and none gets a prompt twice. Answers are greedy and do not end early. This process is the load generator.
+Each server is started, warmed up, measured with each number of clients, and stopped before the next one starts. A
+client sends its next request when the last one has been answered. All servers get the same prompts, which consist of
+random words from the tokenizer, and no server gets a prompt twice. Answers are greedy and do not end early. This
+process is the load generator.
 
-`--alone` compares jaxgen's server, unstreamed and streamed, with `generate_many` in a process of its own.
+`--alone` compares jaxgen's server, unstreamed and streamed, with `generate_many` in a separate process.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ BUNDLED = ROOT / "jaxgen" / "demo"
 ADDRESS = "address"
 LIKE_SERVER = "generate_many with the server's options"
 KINDS = ("jaxgen", "transformers", "llama_cpp")
-PACKAGES = {"jaxgen": ("jax",), "transformers": ("transformers", "torch")}  # whose versions the table names
+PACKAGES = {"jaxgen": ("jax",), "transformers": ("transformers", "torch")}  # packages whose versions the table lists
 _VERSIONS = "import sys; from importlib.metadata import version; print(*(f'{x} {version(x)}' for x in sys.argv[1:]))"
-_STARTING, _ANSWERING, _STOPPING = 600, 600, 10  # seconds: the longest start, wait for a request, and stop
+_STARTING, _ANSWERING, _STOPPING = 600, 600, 10  # timeouts in seconds for starting, for a request and for stopping
 _BLOCK = 256  # tokens in a block of a cache
 
 
@@ -56,8 +57,8 @@ class Server:
     """A server to measure.
 
     Attributes:
-        kind: one of `KINDS`, or `ADDRESS` for one that runs already.
-        words: further words of its command, or the address.
+        kind: one of `KINDS`, or `ADDRESS` for a server that is already running.
+        words: additional arguments of its command, or the address.
     """
 
     text: str
@@ -67,7 +68,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The outcome of one request: an error, or the number of tokens and the seconds until the first."""
+    """The outcome of one request: an error, or the number of tokens and the seconds until the first token."""
 
     tokens: int = 0
     first: float | None = None
@@ -76,7 +77,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A measurement: answers, the seconds they took together, and how many cores the load generator used meanwhile."""
+    """A measurement: the answers, the total seconds they took, and how many cores the load generator used meanwhile."""
 
     answers: list[Answer]
     seconds: float
@@ -88,7 +89,7 @@ class Load:
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
 
-Loads = dict[tuple[str, int], list[Load]]  # by the row's name and the number of clients
+Loads = dict[tuple[str, int], list[Load]]  # by row name and number of clients
 
 
 def main() -> None:
@@ -101,7 +102,7 @@ def main() -> None:
     except Failed as error:
         raise SystemExit(str(error)) from error
     print("\n".join(lines))
-    device = jax.devices()[0]  # only now: a server may have needed all of it
+    device = jax.devices()[0]  # not earlier, because a server may have needed the whole device
     folder = measure.folder(args.results, None if device.platform == "cpu" else device.device_kind)
     kind = "-alone" if args.alone else "" if args.stream else "-unstreamed"
     file = f"serving{kind}-{args.model.resolve().name}{args.name and '-' + args.name}.md"
@@ -109,7 +110,7 @@ def main() -> None:
 
 
 def compared(args: argparse.Namespace) -> Loads:
-    """Measure the servers in turn, with every number of clients. Each round begins with another server."""
+    """Measure the servers in turn, with each number of clients. Each round begins with a different server."""
     tokenizer = Tokenizer.from_pretrained(args.model)
     found: Loads = {(server.text, clients): [] for clients in args.clients for server in args.servers}
     for turn in range(args.rounds):
@@ -143,7 +144,7 @@ def alone(args: argparse.Namespace) -> Loads:
 
 
 def texts(tokenizer: Tokenizer, number: int, width: int, seed: tuple[int, ...]) -> list[str]:
-    """Return random words as texts of about `width` tokens: words that are tokens."""
+    """Return texts of about `width` tokens, made of random words that are single tokens."""
     words = [word.decode() for word in tokenizer.token_bytes() if word and re.fullmatch(rb" [a-z]{2,}", word)]
     return ["".join(some) for some in np.random.default_rng(seed).choice(words, (number, width))]
 
@@ -157,7 +158,7 @@ def measured(
     args: argparse.Namespace,
     tokenizer: Tokenizer,
 ) -> Load:
-    """Send the prompts, the first `clients` of them to warm up, and report errors."""
+    """Send the prompts, the first `clients` of which warm up the server, and report errors."""
     body = _body(server, address, args, stream)
     asyncio.run(_burst(address, body, prompts[:clients], clients))
     begin, cpu = time.perf_counter(), time.process_time()
@@ -171,11 +172,11 @@ def measured(
 
 
 def _body(server: Server, address: str, args: argparse.Namespace, stream: bool) -> dict[str, Any]:
-    """Return a request without its prompt: greedy, and as many tokens as are asked for."""
+    """Return a request without its prompt, for a greedy answer with the requested number of tokens."""
     body = {"max_tokens": args.tokens, "temperature": 0, "stream": stream}
     if stream:
         body["stream_options"] = {"include_usage": True}
-    if server.kind == "transformers":  # refuses fields that it does not know, and has none for the end of a text
+    if server.kind == "transformers":  # refuses unknown fields, and has no field that ignores eos
         options = {"max_new_tokens": args.tokens, "do_sample": False, "repetition_penalty": 1.0}
         options |= {"eos_token_id": -1, "pad_token_id": 0}
         return body | {"model": str(args.model.resolve()), "generation_config": json.dumps(options)}
@@ -185,7 +186,7 @@ def _body(server: Server, address: str, args: argparse.Namespace, stream: bool) 
 
 @dataclasses.dataclass
 class _Received:
-    """The response to one request, unread, so that reading it takes no time from the others."""
+    """The raw response to one request, parsed later so as not to slow down other requests."""
 
     body: bytearray = dataclasses.field(default_factory=bytearray)
     first: float | None = None
@@ -193,9 +194,9 @@ class _Received:
 
 
 async def _burst(address: str, body: dict[str, Any], prompts: Sequence[str], clients: int) -> list[_Received]:
-    """Send all prompts, as many at a time as there are clients."""
+    """Send all prompts, one at a time per client."""
     waiting, received = iter(prompts), []
-    # A connection for each request: one that the server closes while the next request is sent would be an error.
+    # Each request has its own connection: a reused one fails if the server closes it while the request is being sent.
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     options = {"limits": limits, "timeout": _ANSWERING, "trust_env": False}
     async with httpx.AsyncClient(headers={"accept-encoding": "identity"}, **options) as client:
@@ -236,7 +237,7 @@ def _has_text(body: bytes) -> bool:
 
 
 def _read(got: _Received, stream: bool, tokenizer: Tokenizer) -> Answer:
-    """Return the number of tokens by the server's count, or if it has none by the tokenizer's."""
+    """Return the number of tokens as counted by the server or, if the server does not count them, by the tokenizer."""
     if got.error is not None:
         return Answer(error=got.error)
     try:
@@ -257,7 +258,7 @@ def _read(got: _Received, stream: bool, tokenizer: Tokenizer) -> Answer:
 
 @contextlib.contextmanager
 def running(server: Server, args: argparse.Namespace) -> Iterator[str]:
-    """Start a server, wait until it is ready, and return its address; stop it and its children afterwards."""
+    """Start a server, wait until it is ready, and yield its address; stop it and its children afterwards."""
     if server.kind == ADDRESS:
         yield server.words[0]
         return
@@ -285,7 +286,7 @@ def running(server: Server, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
-    """Return the command of a server whose memory is that of the slots, which words of the server can change."""
+    """Return the command of a server that reserves memory for the slots, unless `server.words` says otherwise."""
     where = ["--host", "127.0.0.1", "--port", port]
     if server.kind == "jaxgen":
         sizes = ["--slots", args.slots, "--prompt-width", _room(args), "--max-new-tokens", args.tokens]
@@ -293,7 +294,7 @@ def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
     programs = args.environments.resolve() / server.kind / "bin"
     blocks = args.slots * -(-(_room(args) + args.tokens) // _BLOCK)
     if server.kind == "transformers":
-        # By default, its cache takes 60 % of the memory.
+        # By default, its cache takes 60 % of memory.
         batching = ["--continuous-batching", "--cb-num-blocks", blocks]
         return [programs / "transformers", "serve", args.model.resolve(), *where, *batching, *server.words]
     sizes = ["--parallel", args.slots, "--ctx-size", blocks * _BLOCK, "--threads", _cores()]
@@ -301,7 +302,7 @@ def _command(server: Server, args: argparse.Namespace, port: int) -> list[Any]:
 
 
 def _room(args: argparse.Namespace) -> int:
-    """Return the tokens that a prompt may have: joined, some words may become more tokens."""
+    """Return the maximum number of tokens in a prompt: when words are joined, some may become more than one token."""
     return args.width + max(16, args.width // 4)
 
 
@@ -322,7 +323,7 @@ def _wait(process: subprocess.Popen, address: str, command: str, log: IO[bytes])
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """Stop a process and those that it started."""
+    """Stop a process and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -347,13 +348,11 @@ def _in_process(args: argparse.Namespace, prompts: list[str], clients: int, name
 
 
 def many() -> None:
-    """Answer the prompts of a request on standard input with `generate_many`; write tokens, errors and seconds."""
+    """Answer the prompts of a request on stdin with `generate_many`; print the tokens, errors and seconds."""
     request = json.load(sys.stdin)
     params, loaded = load_hf(request["model"])
     cfg, key = GenerationConfig(model=loaded.model, max_new_tokens=request["tokens"], pad_token_id=0), None
-    if request[
-        "like_server"
-    ]:  # its program can draw tokens and has log-probabilities, whether a request wants them or not
+    if request["like_server"]:  # the server's program always includes drawing tokens and log-probabilities
         cfg = loaded.replace(do_sample=True, max_new_tokens=request["tokens"], eos_token_id=None)
         cfg, key = cfg.replace(output_logprobs="logits", top_logprobs=20), jax.random.key(0)
     tokenizer = Tokenizer.from_pretrained(request["model"])
@@ -370,7 +369,7 @@ def many() -> None:
 
 
 def table(args: argparse.Namespace, found: Loads) -> list[str]:
-    """Return speeds, times to the first token, and errors, as Markdown."""
+    """Return a Markdown table of speeds, times to the first token, and errors."""
     [reference, _], *_ = found
     title = "Server beside generate_many" if args.alone else "Servers"
     streamed = ", streamed" if args.stream and not args.alone else ""
@@ -427,7 +426,7 @@ def _versions(args: argparse.Namespace) -> list[str]:
 
 
 def server(text: str) -> Server:
-    """Read a server such as `llama_cpp`, `jaxgen --slots 16`, or the address of one that runs on this machine."""
+    """Parse a server such as `llama_cpp`, `jaxgen --slots 16`, or the address of one running on this machine."""
     kind, *words = shlex.split(text) or [""]
     if kind in KINDS:
         return Server(text, kind, words)
@@ -443,25 +442,25 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks serving", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
-    add("--alone", action="store_true", help="compare jaxgen's server with generate_many, and with no other server")
+    add("--alone", action="store_true", help="compare jaxgen's server only with generate_many")
     add("--model", type=Path, default=BUNDLED, help="a checkpoint (default: the one in the package)")
     add("--servers", type=server, nargs="+", default=[Server("jaxgen", "jaxgen")], metavar="'NAME [WORD ...]'",
-        help=f"{', '.join(KINDS)}, each with further words of its command line, or http://127.0.0.1:PORT")  # fmt: skip
-    add("--environments", type=Path, metavar="DIR", help="what `python -m benchmarks environments DIR` made")
+        help=f"{', '.join(KINDS)}, each with optional extra arguments, or http://127.0.0.1:PORT")  # fmt: skip
+    add("--environments", type=Path, metavar="DIR", help="the directory made by `python -m benchmarks environments`")
     add("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp, with its tokenizer")
-    add("--clients", type=arguments.count, nargs="+", help="requests at a time (default: 1 8 16; --alone: 64)")
-    add("--requests", type=arguments.count, help="of each measurement (default: 4 per client; --alone: 2000)")
-    add("--width", type=arguments.count, default=64, help="tokens of a prompt")
-    add("--tokens", type=arguments.count, default=64, help="tokens of an answer")
-    add("--stream", action=argparse.BooleanOptionalAction, default=True, help="answers as streams")
+    add("--clients", type=arguments.count, nargs="+", help="concurrent requests (default: 1 8 16; --alone: 64)")
+    add("--requests", type=arguments.count, help="requests per measurement (default: 4 per client; --alone: 2000)")
+    add("--width", type=arguments.count, default=64, help="tokens in a prompt")
+    add("--tokens", type=arguments.count, default=64, help="tokens in an answer")
+    add("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream the answers")
     add(
         "--slots",
         type=arguments.count,
-        help="answers that a server generates at a time (default: one per client, 32 at most)",
+        help="answers that a server generates at a time (default: one per client, at most 32)",
     )
     add("--rounds", type=arguments.count, default=3)
-    add("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
-    add("--name", default="", help="a last part for the name of the file")
+    add("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
+    add("--name", default="", help="a suffix for the file name")
     args = parser.parse_args()
     args.clients = args.clients or ([64] if args.alone else [1, 8, 16])
     args.slots = args.slots or min(32, max(args.clients))

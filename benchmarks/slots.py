@@ -1,11 +1,11 @@
-"""Compare slots, which sequences leave and enter, with batches that wait for their longest row.
+"""Compare slots, in which a new sequence replaces one that ends, with batches that wait for their longest row.
 
     python -m benchmarks slots --prompts 256 --width 16 64 --answers 1 200 --slots 16
 
-Four programs generate in turn: all prompts in slots; the prompts of an iteration, with `generate_many`; batches of as
-many rows; and such batches in which every answer has the mean length, so that no row waits for another. Lengths are
-drawn uniformly between the two `--answers`; with `--mean`, an answer instead ends by chance after that many tokens on
-average, at most the second of `--answers`.
+Four programs generate in turn: all prompts in slots; the same prompts from an iterable, with `generate_many`; batches
+with as many rows as slots; and batches in which every answer has the mean length, so that no row waits. Lengths are
+drawn uniformly between the two values of `--answers`; with `--mean`, an answer instead ends by chance after that many
+tokens on average, and after at most the larger of `--answers`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[str, Callable[[], int]]:
-    """Return the functions to measure; each returns the number of tokens that it has generated."""
+    """Return the functions to measure; each returns the number of tokens that it generated."""
     rng = np.random.default_rng(0)
     width, rows = args.width[1], args.slots // args.sequences
     ids = rng.integers(5, 1000, (args.prompts, width), np.int32)
@@ -59,7 +59,7 @@ def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[st
     lengths = rng.integers(args.answers[0], args.answers[1] + 1, args.prompts, np.int32)
     limits = np.full_like(lengths, args.answers[1]) if args.mean else lengths
     mean = np.full_like(lengths, args.mean or round(np.mean(lengths)))
-    # Without the checkpoint's options, which could cut off the eos id.
+    # Do not use the checkpoint's options, which could remove the eos token.
     cfg = GenerationConfig(
         model=cfg.model,
         do_sample=not args.greedy,
@@ -94,7 +94,7 @@ def programs(params, cfg: GenerationConfig, args: argparse.Namespace) -> dict[st
 
 
 def table(args: argparse.Namespace, speeds: dict[str, list[float]]) -> list[str]:
-    """Return the tokens per second of each program, and how the slots' compare, as Markdown."""
+    """Return a Markdown table of each program's tokens per second, and how slots compare with it."""
     lines = [
         f"## {args.prompts} prompts x {args.sequences} of {args.model.resolve().name}, {args.slots} slots",
         "",
@@ -130,14 +130,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=BUNDLED, help="a checkpoint (default: the one in the package)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
     parser.add_argument("--prompts", type=arguments.count, default=256)
-    parser.add_argument("--width", type=arguments.count, nargs=2, default=[16, 64], help="tokens of a prompt")
-    parser.add_argument("--answers", type=arguments.count, nargs=2, default=[1, 200], help="tokens of an answer")
-    parser.add_argument("--greedy", action="store_true", help="choose the most likely tokens in place of drawing them")
-    parser.add_argument("--mean", type=arguments.count, help="answers end by chance, after so many tokens on average")
+    parser.add_argument("--width", type=arguments.count, nargs=2, default=[16, 64], help="range of tokens per prompt")
+    parser.add_argument("--answers", type=arguments.count, nargs=2, default=[1, 200], help="range of tokens per answer")
+    parser.add_argument("--greedy", action="store_true", help="use greedy search instead of sampling")
+    parser.add_argument("--mean", type=arguments.count, help="answers end by chance, after this many tokens on average")
     parser.add_argument("--sequences", type=arguments.count, default=1, help="answers per prompt")
     parser.add_argument("--slots", type=arguments.count, default=16)
     parser.add_argument("--rounds", type=arguments.count, default=5)
-    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     args = parser.parse_args()
     if args.slots % args.sequences or args.prompts * args.sequences % args.slots:
         parser.error("--slots must be a multiple of --sequences and divide the number of answers")

@@ -1,4 +1,4 @@
-"""Benchmarks of whole checkpoints: jaxgen in turn with other programs, on the same prompts.
+"""Benchmarks with whole checkpoints: jaxgen in turn with other programs, on the same prompts.
 
 python -m benchmarks decode --model DIR --environments DIR --programs jaxgen transformers llama.cpp:q8_0
 """
@@ -24,13 +24,13 @@ from jaxgen.model.config import ModelConfig
 
 TEMPERATURE = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 NUCLEUS = TEMPERATURE | {"top_k": 20, "top_p": 0.8}
-REPEATS = {"repeats": 16}  # a text of 16 tokens again and again, so that every drafted token is accepted
+REPEATS = {"repeats": 16}  # repeats a text of 16 tokens, so that every drafted token is accepted
 DRAFTED = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Options to measure, the rows they need, and the label of those they are compared with."""
+    """Options to measure, the rows they need, and the label of the case they are compared with."""
 
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     against: str | None = None
@@ -39,17 +39,17 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A subcommand: its cases are all combinations of rows, prompts and choices."""
+    """A subcommand, whose cases are all combinations of rows, prompts and choices."""
 
     title: str
     columns: str
     rows: tuple[int, ...] = (1,)
     prompts: tuple[int, ...] = (128,)
     new_tokens: int = 64
-    short: int | None = None  # by default half of new_tokens
+    short: int | None = None  # None for half of new_tokens
     choices: dict[str, Choice] = dataclasses.field(default_factory=lambda: {"greedy": Choice()})
-    new_processes: bool = False  # for each turn
-    axis: str | None = None  # of the plot
+    new_processes: bool = False  # start a new process for each turn
+    axis: str | None = None  # the plot's x-axis
 
 
 _DECODE = "step decode_tokens_per_second weights_bytes_per_second bandwidth_share step_ratio others"
@@ -124,7 +124,7 @@ SUITES = {
     "memory": Suite("Memory", "import_peak_bytes load_peak_bytes peak_bytes device_peak_bytes", new_processes=True),
 }
 
-# How a figure is shown: its heading and its factor.
+# How to display each figure: its heading and its factor.
 FIGURES = {
     "first": ("first token, ms", 1e3),
     "prefill_tokens_per_second": ("prefill, tokens/s", 1),
@@ -153,9 +153,9 @@ FIGURES = {
 
 
 def main(name: str, words: Sequence[str] | None = None) -> None:
-    """Measure; print a table, and write it with all figures and plots to the results.
+    """Measure, print a table, and write the table, all figures and plots to the results.
 
-    Raise SystemExit if a program failed in a case, after the others were measured.
+    Raise SystemExit if a program failed in a case, after measuring the other cases.
     """
     suite = SUITES[name]
     args = _arguments(name, suite, words)
@@ -174,7 +174,7 @@ def main(name: str, words: Sequence[str] | None = None) -> None:
             file = _write(result | _facts(programs, found), args)
         else:
             in_turn = InTurn(programs, args.model, config["vocab_size"])
-            # Written after each turn, so that a run that is stopped loses one at most.
+            # Write after each turn, so that an interrupted run loses at most one turn.
             for found in in_turn.measure(cases, args.rounds):
                 if in_turn.probes:
                     result["probe"] = {
@@ -196,7 +196,7 @@ def main(name: str, words: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _as_exit() -> Iterator[None]:
-    """End with the message if a program fails before it measures anything."""
+    """Exit with the error message if a program fails before anything is measured."""
     try:
         yield
     except Failed as error:
@@ -221,7 +221,7 @@ def _write(result: Answer, args: argparse.Namespace) -> Path:
 
 
 def _model(path: Path, config: dict[str, Any]) -> Answer:
-    """Return the model's name and the number of weights that a step of one token multiplies with."""
+    """Return the model's name and the number of weights that take part in a step's matrix products."""
     shapes = param_shapes(ModelConfig.from_hf(config))
     looked_up = math.prod(shapes["model.embed_tokens.weight"]) if "lm_head.weight" in shapes else 0
     return {"name": path.resolve().name, "weights": sum(map(math.prod, shapes.values())) - looked_up}
@@ -248,7 +248,7 @@ def _cases(suite: Suite, args: argparse.Namespace) -> list[Case]:
 
 
 def table(result: Answer) -> str:
-    """Return medians, and the smallest and largest in brackets, as Markdown."""
+    """Return a Markdown table of medians, with the smallest and largest values in brackets."""
     shown = [
         column
         for column in result["columns"]
@@ -295,7 +295,7 @@ def _number(value: float) -> str:
 
 
 def _build(facts: Answer) -> str:
-    """Return versions, device, and how a program was built if it says so."""
+    """Return the versions, the device and, if known, how a program was built."""
     named = {"device": facts["device"]} | facts["versions"] | facts.get("build", {})
     return ", ".join(f"{name} {value}" for name, value in named.items() if value).replace(" | ", ", ")
 
@@ -309,19 +309,17 @@ def _arguments(name: str, suite: Suite, words: Sequence[str] | None) -> argparse
     add("--programs", type=spec, nargs="+", default=[spec("jaxgen")], metavar="NAME[:VARIANT][:DTYPE]",
         help="jaxgen:{fused,int8}, transformers:{eager,static,compile}, llama.cpp:{bfloat16,q8_0,q4_0}, keras-hub; "
         "the others are compared with the first")  # fmt: skip
-    add("--environments", type=Path, metavar="DIR", help="what `python -m benchmarks environments DIR` made")
+    add("--environments", type=Path, metavar="DIR", help="the directory made by `python -m benchmarks environments`")
     add("--rounds", type=arguments.count, default=5, help="turns of each program")
     add("--rows", type=arguments.count, nargs="+", default=suite.rows, help="prompts in the batch")
     add("--prompt", type=arguments.count, nargs="+", default=suite.prompts, help="tokens per prompt")
-    add("--new-tokens", type=arguments.count, default=suite.new_tokens, help="new tokens of the long run")
-    add("--short", type=arguments.count, default=suite.short, help="new tokens of the short run, by default half")
-    add(
-        "--only", metavar="TEXT", help="only cases with this text in their names, and those that they are compared with"
-    )
+    add("--new-tokens", type=arguments.count, default=suite.new_tokens, help="new tokens in the long run")
+    add("--short", type=arguments.count, default=suite.short, help="new tokens in the short run, by default half")
+    add("--only", metavar="TEXT", help="only cases whose names contain this text, and those they are compared with")
     add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide jaxgen's weights over devices, such as 1x4")
-    add("--device", choices=("cpu",), help="leave an accelerator alone")
-    add("--results", type=Path, default=measure.RESULTS, help="where to write, below it a folder for this machine")
-    add("--name", default="", help="a last part for the names of the files")
+    add("--device", choices=("cpu",), help="set to cpu to ignore an accelerator")
+    add("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
+    add("--name", default="", help="a suffix for the file names")
     args = parser.parse_args(words)
     args.short = args.short or args.new_tokens // 2
     if args.new_tokens > 1 and args.short >= args.new_tokens:

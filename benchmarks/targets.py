@@ -1,4 +1,4 @@
-"""Machines that programs are compiled for, here or not, and the programs."""
+"""Compile programs for machines that need not be available."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-# All are read when jax and the compilers are loaded.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # the compiler would wait for a metadata server
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock is for the chip
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there need not be a driver
+# jax and the compilers read these variables when they are loaded.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # otherwise the compiler waits for a metadata server
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the lock protects the chip, which is not used
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no driver is needed
 
 import flax.traverse_util
 import jax
@@ -32,10 +32,10 @@ from jaxgen.request.prepare import CallInputs, prepare
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Published figures of a chip: FLOP/s in bf16, bytes of memory, bytes/s of memory and of its links together.
+    """A chip's published figures: bf16 FLOP/s, bytes of memory, and bytes/s of its memory and of all its links.
 
-    `link` counts one direction. `slices` are the topologies that can be had, smallest first. `launch`, the seconds
-    between two operations, is assumed.
+    `link` counts one direction. `slices` are the available topologies, smallest first. `launch`, the seconds between
+    two operations, is an assumption.
     """
 
     flops: float
@@ -55,7 +55,7 @@ CHIPS = {
     "v6e": Chip(918e12, 32e9, 1638e9, 400e9, _FLAT, "docs.cloud.google.com/tpu/docs/v6e", 0.5e-6),
     "h100": Chip(989e12, 80e9, 3350e9, 450e9, (), "nvidia.com/en-us/data-center/h100", 2e-6),
 }
-# What XLA asks of a GPU's driver, for an H100 with 80 GB and HBM3.
+# The facts that XLA queries from a GPU's driver, for an H100 with 80 GB of HBM3.
 _H100 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
@@ -74,11 +74,11 @@ gpu_device_info {
 """
 
 
-_LOWERED = {"gpu": "cuda"}  # the name that lowering knows a platform by
+_LOWERED = {"gpu": "cuda"}  # platform names used in lowering
 
 
 def device_for(target: str) -> jax.Device:
-    """Return one device of a machine that need not exist: h100, or a TPU slice such as v5e:2x2."""
+    """Return one device of a machine that need not be available: h100, or a TPU slice such as v5e:2x2."""
     if target == "h100":
         found = topologies.get_topology_desc(
             platform="cuda", topology_name="h100", topology="1x1x1", target_config=_H100
@@ -89,7 +89,7 @@ def device_for(target: str) -> jax.Device:
 
 
 def mesh_for(model: ModelConfig, target: str, data: int, parts: int) -> Mesh:
-    """Return a mesh of the devices of a TPU slice such as v5e:2x4, which need not exist."""
+    """Return a mesh of the devices in a TPU slice such as v5e:2x4, which need not be available."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=target).devices
     return divide(model, Mesh(np.array(devices).reshape(data, parts), ("data", "model")))
 
@@ -124,10 +124,10 @@ def compile_generate(
     form: str = "plain",
     attach: Callable[[Any], Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compile `generate()` for a mesh or a device, as for a call with `rows` prompts of `width` tokens.
+    """Compile `generate()` for a mesh or a device, for a call with `rows` prompts of `width` tokens.
 
-    `form` is one of `FORMS`, those of the parameters; all but the plain one are for one device. `attach` adds adapters
-    to the parameters before.
+    `form`, one of `FORMS`, is the form of the parameters; all forms except the plain one are for a single device.
+    `attach` first adds adapters to the parameters.
     """
     model = model_of(cfg)
     ids, key = np.zeros((rows, width), np.int32), jax.random.key(0) if cfg.do_sample else None
@@ -147,5 +147,5 @@ def compile_generate(
 
 
 def lower_for(device: jax.Device, traced: jax.stages.Traced) -> jax.stages.Lowered:
-    """Lower a program for a device that need not exist."""
+    """Lower a program for a device that need not be available."""
     return traced.lower(lowering_platforms=(_LOWERED.get(device.platform, device.platform),))

@@ -1,9 +1,9 @@
-"""Measure what each workaround for XLA's CPU compiler gains: the program with it and without it, in turn.
+"""Measure how much each workaround for XLA's CPU compiler gains, by running a program with and without it, in turn.
 
     python -m benchmarks workarounds --model random-0.5b
 
-Run it with a new release of jax. A workaround that gains nothing there, nor with the oldest release that the package
-allows, can go. Those for a GPU's compiler are counted in tests/test_compilers.py.
+Run this with each new release of jax. If a workaround gains nothing with that release, and nothing with the oldest
+supported release, remove it. The workarounds for the GPU compiler are tested in tests/test_compilers.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxgen.request.prepare import CallInputs, Prepared, prepare
 _PROMPT, _FEW, _MORE = 128, 1, 17  # tokens
 _MB = 1e6
 
-Changes = tuple[tuple[Any, str, Any], ...]  # the place, the name and the replacement of each function
+Changes = tuple[tuple[Any, str, Any], ...]  # the object, the attribute name and the replacement of each function
 
 
 def _same(x: Any) -> Any:
@@ -55,13 +55,13 @@ def _in_the_open(function: Callable, *arguments: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Workaround:
-    """Something done for the compiler's sake.
+    """A workaround for the compiler.
 
     Attributes:
-        name: what it is.
-        without: what replaces the functions that do it.
-        rows, dtype, quantize, options: a case that it is for.
-        also: changes of the program with it, too, where another form hides it.
+        name: a short description.
+        without: replacements that turn the workaround off.
+        rows, dtype, quantize, options: a case that needs it.
+        also: changes made to both programs, if another workaround would hide this one.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Workaround:
 
     @property
     def case(self) -> str:
-        """The case in words."""
+        """A description of the case."""
         options = [f"{name}={value}" for name, value in self.options]
         return ", ".join([f"{self.rows} row{'s' * (self.rows > 1)}", self.quantize or self.dtype, *options])
 
@@ -115,7 +115,7 @@ WORKAROUNDS = (
 
 @dataclasses.dataclass
 class Form:
-    """A compiled program and what was found of it."""
+    """A compiled program and its measurements."""
 
     program: Callable[[int], Any]
     compile_seconds: float
@@ -135,7 +135,7 @@ class Form:
 
     @property
     def step(self) -> float:
-        """The median of the steps' seconds."""
+        """The median seconds per step."""
         return statistics.median(self.seconds)
 
 
@@ -171,9 +171,9 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks workarounds", usage="%(prog)s [options]", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--model", type=Path, required=True, help="a directory with a checkpoint")
-    parser.add_argument("--turns", type=int, default=5, help="turns that the median is over")
-    parser.add_argument("--only", default="", help="measure those whose name contains this")
-    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="where to write, in a folder of its own")
+    parser.add_argument("--turns", type=int, default=5, help="the number of turns")
+    parser.add_argument("--only", default="", help="measure only workarounds whose names contain this text")
+    parser.add_argument("--results", type=Path, default=measure.RESULTS, help="for results, one folder per machine")
     args = parser.parse_args()
     if args.turns < 1:
         parser.error("--turns must be at least 1")
@@ -181,7 +181,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _groups(only: str) -> dict[tuple[str, str | None], list[Workaround]]:
-    """Return the workarounds of each form of the weights."""
+    """Return the workarounds for each form of the weights."""
     groups: dict[tuple[str, str | None], list[Workaround]] = {}
     for workaround in WORKAROUNDS:
         if only in workaround.name:
@@ -190,7 +190,7 @@ def _groups(only: str) -> dict[tuple[str, str | None], list[Workaround]]:
 
 
 def _measure(workaround: Workaround, params: Any, cfg: GenerationConfig, turns: int) -> tuple[Form, Form]:
-    """Return the program with a workaround and the one without it, run in turn."""
+    """Return the programs with and without a workaround, after running them in turn."""
     cfg = cfg.replace(**dict(workaround.options))
     ids = np.random.default_rng(0).integers(0, model_of(cfg).vocab_size, (workaround.rows, _PROMPT))
     with_it, without = (
@@ -207,7 +207,7 @@ def _measure(workaround: Workaround, params: Any, cfg: GenerationConfig, turns: 
 def _compile(changes: Changes, params: Any, cfg: GenerationConfig, ids: np.ndarray) -> Form:
     prepared = _prepare(params, cfg, ids)
     gc.collect()
-    jax.clear_caches()  # parts that were traced before have the functions of that time
+    jax.clear_caches()  # parts that were traced earlier still contain the functions of that time
     maps, start = _maps(), time.perf_counter()
     compiled = lower(changes, prepared, cfg).compile()
     seconds = time.perf_counter() - start
@@ -227,7 +227,7 @@ def _prepare(params: Any, cfg: GenerationConfig, ids: np.ndarray) -> Prepared:
 
 
 def lower(changes: Changes, prepared: Prepared, cfg: GenerationConfig) -> jax.stages.Lowered:
-    """Return the program of a call, traced while functions are replaced."""
+    """Return a call's program, traced while functions are replaced."""
     with contextlib.ExitStack() as stack:
         for place, name, replacement in changes:
             stack.enter_context(mock.patch.object(place, name, replacement))

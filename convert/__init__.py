@@ -1,4 +1,4 @@
-"""Loading and saving of checkpoints: Hugging Face directories to parameters and back, tensor by tensor, no torch."""
+"""Load and save Hugging Face checkpoints, tensor by tensor, without torch."""
 
 from convert.adapter import load_adapter, save_adapter
 from convert.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""The command `python -m convert`: write a checkpoint to another directory, or list its tensors."""
+"""`python -m convert`: convert a checkpoint and write it to a new directory, or list its tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAM = "python -m convert"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status, as `jaxgen.cli.main.main` does."""
+    """Run the command and return its exit status, with the same codes as `jaxgen.cli.main.main`."""
     try:
         options = _parse(words)
         if options.list:
@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return BROKEN_PIPE
     except (JaxgenError, OSError) as error:
         print(f"{PROGRAM}: {_in_one_line(error)}", file=sys.stderr)
@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Write the source's checkpoint to the destination, shard by shard, and compare them if `--check` is given."""
+    """Convert the source checkpoint shard by shard, and check the result with `--check`; return the exit status."""
     source, target = Path(options.source), Path(options.destination)
     _check_apart(source, target)
     wanted = float_dtype(options.dtype)
@@ -88,7 +88,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def compare(source: Checkpoint, target: Checkpoint, wanted: np.dtype | None) -> list[str]:
-    """Return the names of tensors that are not, bit by bit, those of `source` cast to `wanted`."""
+    """Return the names of tensors that only one checkpoint has, or that differ from `source` cast to `wanted`."""
     different = set(source.tensors) ^ set(target.tensors)
     common = [name for name in source.tensors if name in target.tensors]
     for number, name in enumerate(common, 1):
@@ -99,7 +99,7 @@ def compare(source: Checkpoint, target: Checkpoint, wanted: np.dtype | None) -> 
 
 
 def list_tensors(path: Path) -> None:
-    """Print the name, dtype, shape and bytes of every tensor in a directory, and the totals."""
+    """Print every tensor's name, dtype, shape and size in bytes, followed by the totals."""
     kind = stored_kind(checkpoint_directory(path), all_built_in())
     tensors, _, problems = find_tensors(path, file_stem(kind))
     if problems:
@@ -119,14 +119,14 @@ def list_tensors(path: Path) -> None:
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
-        description="Convert a Hugging Face checkpoint: other dtypes, 8 bits, fewer heads; or list its tensors.",
+        description="Convert a Hugging Face checkpoint to another dtype, 8 bits or fewer heads, or list its tensors.",
         epilog="Needs memory for one file of DST (at most 5 GB, or one larger tensor) plus the tensor being cast; "
         "--check afterwards needs memory for two copies of a tensor.",
     )
     add = parser.add_argument
     add("source", metavar="SRC", help="a local checkpoint directory")
     add("destination", metavar="DST", nargs="?", help="the directory to write")
-    add("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC; not of 8-bit matrices")
+    add("--dtype", choices=[dtype.name for dtype in DTYPES.values()], help="default: as in SRC; ignores 8-bit matrices")
     add("--kv-heads", type=int, metavar="N", help="fewer key-value heads, each the mean of a group; default: as in SRC")
     bits = "write matrices as 8-bit numbers, for jaxgen alone; none: convert such matrices back; default: as in SRC"
     add("--quantize", choices=CHOICES, help=bits)
@@ -157,7 +157,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _check_apart(source: Path, target: Path) -> None:
-    """Refuse a target that is the source, or inside it, or contains it."""
+    """Raise an error if the target is the source, is inside it, or contains it."""
     inner, outer = source.resolve(), target.resolve()
     if inner == outer:
         raise CheckpointError([f"SRC and DST are both {inner}: choose another DST"])
@@ -166,14 +166,14 @@ def _check_apart(source: Path, target: Path) -> None:
 
 
 def _config(checkpoint: Checkpoint, wanted: np.dtype | None) -> dict:
-    """Return the source's config.json with the dtype that is written."""
+    """Return the source's config.json with the new checkpoint's dtype."""
     dtype = checkpoint.dtype(wanted).name
     keys = [key for key in ("torch_dtype", "dtype") if key in checkpoint.config] or ["torch_dtype"]
     return checkpoint.config | dict.fromkeys(keys, dtype)
 
 
 def _progress(verb: str, number: int, total: int) -> None:
-    """Report progress on stderr: in place on a terminal, else at every tenth of the tensors."""
+    """Report progress on stderr: in place on a terminal, otherwise after every 10% of the tensors."""
     text = f"{verb} tensor {number} of {total}"
     if sys.stderr.isatty():
         print(f"\r{text}", end="\n" if number == total else "", file=sys.stderr, flush=True)
@@ -182,5 +182,5 @@ def _progress(verb: str, number: int, total: int) -> None:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # nothing is computed on a device: leave it to others
+    jax.config.update("jax_platforms", "cpu")  # this command needs no accelerator
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Low-rank adapters in the format of the PEFT library: adapter_config.json and adapter_model.safetensors."""
+"""Low-rank adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ from jaxgen.model.sharding import mesh_of, shard_params
 
 _CONFIG, _STEM, _PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
-# Fields of adapter_config.json that do not affect the results of a trained adapter.
+# Fields of adapter_config.json that are checked elsewhere, or that do not affect a trained adapter's results.
 _WITHOUT_EFFECT = set(
     "peft_type r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules layers_to_transform "
     "layers_pattern base_model_name_or_path revision task_type inference_mode auto_mapping peft_version lora_dropout "
     "loftq_config eva_config corda_config megatron_core megatron_config runtime_config qalora_group_size "
     "ensure_weight_tying".split()
 )
-# Values of init_lora_weights that only determine where training starts; others also change the model's own weights.
+# Values of init_lora_weights that only set the adapter's initial values. All others also change the base weights.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict[str, Any]:
-    """Attach one or several LoRA adapters (arXiv 2106.09685), stored in PEFT's format, to parameters.
+    """Attach one or more LoRA adapters (arXiv 2106.09685), stored in PEFT's format, to a model's parameters.
 
     >>> params, cfg = load_hf("Qwen2.5-0.5B-Instruct")                                           # doctest: +SKIP
     >>> tuned = load_adapter("my-adapter", params, cfg)                                          # doctest: +SKIP
     >>> several = load_adapter(["adapter-0", "adapter-1"], params, cfg)                          # doctest: +SKIP
     >>> generate(several, ids, key, cfg.replace(adapter=[0, 1, -1]))                             # doctest: +SKIP
 
-    The update of a matrix is scale * B A, where the scale is alpha / rank of its module, or alpha / sqrt(rank) with
-    `use_rslora`. It is applied in the dtype of the weights, but not added to them; for that, use
+    A matrix is updated by scale * B A. The scale is its module's alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
+    The update is applied in the dtype of the weights but not merged into them. To merge it, use
     `python -m convert --merge-adapter`.
 
-    A single adapter is always applied. With several, `cfg.adapter` selects one for each prompt or for all: its place in
-    the list, or -1 (the default) for the model without an adapter. Ranks are padded to the largest rank. Adapters with
-    the same number, rank and modules use the same program.
+    A single adapter is always applied. If `path` is a list, `cfg.adapter` selects an adapter for each prompt or for all
+    prompts, by its index in the list; -1 (the default) selects none. Ranks are padded to the largest rank. Lists with
+    the same length, rank and modules use the same program.
 
     Args:
-        path: the directory of an adapter, or a list of several.
-        params: the model's parameters, quantized or not, on one device or divided over a mesh.
+        path: an adapter's directory, or a list of directories.
+        params: the model's parameters, quantized or not, on one device or split across a mesh.
         cfg: the model's config.
 
     Raises:
-        CheckpointError: all problems: files that cannot be read, tensors that do not fit the model, and unsupported
-            features of LoRA adapters, by name (DoRA, trained biases, other saved modules, ...).
+        CheckpointError: a file cannot be read, a tensor does not fit the model, or an adapter uses an unsupported
+            feature (DoRA, trained biases, other saved modules, ...). The message lists all problems.
         InputError: the list is empty, or the parameters have fused projections or already have an adapter.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
@@ -82,10 +82,10 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
 
 def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return the updates of each adapter by module: A float32[r, in], and B float32[out, r] times the scale.
+    """Return each adapter's updates by module: A float32[r, in], and B float32[out, r] multiplied by the scale.
 
     Raises:
-        CheckpointError: as for `load_adapter`.
+        CheckpointError: as in `load_adapter`.
     """
     shapes = {name.removesuffix(".weight"): shape for name, shape in param_shapes(model).items() if len(shape) == 2}
     problems: list[str] = []
@@ -96,10 +96,10 @@ def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[s
 
 
 def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
-    """Return a checkpoint that adds an adapter to its matrices, in float32, when they are read.
+    """Return a checkpoint that merges an adapter into its matrices, in float32, as they are read.
 
     Raises:
-        CheckpointError: as for `load_adapter`.
+        CheckpointError: as in `load_adapter`.
         ConfigError: the checkpoint is quantized.
     """
     if checkpoint.kind:
@@ -119,7 +119,7 @@ def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class _MergedTensor(Tensor):
-    """A matrix to which an update, A and B, is added when it is read."""
+    """A matrix whose update (A and B) is added when it is read."""
 
     update: tuple[np.ndarray, np.ndarray]
 
@@ -132,21 +132,21 @@ class _MergedTensor(Tensor):
 
 
 def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base: str = "", overwrite=False) -> None:
-    """Write the adapter attached to parameters to a directory that PEFT can load.
+    """Write the adapter attached to `params` to a directory that PEFT can load.
 
-    The scale is part of B, so `lora_alpha` is the rank. `params` have one adapter: each updated matrix is a `LowRank`,
-    as `load_adapter` and `jaxgen.training.lora.attach` create them.
+    The scale is part of B, so `lora_alpha` is equal to the rank. `params` must have a single adapter, with a `LowRank`
+    for each updated matrix, as created by `load_adapter` or `jaxgen.training.lora.attach`.
 
     Args:
         params: the parameters.
         cfg: the model's config.
-        path: the directory, which appears complete or not at all.
-        base: the adapter's base model, for `base_model_name_or_path`: a directory or an id on the hub.
+        path: the directory, which is created atomically.
+        base: the base model's directory or hub id, written to `base_model_name_or_path`.
         overwrite: replace an existing directory.
 
     Raises:
         InputError: no adapter or more than one is attached.
-        CheckpointError: `path` exists and may not be replaced.
+        CheckpointError: `path` exists and cannot be replaced.
     """
     model_of(cfg)
     weights = flax.traverse_util.flatten_dict(dict(params), sep=".")
@@ -183,7 +183,7 @@ def _check_params(weights: Mapping[str, Any]) -> None:
 
 
 def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | None], is_stack: bool) -> Any:
-    """Return a weight with its updates, which are zero for adapters without an update."""
+    """Attach updates to a weight; an adapter without an update for this weight gets zeros."""
     found = [update for update in updates if update is not None]
     dtype = weight.dtype
     if not is_stack:
@@ -202,7 +202,7 @@ def _attached(weight: Any, updates: Sequence[tuple[np.ndarray, np.ndarray] | Non
 def _read(
     path: Path, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, problems: list[str]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the updates of an adapter, and add its problems to `problems`."""
+    """Return an adapter's updates, and append any problems to `problems`."""
     file = path / _CONFIG
     config, faults = read_json(file)
     if config is None:
@@ -236,7 +236,7 @@ def _read(
 
 
 def _mismatch(name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], is_tied: bool):
-    """Yield why the update of a module does not fit the model."""
+    """Yield the reason, if any, why a module's update does not fit the model."""
     if name == "lm_head" and is_tied:
         yield "lm_head has an update, and this model's head is its embedding: merge it in PEFT"
         return
@@ -259,7 +259,7 @@ def _mismatch(name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tup
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
-    """Return the problems of a config: values that are not valid or not supported."""
+    """Return the problems in a config: invalid or unsupported values."""
     if config.get("peft_type") != "LORA":
         return [f"peft_type is {shown(config.get('peft_type'))}, but only LORA is offered"]
     faults = []
@@ -298,7 +298,7 @@ def _is_pattern(key: str) -> bool:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of an update; patterns match the ends of module names, as regular expressions."""
+    """Return an update's scale; keys of alpha_pattern are regular expressions for the end of a module's name."""
     patterns = config.get("alpha_pattern") or {}
     matching = (own for key, own in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
     alpha = next(matching, config.get("lora_alpha", 8))

@@ -1,8 +1,8 @@
-"""A directory that appears complete or not at all, even if its writer is killed at any moment.
+"""Directories that are created atomically, even if the writer is killed.
 
-During writing, or after a kill, the parent directory of a target `out` may also contain:
+While `out` is being written, or after its writer was killed, its parent directory can also contain:
   .out.<8 hex digits>.partial   unfinished or discarded; locked while its writer runs, removed by the next writer
-  .out.replaced                 the complete earlier `out`, while the new one takes its place
+  .out.replaced                 the previous `out`, complete, while the new one is moved into place
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from convert.errors import CheckpointError
 
 @contextlib.contextmanager
 def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a hidden directory to fill, which is renamed to `target` when the block exits without an error.
+    """Yield a hidden directory to fill; rename it to `target` if the block exits without an error.
 
     After an error, the hidden directory is removed and `target` is unchanged. An existing `target` is replaced only if
     it is an empty directory or, with `overwrite`, a checkpoint.
 
     Raises:
-        CheckpointError: `target` exists and may not be replaced, or its parent directory is missing.
+        CheckpointError: `target` exists and cannot be replaced, or its parent directory is missing.
     """
     target = target.resolve()
     if not target.parent.is_dir():
@@ -38,7 +38,7 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     partial.mkdir()
     lock = os.open(partial, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
+        with contextlib.suppress(OSError):  # some network file systems do not support locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield partial
         for file in partial.iterdir():
@@ -54,7 +54,7 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def replaced(target: Path) -> Path:
-    """Return where the complete earlier directory is kept while a new one replaces it."""
+    """Return the path to which the previous directory is moved while a new one replaces it."""
     return target.with_name(f".{target.name}.replaced")
 
 
@@ -63,7 +63,7 @@ def _partial(target: Path) -> Path:
 
 
 def _clean(target: Path) -> None:
-    """Clean up after writers of `target` that were killed: put the old directory back, remove partial ones."""
+    """Clean up after killed writers of `target`: restore the previous directory and remove partial ones."""
     old = replaced(target)
     if old.is_dir():
         if target.exists():
@@ -79,7 +79,7 @@ def _clean(target: Path) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                continue  # its writer is running, or the file system has no locks
+                continue  # its writer is running, or the file system does not support locks
             else:
                 shutil.rmtree(leftover)
             finally:
@@ -120,7 +120,7 @@ def _swap(new: Path, target: Path) -> None:
 
 
 def _discard(old: Path, target: Path) -> None:
-    """Remove `old`, renaming it first so that a partly removed directory is never put back."""
+    """Rename `old` before removing it, so that a partly removed directory is never restored."""
     partial = _partial(target)
     old.rename(partial)
     shutil.rmtree(partial)

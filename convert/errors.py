@@ -1,4 +1,4 @@
-"""The error of a checkpoint that cannot be read or written."""
+"""The error for checkpoints that cannot be read or written."""
 
 import itertools
 
@@ -6,14 +6,14 @@ from jaxgen.errors import LONGEST, JaxgenError, one_line
 
 SHOWN_PROBLEMS = 20
 LONGEST_PROBLEM = 500  # characters
-_AROUND = 100  # characters around the problems, in a message with several
+_AROUND = 100  # characters reserved for the text around the listed problems
 _BULLET = "\n  - "
 
 
 class CheckpointError(JaxgenError):
-    """A checkpoint cannot be read or written; `problems` lists all problems, one line each.
+    """A checkpoint cannot be read or written; `problems` lists the reasons, one line each.
 
-    The text is the problem itself if there is only one, or a heading and the `first` problems.
+    The message is the problem itself if there is only one, otherwise a heading and the `first` problems.
     """
 
     def __init__(self, problems: list[str]):
@@ -23,7 +23,7 @@ class CheckpointError(JaxgenError):
 
     @property
     def first(self) -> list[str]:
-        """The problems that fit into a message of `LONGEST` characters, at most `SHOWN_PROBLEMS`."""
+        """The first problems that fit into a message of `LONGEST` characters, at most `SHOWN_PROBLEMS` of them."""
         candidates = self.problems[:SHOWN_PROBLEMS]
         ends = itertools.accumulate(len(_BULLET) + len(problem) for problem in candidates)
         return [problem for problem, end in zip(candidates, ends, strict=True) if end <= LONGEST - _AROUND]

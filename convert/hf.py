@@ -50,15 +50,15 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
 _ALLOWED = ", ".join(_FLOATS)
 _LARGEST_CONFIG = 1_000_000  # bytes
-_SPARE = 1 << 24  # parameters, beyond those of the files, up to which mismatches are listed tensor by tensor
+_SPARE = 1 << 24  # extra parameters that a config may describe, beyond twice the number in the files
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checked directory; its weights have not been read yet.
+    """A validated checkpoint directory; its weights have not been read yet.
 
-    `config` and `generation` are the contents of the two JSON files (`generation` is None if its file does not exist),
-    `weights` the model's parameters by name; a quantized one consists of `Tensor`s.
+    `config` and `generation` are the contents of the two JSON files; `generation` is None if its file does not exist.
+    `weights` are the model's parameters by name: `Tensor`s, or quantized weights that consist of `Tensor`s.
     """
 
     path: Path
@@ -69,41 +69,41 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of all weights by name."""
+        """The tensors of all weights, by name."""
         return tensors_of(self.weights)
 
     @property
     def kind(self) -> type[Quantized] | None:
-        """The kind of the quantized weights, None if there are none."""
+        """The kind of the quantized weights, or None if there are none."""
         return kind_in(self.weights)
 
     def dtype(self, wanted: np.dtype | None) -> np.dtype:
-        """Return the model's dtype: `wanted`, or if that is None the embedding's; the config's if that is quantized."""
+        """Return the model's dtype: `wanted`, else the embedding's, or the config's if the embedding is quantized."""
         embedding = self.weights[_EMBEDDING]
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return the dtype to read a tensor in: `wanted` or, if that is None or the tensor quantized, the file's."""
+        """Return the dtype to read a tensor in: `wanted`, or the file's if that is None or the tensor is quantized."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
 
     def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
-        """Return the bytes of each tensor in the dtype that `dtype_of` returns."""
+        """Return each tensor's size in bytes, in the dtype that `dtype_of` returns."""
         return {
             name: math.prod(tensor.shape) * self.dtype_of(name, wanted).itemsize
             for name, tensor in self.tensors.items()
         }
 
     def read(self, name: str, wanted: np.dtype | None) -> np.ndarray:
-        """Return the values of a tensor in the dtype that `dtype_of` returns."""
+        """Return a tensor's values, in the dtype that `dtype_of` returns."""
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint whose matrices are all of a kind when they are read, or arrays; None returns this one.
+        """Return a checkpoint that converts its matrices to a kind of weight as they are read; None changes nothing.
 
         Raises:
-            ConfigError: a `quantize` that `load_hf` does not offer.
+            ConfigError: `load_hf` does not support this value of `quantize`.
         """
         kind = kind_of(quantize)
         if quantize is None:
@@ -114,32 +114,32 @@ class Checkpoint:
 
 
 def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, Any], GenerationConfig]:
-    """Read the parameters and the generation config of a Hugging Face directory.
+    """Read the parameters and the generation config from a Hugging Face directory.
 
-    Parameters are nested dicts; their keys are the parts of the checkpoint's names. Matrices are `[out, in]`:
-    `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. A tied model has no `lm_head`. Tensors are read and
-    cast one at a time, the largest first: on the CPU the peak of memory is that of the parameters, or three times the
-    largest tensor if that is more. Without a generation_config.json the generation fields of config.json are used, as
-    in HF's `GenerationConfig.from_model_config`, except `use_cache`, which changes no token.
+    Parameters are nested dicts, keyed by the parts of the checkpoint's names, such as
+    `params["model"]["layers"]["0"]["mlp"]["up_proj"]["weight"]`. Matrices are `[out, in]`. A tied model has no
+    `lm_head`. Tensors are read and cast one at a time, largest first. Peak memory on the CPU is the size of the
+    parameters, or three times the largest tensor if that is more. Without a generation_config.json, the generation
+    fields of config.json apply (except `use_cache`), as in HF's `GenerationConfig.from_model_config`.
 
-    An `eos_token_id` that is not in the vocabulary causes a warning: it can never end a text.
+    If an `eos_token_id` is outside the vocabulary, a warning says that it can never end generation.
 
     Args:
         path: the directory.
-        dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps that of each tensor. The result's
-            `cfg.model.dtype` is that of the embedding. Where matrices are quantized, it is the dtype of activations
-            and of the other parameters; the matrices stay as they are.
-        quantize: "int8" makes a `jaxgen.model.int8.Int8` of each matrix, also of the embedding and the head: 8-bit
-            numbers with a scale for each output channel. "none" makes arrays in `dtype` of the matrices that
-            `python -m convert --quantize int8` has written. None keeps them as they are stored. A class, which is a
-            kind of weight as in `jaxgen.model.weights.Quantized`, makes its instances, and reads those of a directory.
-        mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, over whose devices the parameters are divided.
-            Each process reads only the bytes of its own devices' parts.
+        dtype: float32, bfloat16 or float16, as a name or a dtype; None keeps the dtype of each tensor. The returned
+            `cfg.model.dtype` is the dtype of the embedding. If matrices are quantized, they are not cast, and `dtype`
+            applies to the activations and the other parameters.
+        quantize: "int8" converts each matrix, including the embedding and the head, to `jaxgen.model.int8.Int8`: 8-bit
+            numbers with a scale for each output channel. "none" converts matrices that were written by
+            `python -m convert --quantize int8` back to arrays in `dtype`. None keeps matrices as they are stored. A
+            subclass of `jaxgen.model.weights.Quantized` selects a custom kind of weight.
+        mesh: a `jax.sharding.Mesh` with the axes `data` and `model`, across which the parameters are split. Each
+            process reads only the bytes that its own devices need.
 
     Raises:
-        CheckpointError: all problems of the checkpoint.
-        InputError: a mesh that the model cannot be divided over.
-        ConfigError: a `quantize` or `dtype` that is not offered.
+        CheckpointError: the checkpoint cannot be loaded; the message lists all problems.
+        InputError: the model cannot be split across the mesh.
+        ConfigError: `quantize` or `dtype` has an unsupported value.
     """
     wanted = float_dtype(dtype)
     checkpoint, cfg = _open(path, wanted, quantize)
@@ -155,7 +155,7 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
             array = read_parts(tensor, checkpoint.dtype_of(tensor.name, wanted), sharding)
         return array.block_until_ready()
 
-    # The largest first: for a moment a tensor is in memory as it was read, as it was cast and as a jax array.
+    # Largest first, because a tensor is briefly in memory three times: as read, as cast, and as a jax array.
     for name, weight in sorted(checkpoint.weights.items(), key=lambda item: -math.prod(item[1].shape)):
         tensors = jax.tree.leaves(weight)
         places = [None] * len(tensors) if divided is None else jax.tree.leaves(divided[name])
@@ -169,10 +169,10 @@ def load_hf(path, *, dtype=None, quantize=None, mesh=None) -> tuple[dict[str, An
 
 
 def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], GenerationConfig]:
-    """Return what `load_hf` does, with a `jax.ShapeDtypeStruct` in place of each array; no weights are read.
+    """Return the result of `load_hf` with a `jax.ShapeDtypeStruct` in place of each array, without reading weights.
 
     Raises:
-        CheckpointError, ConfigError: as `load_hf`.
+        CheckpointError, ConfigError: as in `load_hf`.
     """
     wanted = float_dtype(dtype)
     checkpoint, cfg = _open(path, wanted, quantize)
@@ -188,7 +188,7 @@ def load_shapes(path, *, dtype=None, quantize=None) -> tuple[dict[str, Any], Gen
 
 
 def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, GenerationConfig]:
-    """Return a checkpoint, to be read in a dtype and with matrices of a kind, and its config."""
+    """Open a checkpoint to be read in the given dtype and kind of weight; return it and its config."""
     checkpoint = open_checkpoint(path, kind_of(quantize))
     model = dataclasses.replace(checkpoint.cfg.model, dtype=checkpoint.dtype(wanted).name)
     checkpoint = checkpoint.quantize(quantize)
@@ -200,17 +200,17 @@ def _open(path, wanted: np.dtype | None, quantize: Any) -> tuple[Checkpoint, Gen
 
 
 def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite: bool = False) -> None:
-    """Write parameters, nested as `load_hf` returns them, and `cfg` to a directory that transformers loads.
+    """Write parameters, nested as `load_hf` returns them, and `cfg` to a directory that transformers can load.
 
-    `cfg.model` describes the model; its `dtype` matters for quantized parameters only, others keep their own. The
-    directory appears complete or not at all. `overwrite` replaces an existing checkpoint and keeps its
-    tokenizer files; everything else in it is deleted. Parameters on an accelerator are copied to the host one shard
-    at a time: 5 GB at most, or one larger tensor. Quantized parameters are written to model.int8.safetensors, or the
-    like for another kind, which `load_hf` reads and transformers does not. Parameters that are divided over a mesh are
-    not collected: each process writes its own parts, into a directory that all processes can see.
+    `cfg.model` describes the model; its `dtype` matters only for quantized parameters, because all others keep their
+    own. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
+    tokenizer files; everything else in the directory is deleted. Parameters on an accelerator are copied to the host
+    one shard at a time: at most 5 GB, or one larger tensor. Quantized parameters are written to a file such as
+    model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split across a mesh are not
+    gathered: each process writes its own parts to a directory that all processes share.
 
     Raises:
-        CheckpointError: all problems of the parameters, or `path` exists and may not be replaced.
+        CheckpointError: the parameters do not match the model, or `path` exists and cannot be replaced.
     """
     model = model_of(cfg)
     weights = check_params(params, model)
@@ -233,10 +233,10 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
 
 
 def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the weights of nested parameters by dotted name, "model.norm.weight" and so on.
+    """Return the weights of nested parameters by dotted name, such as "model.norm.weight".
 
     Raises:
-        CheckpointError: all of their problems.
+        CheckpointError: the parameters do not match the model; the message lists all problems.
     """
     given, problems = _flatten(separate(params, model))
     kinds = {type(weight): weight.name for weight in given.values() if isinstance(weight, Quantized)}
@@ -251,7 +251,7 @@ def check_params(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any
 
 
 def _check_values(arrays: Mapping[str, Any]) -> None:
-    """Raise an error for arrays whose values cannot be read."""
+    """Raise an error if the values of an array cannot be read."""
     if any(map(is_tracer, arrays.values())):
         raise CheckpointError(["params are traced: call save_hf outside of jax.jit"])
     deleted = [name for name, array in arrays.items() if isinstance(array, jax.Array) and array.is_deleted()]
@@ -263,10 +263,10 @@ def _check_values(arrays: Mapping[str, Any]) -> None:
 def open_checkpoint(path, kind: type[Quantized] | None = None) -> Checkpoint:
     """Read and check everything in a checkpoint except the values of its weights.
 
-    `kind`: one that its quantized weights may be of, in addition to the built-in ones.
+    `kind` is a kind of quantized weight to accept in addition to the built-in ones.
 
     Raises:
-        CheckpointError: all problems, each with its file and key.
+        CheckpointError: the checkpoint cannot be used; the message lists all problems with their files and keys.
     """
     path = checkpoint_directory(path)
     kinds = [*filter(None, [kind]), *all_built_in()]
@@ -295,8 +295,8 @@ def float_dtype(dtype: Any) -> np.dtype | None:
     """Return the dtype for a name or anything else that numpy accepts as a dtype; None stays None.
 
     Raises:
-        ConfigError: not one of float32, bfloat16 and float16.
-        TypeError: not a dtype.
+        ConfigError: the dtype is not one of float32, bfloat16 and float16.
+        TypeError: `dtype` is not a dtype.
     """
     if dtype is None:
         return None
@@ -314,14 +314,14 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 def write_arrays(
     directory: Path, config: Mapping[str, Any], generation: Mapping[str, Any] | None, weights: Mapping[str, Any]
 ) -> None:
-    """Write both configs and weights by dotted name, as `check_params` returns them, into an empty directory."""
+    """Write both configs, and weights by dotted name as `check_params` returns them, to an empty directory."""
     arrays, stem = tensors_of(weights), file_stem(kind_in(weights))
     sizes = {name: arrays[name].nbytes for name in in_order(arrays)}
     write_checkpoint(directory, config, generation, sizes, lambda name: to_host(arrays[name]), None, stem)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy those of `TOKENIZER_FILES` that exist."""
+    """Copy all `TOKENIZER_FILES` that exist."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
@@ -330,7 +330,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 def _configs(
     path: Path, config: dict[str, Any], generation: dict[str, Any] | None
 ) -> tuple[ModelConfig | None, GenerationConfig | None, list[str]]:
-    """Return both configs, None for one that cannot be used, and the problems."""
+    """Return both configs (None for an invalid one) and a list of problems."""
     problems: list[str] = []
     model = cfg = None
     try:
@@ -356,7 +356,7 @@ def _parameters(
     model: ModelConfig,
     kinds: list[type[Quantized]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's parameters, in order, and the problems; quantized ones are of one of the `kinds`."""
+    """Return the model's parameters in order, and a list of problems; `kinds` are the allowed quantized kinds."""
     tensors = {name: tensors[name] for name in in_order(tensors) if not CONSTANTS.fullmatch(name)}
     problems = []
     head, embedding = tensors.get(_HEAD), tensors.get(_EMBEDDING)
@@ -369,7 +369,7 @@ def _parameters(
             )
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     described = model.matrix_parameters
-    if described > 2 * stored + _SPARE:  # tracing the model would take as much memory as it describes
+    if described > 2 * stored + _SPARE:  # tracing such a large model could run out of memory
         fault = f"describes {shown(described)} parameters, but the files that can be read have {stored}"
         return {}, [*problems, f"{path / 'config.json'}: {fault}"]
     weights, faults = weights_of(tensors, param_shapes(model), kinds, model.dtype)
@@ -384,11 +384,11 @@ def _mismatch(
     tensors: Mapping[str, Tensor] | None = None,
     listed: Collection[str] | None = (),
 ) -> list[str]:
-    """List weights that are of a wrong dtype, missing, unexpected or of a wrong shape.
+    """List weights that are missing or unexpected, or that have the wrong dtype or shape.
 
-    Messages name `source`, or the file of a tensor that is in `tensors`. `listed`: names that are known to exist even
-    if their file is damaged, and so are not missing; None if even the names are unknown, and then nothing is reported
-    missing.
+    Messages name `source`, or a tensor's file if `tensors` is given. `listed` contains the names of tensors that exist
+    although their file may be damaged; these are not reported as missing. None means that the names are unknown, so
+    nothing is reported as missing.
     """
     expected = param_shapes(model)
     problems = []
@@ -411,10 +411,10 @@ def _mismatch(
 
 
 def _flatten(params: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the weights of nested dicts by dotted name, and the problems of the rest.
+    """Return the weights of nested dicts by dotted name, and a list of problems.
 
     Raises:
-        CheckpointError: the whole tree is of another kind.
+        CheckpointError: the tree is a dict of model variables, or low-rank updates are attached.
     """
     weights: dict[str, Any] = {}
     problems, attached = [], []

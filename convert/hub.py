@@ -1,6 +1,6 @@
-"""A model's directory, which is local, or downloaded from the Hugging Face Hub by its id.
+"""Find a model's directory: a local one, or one downloaded from the Hugging Face Hub.
 
-huggingface_hub does the downloading, with its cache and its environment variables: HF_HOME, HF_HUB_CACHE,
+Downloads go through huggingface_hub and its cache, and respect its environment variables: HF_HOME, HF_HUB_CACHE,
 HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
 """
 
@@ -28,7 +28,7 @@ _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
 _LONGEST_ID = 96  # the hub's limit
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+=-]{,199}", re.ASCII)
-# Values that a server sends and the library uses as file names in its cache.
+# Values from the server that huggingface_hub uses as file names in its cache.
 _COMMIT, _ETAG = re.compile(r"[0-9a-f]{40}"), re.compile(r"(W/)?\"?[\w-][\w.+=-]{,199}\"?", re.ASCII)
 _LOG_IN = "log in (hf auth login) or set HF_TOKEN"
 # Offline, older releases of huggingface_hub return a model's directory even if only some of its files are cached.
@@ -36,10 +36,10 @@ _IF_INTERRUPTED = "; if its download was interrupted, repeat it online"
 
 
 def local_directory(model: str | os.PathLike[str]) -> Path:
-    """Return the directory of a model given as a directory or by its hub id.
+    """Return a model's directory, given a directory or a hub id.
 
-    An id is "owner/name", or just "name" for old models, optionally followed by "@" and a branch, a tag or the full
-    hash of a commit. A directory is returned unchanged, and takes precedence over an id of the same spelling. Files
+    An id is "owner/name", or just "name" for old models, optionally followed by "@" and a branch, a tag or a full
+    commit hash. A directory is returned unchanged, and takes precedence over an id with the same spelling. Files
     that are not in the cache are downloaded; if the hub cannot be reached, only the cache is used. The weights are
     downloaded last, and only if the model's config is supported.
 
@@ -67,7 +67,7 @@ def local_directory(model: str | os.PathLike[str]) -> Path:
 
 
 def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    """Download the files of a model that are not in the cache, and return their directory in the cache."""
+    """Download a model's files unless they are cached, and return their directory in the cache."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
@@ -81,8 +81,8 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     except JaxgenError:
         raise
     except Exception as error:
-        # The base of HfHubHTTPError is that of all errors of the HTTP library, which differs between releases.
-        # RuntimeError is what hf_xet raises.
+        # HfHubHTTPError shares its base class with the errors of the HTTP library, which differs between releases.
+        # hf_xet raises RuntimeError.
         if not isinstance(error, (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)):
             raise
         raise InputError(_explain(error, name, revision)) from error
@@ -93,7 +93,7 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def _checked_responses(client: Any) -> Iterator[None]:
-    """Within the block, reject responses with commit or file names that could lead out of the cache."""
+    """Within the block, reject responses with commit hashes or file names that could point outside the cache."""
 
     def check(response: Any) -> None:
         found = [(name, response.headers.get(name), _ETAG) for name in ("ETag", "X-Linked-ETag")]
@@ -111,12 +111,12 @@ def _checked_responses(client: Any) -> Iterator[None]:
 
 
 def _commit(response: Any) -> str | None:
-    """Return the commit named in the hub's description of a model."""
+    """Return the commit hash in the hub's description of a model, or None for other responses."""
     if not response.url.path.startswith("/api/") or "json" not in response.headers.get("Content-Type", ""):
         return None
     try:
         content = json.loads(response.read())
-    except (ValueError, RecursionError):  # the library reports invalid JSON
+    except (ValueError, RecursionError):  # huggingface_hub reports invalid JSON
         return None
     return str(content["sha"]) if isinstance(content, dict) and "sha" in content else None
 
@@ -136,7 +136,7 @@ def _check_config(model: str, directory: Path) -> None:
 
 
 def _explain(error: Exception, name: str, revision: str | None) -> str:
-    """Explain in one line why a model cannot be downloaded."""
+    """Return a one-line explanation of why a model cannot be downloaded."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT

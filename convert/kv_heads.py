@@ -1,4 +1,4 @@
-"""Fewer key-value heads, each the mean of neighbors, as in grouped-query attention (arXiv 2305.13245, section 2).
+"""Reduce the number of key-value heads by averaging neighbors, for grouped-query attention (arXiv 2305.13245, sec. 2).
 
 Neighboring key-value heads serve neighboring query heads, so the query heads stay in place.
 """
@@ -24,15 +24,15 @@ _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bi
 
 
 def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[Any, GenerationConfig]:
-    """Return the parameters and config of the model with `kv_heads` key-value heads, each the mean of its group.
+    """Return the parameters and config with only `kv_heads` key-value heads, each the mean of a group of heads.
 
-    `params` are nested as `load_hf` returns them; all other arrays are returned unchanged. Means are computed in
-    float32 and returned in the dtype of the heads. Unless the heads of each group are equal, the model's results
-    change, and it must be trained further.
+    `params` are nested as `load_hf` returns them; arrays other than key and value projections are returned unchanged.
+    Means are computed in float32 and returned in the dtype of the heads. Unless the heads in each group are equal, the
+    model's outputs change, and it needs more training.
 
     Raises:
         ConfigError: `kv_heads` is not less than the model's number of key-value heads, or does not divide it.
-        CheckpointError: all problems of the parameters.
+        CheckpointError: the parameters do not match the model; the message lists all problems.
     """
     model = model_of(cfg)
     pooled = _with_kv_heads(model, kv_heads)
@@ -49,7 +49,7 @@ def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[An
 
 
 def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
-    """Return a checkpoint whose key and value projections are pooled when they are read.
+    """Return a checkpoint that pools its key and value projections as they are read.
 
     Raises:
         ConfigError: as in `pool_kv_heads`.
@@ -77,7 +77,7 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class _PooledTensor(Tensor):
-    """A projection with more heads in the file than in `model`; `shape` and `nbytes` are those of the means."""
+    """A projection with more heads in the file than in `model`; `shape` and `nbytes` describe the means."""
 
     model: ModelConfig
 
@@ -104,7 +104,7 @@ def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
 
 
 def _means(array: Any, model: ModelConfig) -> Any:
-    """Pool the heads of a weight or bias `[heads * H, ...]` to float32 `[K * H, ...]`, with K from `model`."""
+    """Pool the heads of a weight or bias `[heads * H, ...]` into float32 `[K * H, ...]`, with K from `model`."""
     rest = array.shape[1:]
     groups = array.reshape(model.num_key_value_heads, -1, model.head_dim, *rest)
     return groups.astype(np.float32, copy=False).mean(axis=1).reshape(-1, *rest)

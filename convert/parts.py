@@ -1,4 +1,4 @@
-"""Parameters divided over the devices of a mesh. Each process reads and writes its own parts."""
+"""Parameters split across the devices of a mesh. Each process reads and writes its own parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_PATH = 4096  # bytes
 
 
 def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Read a tensor onto several devices, each with its own part. A part shared by several devices is read once."""
+    """Read a tensor onto several devices, one part each; a part that several devices share is read once."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -34,9 +34,9 @@ def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sh
 
 
 def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
-    """Write arrays to the files of a checkpoint. All processes call this, and each writes its own parts.
+    """Write arrays to a checkpoint's files. All processes must call this, and each writes its own parts.
 
-    `stem` is as for `plan`.
+    `stem` is as in `plan`.
 
     Raises:
         CheckpointError: another process failed.
@@ -57,11 +57,11 @@ def write_parts(directory: Path, arrays: Mapping[str, Any], stem: str) -> None:
 
 @contextlib.contextmanager
 def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield the same `new_directory` in all processes; process 0 creates it and moves it to its final name.
+    """Yield the same `new_directory` in all processes; process 0 creates it, and renames it when the block exits.
 
     Raises:
-        CheckpointError, OSError: process 0 raises the errors of `new_directory`.
-        CheckpointError: in any other process, if process 0 failed or this process does not see the directory.
+        CheckpointError, OSError: in process 0, as in `new_directory`.
+        CheckpointError: in any other process, if process 0 failed or the process cannot see the directory.
     """
     with contextlib.ExitStack() as stack:
         path, error = "", None
@@ -83,7 +83,7 @@ def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _together(directory: Path) -> Iterator[None]:
-    """Run a block in all processes and wait for them. If one fails, all of them raise an error."""
+    """Run the block in all processes and wait for all of them; if one fails, raise an error in every process."""
     error = None
     try:
         yield
@@ -100,7 +100,7 @@ def _together(directory: Path) -> Iterator[None]:
 
 
 def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yield the parts of an array that this process writes, so that each part is written only once."""
+    """Yield the parts of an array that this process writes; each part is written by exactly one process."""
     if isinstance(array, np.ndarray) or array.is_fully_replicated:
         if jax.process_index() == 0:
             yield (slice(None),) * array.ndim, np.asarray(array)

@@ -1,4 +1,4 @@
-"""Quantized weights of any kind in a checkpoint: assembled from tensors, quantized while reading, or converted back."""
+"""Quantized weights in checkpoints: assemble them from tensors, quantize arrays while reading, or convert back."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
 
 _NAMES = {dtype: name for name, dtype in STORED.items()}
-_CHUNK = 1 << 20  # elements converted at once, which fit into the CPU's cache
+_CHUNK = 1 << 20  # elements converted at a time, few enough for the CPU's cache
 
 
 def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of `weights` by name, in files or in memory; an unquantized weight is its own only tensor."""
+    """Return the tensors of `weights`, on disk or in memory, by name; an unquantized weight is a single tensor."""
     tensors: dict[str, Any] = {}
     for name, weight in weights.items():
         suffixes = weight.tensors if isinstance(weight, Quantized) else ("",)
@@ -35,10 +35,10 @@ def tensors_of(weights: Mapping[str, Any]) -> dict[str, Any]:
 def weights_of(
     tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], kinds: Iterable[type[Quantized]], dtype: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Assemble weights from tensors, in files or in memory; return them by name, and the problems of the tensors.
+    """Assemble weights from tensors on disk or in memory; return the weights by name, and a list of problems.
 
-    A weight is quantized if its first tensor has the dtype of one of the `kinds`; its matrix then has `dtype`.
-    `shapes` are those of the model's parameters.
+    A weight is quantized if its first tensor has the dtype of one of the `kinds`; `dtype` is then the dtype of its
+    matrix. `shapes` are the shapes of the model's parameters.
     """
     weights, problems = dict(tensors), []
     for name in [name for name in shapes if name in tensors and _dtype(tensors[name]) not in DTYPES.values()]:
@@ -56,7 +56,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """Return the problems of a weight's tensors, by name, except the first tensor; `like` is a row of zeros."""
+    """Return the problems of a weight's tensors, except the first one; `like` is a template with one row."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -73,12 +73,12 @@ def _dtype(tensor: Any) -> Any:
 
 
 def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized] | None:
-    """Return the first of the kinds that occurs in a directory's file names, or None."""
+    """Return the first kind that occurs in a directory's file names, or None."""
     return next((kind for kind in kinds if any(path.glob(f"{file_stem(kind)}[-.]*"))), None)
 
 
 def file_stem(kind: type[Quantized] | None) -> str:
-    """Return the beginning of the names of files with such weights; transformers only finds files of plain arrays."""
+    """Return the prefix of file names for a kind of weight; transformers finds only files of plain arrays."""
     return STEM if kind is None else f"{STEM}.{kind.name}"
 
 
@@ -88,16 +88,16 @@ def kind_in(weights: Mapping[str, Any]) -> type[Quantized] | None:
 
 
 def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
-    """Return a weight like this one with different arrays; if it is quantized, its matrix has `dtype`."""
+    """Return a weight of the same kind, built from `arrays`; if quantized, `dtype` is the dtype of its matrix."""
     if not isinstance(weight, Quantized):
         return arrays[0]
     return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[1], dtype)), arrays)
 
 
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
-    """Return a weight in a file that is converted to a kind when it is read, or to an array if the kind is None.
+    """Return a stored weight that is converted to a kind as it is read, or to an array if the kind is None.
 
-    `dtype` is that of a quantized weight's matrix, unless it is chosen when reading.
+    `dtype` is the dtype of a quantized weight's matrix, unless the reader chooses a different one.
     """
 
     def part(matrix: np.ndarray, number: int) -> np.ndarray:
@@ -130,13 +130,13 @@ def _computed(name: str, source: Any, shape: tuple[int, ...], dtype: np.dtype, c
 
 @dataclasses.dataclass(frozen=True)
 class _Computed(Tensor):
-    """A tensor whose rows are computed from those of `source`, which is a tensor or a weight of several tensors."""
+    """A tensor computed row by row from `source`, which is a tensor or a weight made of several tensors."""
 
     source: Any
     compute: Callable[[Any], np.ndarray]
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values, rounded once; for a part of a row, the whole row is read."""
+        """Return the values, rounded once; if a part of a row is requested, the whole row is read."""
         rows, *columns = part or (slice(None),)
 
         def read(tensor: Tensor) -> np.ndarray:

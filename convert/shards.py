@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: model.safetensors, or shards with an index, and JSON."""
+"""The files of a checkpoint directory: JSON files, and model.safetensors or shards with an index."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ STEM = "model"
 INDEX, SINGLE = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"
 MAX_SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
 
-# Constants that old versions of transformers saved with the weights, although they follow from the config.
+# Constants that old versions of transformers saved with the weights, although the config determines them.
 CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 _PICKLED = (".bin", ".pt", ".pth")
 
 
 def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
-    """Return the tensors in a directory's files, all expected names, and the problems.
+    """Return the tensors in a directory's files, the names of all expected tensors, and a list of problems.
 
-    `stem` is as for `plan`. The names are None if there is no index and no file can be read.
+    `stem` is as in `plan`. The names are None if there is no index and no file can be read.
     """
     path = checkpoint_directory(path)
     index = f"{stem}.safetensors.index.json"
@@ -63,10 +63,10 @@ def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | 
 
 
 def plan(sizes: Mapping[str, int], max_shard: int | None = None, stem: str = STEM) -> dict[str, list[str]]:
-    """Return the file names of a checkpoint, each with the names of its tensors.
+    """Map each file name of a checkpoint to the names of its tensors.
 
-    `sizes` are the tensors' sizes in bytes, in the order of writing. A file has at most `max_shard` bytes (None means
-    `MAX_SHARD`), or one larger tensor; its name begins with `stem`.
+    `sizes` are the tensors' sizes in bytes, in the order in which they are written. A file contains at most `max_shard`
+    bytes (None means `MAX_SHARD`), or one larger tensor. File names begin with `stem`.
     """
     shards = _shards(sizes, max_shard or MAX_SHARD)
     names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -91,9 +91,9 @@ def write_checkpoint(
     max_shard: int | None = None,
     stem: str = STEM,
 ) -> None:
-    """Write both configs, the tensors that `read` returns by name, and their index into an empty directory.
+    """Write both configs, the tensors that `read` returns by name, and an index to an empty directory.
 
-    The file names come from `plan`. Only the arrays of one file are in memory at a time.
+    `plan` determines the file names. Only the arrays of one file are in memory at a time.
     """
     write_configs(directory, config, generation)
     files = plan(sizes, max_shard, stem)
@@ -105,7 +105,7 @@ def write_checkpoint(
 def to_host(array: Any) -> np.ndarray:
     """Return an array's values without leaving a copy of them on the host.
 
-    A jax array on an accelerator caches its numpy copy for as long as it lives. So a temporary copy of the array is
+    A jax array on an accelerator caches its numpy copy for as long as it lives, so a temporary copy of the array is
     converted instead.
     """
     if isinstance(array, jax.Array) and any(device.platform != "cpu" for device in array.devices()):
@@ -133,7 +133,7 @@ def checkpoint_directory(path) -> Path:
     """Return `path` as a Path.
 
     Raises:
-        CheckpointError: it is not a directory.
+        CheckpointError: `path` is not a readable directory.
     """
     given, path = path, Path(path)
     if os.path.isdir(path):
@@ -154,7 +154,7 @@ def checkpoint_directory(path) -> Path:
 
 
 def read_json(file: Path, largest: int = json_file.LARGEST) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the object in a JSON file (None if the file is missing or damaged), and its problems."""
+    """Return the object in a JSON file (None if the file is missing or damaged), and a list of problems."""
     try:
         return json_file.read_json(file, largest), []
     except ConfigError as error:
@@ -162,12 +162,12 @@ def read_json(file: Path, largest: int = json_file.LARGEST) -> tuple[dict[str, A
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write an object as transformers formats its JSON files."""
+    """Write an object in the format of transformers' JSON files."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _files(path: Path, index: str, stem: str) -> tuple[list[Path], dict[str, str], list[str]]:
-    """Return the files with weights, each tensor's file name by the index if there is one, and the problems."""
+    """Return the weight files, a map from tensors to files (empty without an index), and a list of problems."""
     found = sorted(path.glob("*.safetensors"))
     quantized = [file.name for file in found if stem != STEM and file.name.startswith((f"{stem}.", f"{stem}-"))]
     if quantized and any(os.path.lexists(path / name) for name in (SINGLE, INDEX)):
@@ -205,7 +205,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split the names, in order, into runs of at most `limit` bytes, or of one larger tensor."""
+    """Split the names, in order, into groups of at most `limit` bytes, or of one larger tensor."""
     shards: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():

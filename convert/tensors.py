@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file: checked headers, and values that are read one at a time or written together."""
+"""Tensors in safetensors files: check headers, read tensors one at a time, and write files."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from convert.errors import CheckpointError
 from jaxgen.errors import ConfigError, shown
 from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
-# The dtypes of weights, by their names in the format.
+# The dtypes of weights, by their names in the safetensors format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
 # The same for quantized weights: I8, U8, ...
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
 _MAX_TRANSFER = 1 << 30  # bytes read or written per system call
-_CHUNK = 1 << 20  # elements cast at once, which fit into the CPU's cache
+_CHUNK = 1 << 20  # elements cast at a time, few enough for the CPU's cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor on disk: `nbytes` at `offset` of `file`. `dtype` is the format's name, such as BF16."""
+    """A tensor on disk: `nbytes` bytes at `offset` in `file`. `dtype` is a name from the format, such as BF16."""
 
     file: Path
     name: str
@@ -42,12 +42,12 @@ class Tensor:
     nbytes: int
 
     def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the values as `dtype`, rounded to the nearest; None keeps the file's dtype, one of `STORED`.
+        """Return the values cast to `dtype`, rounding to nearest; None keeps the file's dtype, one of `STORED`.
 
-        `part` is a slice of each axis, without steps. Only the bytes of this part are read.
+        `part` has one slice per axis, without steps. Only the bytes of this part are read.
 
         Raises:
-            CheckpointError: the file was truncated, or a finite value is out of range of `dtype`.
+            CheckpointError: the file was truncated, or a finite value is out of range for `dtype`.
         """
         if part is not None:
             return self.cast(self._read_part(part), dtype)
@@ -59,7 +59,7 @@ class Tensor:
         return self.cast(stored, dtype)
 
     def _read_part(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Read a part row by row, or at once if it is contiguous; the library would read the whole tensor."""
+        """Read a part row by row, or all at once if it is contiguous; safetensors would read the whole tensor."""
         result = np.empty(_shape(part, self.shape), STORED[self.dtype])
         with open(self.file, "rb", buffering=0) as stream:
             for offset, run in self.runs(part, result):
@@ -79,10 +79,10 @@ class Tensor:
                     run, offset = run[count:], offset + count
 
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-        """Yield the contiguous pieces of a part of the tensor: their offsets in the file, and views of `array`.
+        """Yield each contiguous piece of a part of the tensor: its offset in the file, and a view of `array`.
 
         Args:
-            part: a slice of each axis, at most two.
+            part: one slice per axis, for at most two axes.
             array: the part's values, C-contiguous.
         """
         first = [axis.indices(size)[0] for axis, size in zip(part, self.shape, strict=True)]
@@ -96,7 +96,7 @@ class Tensor:
             yield offset + number * width, piece.data
 
     def cast(self, array: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
-        """Cast values of this tensor as in `read`, without temporary arrays of the same size."""
+        """Cast values of this tensor as in `read`, without full-size temporary arrays."""
         if dtype is None or dtype == array.dtype:
             return array
         result = np.empty(array.shape, dtype)
@@ -114,16 +114,16 @@ class Tensor:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file in the order of their bytes, after checking that it has nothing else.
+    """Check a file's header, and return its tensors in the order of their offsets.
 
-    The library checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not report
-    which tensors a truncated file has lost, so these are checked first.
+    safetensors checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not report
+    which tensors are missing from a truncated file, so these problems are checked first.
 
     Raises:
-        CheckpointError: all problems of the file.
+        CheckpointError: the file is damaged or truncated; the message lists all problems.
     """
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would wait
+        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would block
             raise CheckpointError([f"{file}: not a regular file: {kind_of(file)}"])
         header, start, size = _parse(file)
         if problems := _faults(file, header, start, size):
@@ -149,16 +149,16 @@ def write_file(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     file.touch(exist_ok=False)
     mode = file.stat().st_mode
-    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # the library ignores strides
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # safetensors ignores strides
     try:
         save_file(ordered, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error
-    file.chmod(mode)  # the library creates files that only their owner can read
+    file.chmod(mode)  # safetensors creates files that only their owner can read
 
 
 def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
-    """Write a new file with the names, dtypes and shapes of `arrays` and zeros as values, to fill with `Tensor.write`.
+    """Create a file of zeros with the names, dtypes and shapes of `arrays`, to be filled with `Tensor.write`.
 
     Raises:
         OSError: the file cannot be written.
@@ -177,7 +177,7 @@ def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    """Return True if two arrays have the same dtype, shape and bits; NaNs and signed zeros are compared by bits."""
+    """Return True if two arrays have the same dtype and shape and are bit-identical, even in NaNs and zeros."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     bits = f"u{left.itemsize}"
@@ -189,7 +189,7 @@ def _shape(part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _open(file: Path) -> safe_open:
-    # Read, not mapped: mapped pages count as the process's memory, and truncating a mapped file would crash it.
+    # Do not memory-map the file: mapped pages count as the process's memory, and truncating the file would crash it.
     return safe_open(file, framework="numpy", backend="pread")
 
 
@@ -213,7 +213,7 @@ def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _faults(file: Path, header: dict[str, Any], start: int, size: int) -> list[str]:
-    """Return the malformed entries or, if there are none, the tensors that a truncated file has lost."""
+    """Return problems: malformed entries or, if there are none, tensors that are missing from a truncated file."""
     problems = [
         f"{file}: {name}: damaged header: {shown(entry)} must be dtype, shape and data_offsets, in whole numbers"
         for name, entry in header.items()

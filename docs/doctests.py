@@ -1,20 +1,20 @@
-"""Griffe's extension of the site: doctests in docstrings become blocks of code, without their flags."""
+"""Griffe extension for the website: turn doctests in docstrings into code blocks, without their flags."""
 
 import re
 from typing import Any
 
 from griffe import Extension, Object
 
-# Python-Markdown would make quotations of them.
+# Python-Markdown would render these as block quotes.
 _DOCTEST = re.compile(r"^( *)>>> .*\n(?:\1\S.*\n|\1 +\S.*\n)*", re.MULTILINE)
 _FLAG = re.compile(r" *# doctest: .*$", re.MULTILINE)
 
 
 class Doctests(Extension):
-    """Fences the doctests of every docstring."""
+    """Fences the doctests in every docstring."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Change the docstring of an object that has been read."""
+        """Change the docstring of an object that griffe has loaded."""
         if obj.docstring is not None:
             text = obj.docstring.value + "\n"
             fenced = _DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}{found[1]}```\n", text)

@@ -1,11 +1,11 @@
 """transformers' generate() as a pure function in JAX, for Qwen, Llama and Mistral checkpoints.
 
-Public names are imported on first use: `import jaxgen` itself does not import jax or numpy.
+Public names are imported on first use, so `import jaxgen` itself does not import jax or numpy.
 """
 
 from jaxgen.version import __version__ as __version__
 
-TYPE_CHECKING = False  # type checkers take it for True; importing it from typing would take time
+TYPE_CHECKING = False  # type checkers assume True; importing it from typing would take time
 
 _NAMES = {
     "config.constraints": "DisjunctiveConstraint PhrasalConstraint",
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
         TextStreamer as TextStreamer,
     )
     from jaxgen.text.tokenizer import Batch as Batch, Tokenizer as Tokenizer
-else:  # hidden from type checkers, which would accept any name
+else:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str):
         if name not in _HOMES:

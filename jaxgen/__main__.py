@@ -1,4 +1,4 @@
-"""`jaxgen` and `python -m jaxgen`: run the command as its own process."""
+"""Entry point of the commands `jaxgen` and `python -m jaxgen`."""
 
 import gc
 import io
@@ -8,10 +8,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command and end the process with its status."""
-    gc.disable()  # the many objects of imported modules are not garbage; `cli.main` enables it again
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background jobs ignore it: leave that alone
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait while XLA compiles
+    """Run the command, and exit with its status."""
+    gc.disable()  # imports create many objects that are not garbage; `cli.main` enables it again
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a script's background jobs ignore it; keep that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would not run while XLA compiles
     from jaxgen.cli.main import main as run
 
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""Parsing of command lines. Errors raise an `InputError` instead of ending the process."""
+"""Command-line parsing. Errors raise an `InputError` instead of exiting the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises errors, rejects abbreviations, and suggests the closest option for a typo.
 
-    `reason` returns why an option that a user may expect does not exist, or the empty string.
+    `reason` explains why an option that users may expect does not exist. For other options, it returns an empty string.
     """
 
     def __init__(self, reason: Callable[[str], str] = lambda flag: "", **options):
@@ -32,19 +32,19 @@ class Parser(argparse.ArgumentParser):
         self.reason = reason
 
     def error(self, message: str) -> NoReturn:
-        """Raise an error instead of ending the process."""
+        """Raise an `InputError` instead of exiting the process."""
         raise InputError(f"{message}; see {self.prog} --help")
 
     def read(self, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options and the remaining words; raise an error for an unknown option."""
+        """Return the options and the remaining words, or raise an error for an unknown option."""
         words = sys.argv[1:] if arguments is None else arguments
         known = self.flags()
         for word in words[: words.index("--")] if "--" in words else words:
             if f"-{word.partition('=')[0]}" in known and word.startswith("-"):
-                raise InputError(f"unknown option {word}: did you mean -{word}?")  # not -t with the value "emperature"
+                raise InputError(f"unknown option {word}: did you mean -{word}?")  # don't parse as -t "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
-            if word.startswith("-") and word not in ("-", *known):  # a known option in `rest` is a word after "--"
+            if word.startswith("-") and word not in ("-", *known):  # known options in `rest` came after "--"
                 flag = word.partition("=")[0]
                 reason = self.reason(flag)
                 hint = f": {reason}" if reason else suggestion(flag, known, f"; see {self.prog} --help")
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
-    """Suggest the first known word that begins with `word`, or otherwise one that is similar."""
+    """Suggest the first known word that starts with `word`, or else the most similar one."""
     longer = [name for name in known if name.startswith(word) and len(word) > 2]
     bare = {name.lstrip("-/"): name for name in known}  # without hyphens, which make short words too similar
     near = longer or [bare[name] for name in difflib.get_close_matches(word.lstrip("-/"), bare, n=1, cutoff=0.7)]
@@ -65,7 +65,7 @@ def suggestion(word: str, known: Sequence[str], otherwise: str = "") -> str:
 
 
 def whole(text: str, least: int = 1 - 2**31) -> int:
-    """Read a whole number of 32 bits that is at least `least`."""
+    """Parse a 32-bit integer that is at least `least`."""
     try:
         value = int(text)
     except ValueError as error:
@@ -81,7 +81,7 @@ count, natural = functools.partial(whole, least=1), functools.partial(whole, lea
 
 
 def mesh(text: str) -> tuple[int, int]:
-    """Read the sizes of a mesh, such as 1x8."""
+    """Parse the sizes of a mesh, such as 1x8."""
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} must be DATAxMODEL, such as 1x8")
@@ -89,7 +89,7 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def unicode(text: str) -> str:
-    """Check that a text is valid Unicode; Python uses surrogates for bytes that the locale cannot decode."""
+    """Return `text` with surrogates, which replace bytes that the locale cannot decode, decoded as UTF-8."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
@@ -97,14 +97,14 @@ def unicode(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Read a path; the file need not exist."""
+    """Parse a path. The file need not exist."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
     return Path(text)
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """Read a name and a path, NAME=DIR."""
+    """Parse NAME=DIR into a name and a path."""
     name, _, rest = text.partition("=")
     if not name or not rest:
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=DIR")
@@ -112,12 +112,12 @@ def named_path(text: str) -> tuple[str, Path]:
 
 
 def source(text: str) -> str:
-    """Read the name of a file, or "-" for stdin."""
+    """Parse a file name, or "-" for stdin."""
     return str(path(text))
 
 
 def file(text: str) -> Path:
-    """Read the path of a file that exists."""
+    """Parse the path of an existing file."""
     try:
         mode = path(text).stat().st_mode
     except OSError as error:
@@ -128,14 +128,14 @@ def file(text: str) -> Path:
 
 
 def device(text: str) -> tuple[str, int | None]:
-    """Read a platform, optionally with the number of a device."""
+    """Parse a platform with an optional device number."""
     if not (match := re.fullmatch(r"(cpu|gpu|cuda|rocm|tpu)(?::(\d{1,6}))?", text, re.ASCII)):
         raise argparse.ArgumentTypeError(f"{text!r} must be cpu, gpu or tpu, optionally with a number, such as gpu:1")
     return match[1], None if match[2] is None else int(match[2])
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Read r/R, the number of a shard and the number of shards."""
+    """Parse r/R into the number of a shard and the number of shards."""
     if not (match := re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)):
         raise argparse.ArgumentTypeError(
             f"{text!r} must be r/R, such as 0/8 for the first of 8 shards, with at most 999,999 shards"
@@ -149,14 +149,14 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def one_of(values: Mapping[str, Any], text: str) -> Any:
-    """Return the value with this name."""
+    """Return the value named `text`."""
     if text not in values:
         raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(values)}")
     return values[text]
 
 
 def layers(text: str) -> str | list[int]:
-    """Read "low", "high" or layers separated by commas."""
+    """Parse "low", "high" or a comma-separated list of layers."""
     if text in ("low", "high"):
         return text
     try:
@@ -166,7 +166,7 @@ def layers(text: str) -> str | list[int]:
 
 
 def json_value(text: str) -> Any:
-    """Read a value in JSON: a number, a list or a dict."""
+    """Parse a JSON value: a number, a list or a dict."""
     try:
         return parse_json(text)
     except InputError as error:
@@ -175,12 +175,12 @@ def json_value(text: str) -> Any:
 
 
 def seed(text: str) -> int | None:
-    """Read a seed; None for "random"."""
+    """Parse a seed. Return None for "random"."""
     return None if text == "random" else natural(text)
 
 
 def positive(text: str) -> float:
-    """Read a finite number above 0."""
+    """Parse a finite number above 0."""
     value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
@@ -188,7 +188,7 @@ def positive(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Read a number that is at least 0 and below 1."""
+    """Parse a number that is at least 0 and below 1."""
     value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 0 and below 1")

@@ -1,4 +1,4 @@
-"""The errors that jaxgen raises, and the category of all its warnings."""
+"""jaxgen's errors, and the category of all its warnings."""
 
 import reprlib
 import sys
@@ -10,14 +10,14 @@ LONGEST_VALUE = 100
 
 
 class JaxgenError(ValueError):
-    """Base class of all errors caused by a wrong value; a wrong type raises `TypeError`. The text is one line."""
+    """Base class of all errors caused by an invalid value; a wrong type raises `TypeError`. The message is one line."""
 
     def __init__(self, text: object = ""):
         super().__init__(one_line(str(text)))
 
 
 class ConfigError(JaxgenError):
-    """A model config or generation config that is not valid or not supported."""
+    """An invalid or unsupported model config or generation config."""
 
 
 class InputError(JaxgenError):
@@ -25,7 +25,7 @@ class InputError(JaxgenError):
 
 
 class GenerationError(JaxgenError):
-    """A run that could not continue: every token banned, or scores that are NaN.
+    """A run that could not continue because all tokens were banned or the scores were NaN.
 
     Attributes:
         output: the `GenerateOutput` of all rows. Failed rows have fewer tokens, and their stop reasons say why.
@@ -41,7 +41,7 @@ class JaxgenWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Emit a JaxgenWarning, attributed to the caller's line outside jaxgen and convert."""
+    """Emit a `JaxgenWarning` that points to the caller's line outside jaxgen and convert."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("jaxgen", "convert"):
         level, frame = level + 1, frame.f_back
@@ -49,7 +49,7 @@ def warn(message: str) -> None:
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
-    """Return a text as one line of printable characters, truncated to `longest`.
+    """Return `text` as one line of printable characters, truncated to `longest` characters.
 
     >>> one_line("a\\nb\\x00")
     'a b\\\\x00'
@@ -77,5 +77,5 @@ _SHORTENED = _Shortened()
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)` as text on one line, shortened if it is long."""
+    """Return `repr(value)` on one line, shortened if it is long."""
     return one_line(_SHORTENED.repr(value), LONGEST_VALUE)

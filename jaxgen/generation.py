@@ -1,8 +1,8 @@
-"""generate(): check the request, prepare it, run the decode mode, assemble the output.
+"""generate(): check the request, prepare it, run the decode mode, and assemble the output.
 
-Called eagerly, generate() rounds prompt width and length up to buckets, so that few programs serve all requests, and
-passes the numbers of the config to the program as arguments. Inside the caller's own `jax.jit`, it is traced with the
-shapes of its arguments.
+When called eagerly, generate() rounds the prompt width and the number of new tokens up to buckets, so that a few
+programs serve all requests, and passes the numbers in the config to the program as arguments. Inside the caller's
+`jax.jit`, it is traced with the shapes of its arguments.
 """
 
 from __future__ import annotations
@@ -66,36 +66,36 @@ def generate(
     assistant=None,
     hook=None,
 ) -> GenerateOutput:
-    """Continue the prompts: transformers' `generate()` as a pure function. It has no gradient; `score` has one.
+    """Continue the prompts, like transformers' `generate()`, as a pure function. For gradients, use `score`.
 
     >>> out = generate(params, batch.ids, jax.random.key(0), cfg, attention_mask=batch.attention_mask)  # doctest: +SKIP
 
     Args:
-        params: the parameters, a tree with Hugging Face's names, as `load_hf` returns.
-        ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation begins
-            with `bos_token_id`.
-        key: None for greedy decoding. For sampling, `key[B]`, one per prompt, or one `jax.random.key`; prompt b then
-            uses `fold_in(key, b)`.
+        params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
+        ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation starts
+            from `bos_token_id`.
+        key: None for greedy decoding. For sampling, `key[B]`, one per prompt, or a single `jax.random.key`, from which
+            prompt b uses `fold_in(key, b)`.
         cfg: the options, with the model's config in `cfg.model`. Set options with `cfg.replace`.
-        attention_mask: `[B, P]`, 0 for padding, on either side. If left out, pad tokens are padding unless the pad id
+        attention_mask: `[B, P]`, 0 for padding, on either side. By default, pad tokens are padding unless the pad id
             is also an eos id.
-        inputs_embeds: `[B, P, D]`, read in place of the embeddings of `ids`, which may then be None.
-        cache: the `cache` of an earlier output, or of `prefill`, to continue from; `ids` are then only the new tokens.
-            It has B rows, or a divisor of B if prompts share rows. It is not modified.
-        logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`: see docs/processors.md.
+        inputs_embeds: `[B, P, D]`, used instead of the embeddings of `ids`, which may then be None.
+        cache: the `cache` of an earlier output, or the result of `prefill`, to continue from; `ids` then contains only
+            the new tokens. The cache has B rows, or a divisor of B if prompts share rows. It is not modified.
+        logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`; see docs/processors.md.
         stopping_criteria: pure functions `(history, scores) -> bool[rows]`, True for the rows to end.
-        prefix_allowed_tokens_fn: a `TokenAutomaton`; or a Python function `(row, ids) -> list of ids`, called on the
-            host in each step for each unfinished row, with its ids, int32[n], without padding.
-        negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, prompts to move away from by `guidance_scale`.
-        streamer: its `put` receives the prompts and then each step's tokens, or its `put_row` a row's next tokens.
+        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids`, called on the
+            host at each step for each unfinished row, with the row's ids, int32[n], without padding.
+        negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, prompts to steer away from; see `guidance_scale`.
+        streamer: receives the prompts and then each step's tokens in `put`, or the next tokens of a row in `put_row`.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
-        assistant: `(params, cfg)` of a smaller model that drafts tokens: see docs/modes.md.
-        hook: a `StepHook`, which sees and changes the model's inputs and outputs.
+        assistant: `(params, cfg)` of a smaller model that drafts tokens; see docs/modes.md.
+        hook: a `StepHook`, which can read and change the model's inputs and outputs.
 
     Raises:
-        InputError, ConfigError, TypeError: arguments do not fit each other, or an option cannot be honoured.
-        GenerationError: a row cannot continue because all tokens are banned or the scores are NaN; the error's `output`
-            has the other rows. Under the caller's own jit, nothing is raised: see `stop_reasons` of the output.
+        InputError, ConfigError, TypeError: the arguments are incompatible, or an option is not supported.
+        GenerationError: a row could not continue because all tokens were banned or the scores were NaN. The error's
+            `output` contains all rows. Under the caller's jit, nothing is raised; check the output's `stop_reasons`.
     """
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
@@ -107,7 +107,7 @@ def generate(
 def _generate(
     params, cfg: GenerationConfig, inputs: CallInputs, own: dict[str, Any], allowed, tokenizer, streamer, assistant
 ) -> GenerateOutput:
-    """Check a call, and run it, or under jit trace it; `own` are the caller's functions by name."""
+    """Check a call, then run it, or trace it under jit. `own` contains the caller's functions by name."""
     check_call(params, cfg)
     refuse_unavailable(cfg)
     draft = None
@@ -140,8 +140,8 @@ def prefill(
 ) -> Continuation:
     """Run prompts through the model and return their cache, for `generate(..., cache=)` to continue from.
 
-    A prefix shared by many requests, for example a system prompt, is computed once and read from one place. A cache of
-    one row serves any number of prompts; a cache of n rows serves any multiple of n.
+    A prefix shared by many requests, such as a system prompt, is computed and stored only once. A cache with one row
+    serves any number of prompts; a cache with n rows serves any multiple of n.
 
     >>> prefix = tok.chat_prefix([{"role": "system", "content": text}])                          # doctest: +SKIP
     >>> shared = prefill(params, [prefix], cfg)                                                  # doctest: +SKIP
@@ -151,10 +151,10 @@ def prefill(
     Args:
         params: the parameters.
         ids: int32[B, P], the prompts.
-        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size`, `cache_dtype` and `adapter` are read. Continue
-            the cache with the same adapter.
+        cfg: only `cfg.model`, the special tokens, `prefill_chunk_size`, `cache_dtype` and `adapter` are used. Calls
+            that continue the cache must use the same adapter.
         attention_mask: `[B, P]`, as in `generate`.
-        cache: the tokens before the prompts, as in `generate`.
+        cache: a cache of the tokens before the prompts, as in `generate`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `generate`.
@@ -162,7 +162,7 @@ def prefill(
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype", "adapter")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # per-prompt eos ids belong to the prompts of another call
+    if not is_traced(cfg):  # per-prompt eos ids are for the prompts of a later call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -173,7 +173,7 @@ def prefill(
 
 
 def extensions_of(cfg: GenerationConfig, logits_processor, stopping_criteria, tokenizer, hook) -> Extensions:
-    """Return the caller's functions and the automaton of the stop strings; the arguments are those of `generate`."""
+    """Return the caller's functions and the automaton of the stop strings. The arguments are as in `generate`."""
     return Extensions(
         processors=() if logits_processor is None else functions("logits_processor", logits_processor),
         criteria=() if stopping_criteria is None else functions("stopping_criteria", stopping_criteria),
@@ -221,7 +221,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
     check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
-    # As in transformers, all beams of a prompt are passed its number.
+    # As in transformers, `row` is the number of the prompt for all of its beams.
     calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls
@@ -236,7 +236,7 @@ def _run(
     seconds: float | None,
     calls: HostCalls | None,
 ) -> GenerateOutput:
-    """Run an eager call and raise its failures."""
+    """Run an eager call. Raise an error if a row could not continue."""
     check_call_memory(prepared.run, prepared.request.ids.shape[1])
     if streamer is None and seconds is None:
         decoded = run_whole(prepared.run, prepared.request, mode=prepared.mode)

@@ -1,4 +1,4 @@
-"""The memory that is free on a device, and the refusal of what needs more."""
+"""Free memory of devices, and errors for calls that would need more."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import jax
 
 from jaxgen.errors import InputError
 
-SMALL = 2**28  # bytes; to read what is free would take longer than some calls that need less
+SMALL = 2**28  # bytes; a call that needs less may be faster than a query of the free memory
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[[int], str]) -> None:
-    """Raise an `InputError` if so many bytes are not free on each of some devices; all of a CPU have one memory.
+    """Raise an `InputError` if `needed` bytes are not free on each device. All CPU devices share one memory.
 
-    `what` says that something needs {} bytes; `remedy` returns what to try if a number of bytes is free.
+    `what` is a message with {} in place of the needed size; `remedy` returns a suggestion for a number of free bytes.
     """
     local = [device for device in devices if device.process_index == jax.process_index()]
     device = min(local, key=lambda device: device.id)
@@ -32,9 +32,9 @@ def check_free(what: str, needed: int, devices: Iterable[Any], remedy: Callable[
 
 
 def free_bytes(device) -> int | None:
-    """Return the bytes that can still be allocated on a `jax.Device`; None if unknown.
+    """Return the number of bytes that can still be allocated on a `jax.Device`, or None if it is unknown.
 
-    For a CPU it is the memory that Linux calls available, or less if a control group (version 2) sets a limit.
+    For a CPU, this is the memory that Linux reports as available, or less if a control group (version 2) limits it.
     """
     if device.platform == "cpu":
         return min([*_available(), *_left_in_control_groups()], default=None)
@@ -44,14 +44,14 @@ def free_bytes(device) -> int | None:
 
 
 def _available() -> Iterator[int]:
-    """Yield the bytes that the kernel can allocate without swapping."""
+    """Yield the number of bytes that the kernel can allocate without swapping."""
     for line in _lines(_PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
 
 
 def _left_in_control_groups() -> Iterator[int]:
-    """Yield the bytes left in each limited control group of this process; the page cache counts as free."""
+    """Yield the number of bytes left in each of this process's limited control groups. Page cache counts as free."""
     for line in _lines(_PROC / "self" / "cgroup"):
         if not line.startswith("0::/"):
             continue
@@ -72,5 +72,5 @@ def _lines(file: Path) -> list[str]:
 
 
 def size_text(count: int) -> str:
-    """Return a number of bytes in words."""
+    """Format a number of bytes as megabytes or gigabytes."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""The output of generate(), and its transformers equivalents."""
+"""The output of generate(), and its conversion to transformers' format."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ T = TypeVar("T")
 class GenerateOutput:
     """Output of `generate`. Rows are in transformers' order: the R sequences of prompt 0, then those of prompt 1.
 
-    N is `max_new_tokens`, or the largest value if there is one per prompt.
+    N is `max_new_tokens`, or the largest value if each prompt has its own.
 
     Attributes:
-        sequences: int32[B*R, P + N], the prompt as passed, the generated tokens, then the pad id. For a prompt passed
-            as embeddings, only the generated tokens. With `token_healing`, the prompt lacks the removed token.
+        sequences: int32[B*R, P + N], the prompt as passed, then the generated tokens, then pad ids. For prompts passed
+            as embeddings, only the generated tokens. With `token_healing`, the prompt without the removed token.
         attention_mask: bool[B*R, P + N], True for tokens, False for padding.
-        lengths: int32[B*R], the number of generated tokens per row, eos included.
+        lengths: int32[B*R], the number of generated tokens per row, including eos.
         stop_reasons: int32[B*R], a `StopReason` per row.
         sequences_scores: float32[B*R], for beam search; otherwise None.
         beam_indices: int32[B*R, N], for beam search; otherwise None.
         drafted: int32[B], the number of drafted tokens, for assisted generation; otherwise None.
-        accepted: int32[B], how many of the drafted tokens were chosen.
+        accepted: int32[B], the number of drafted tokens that were accepted.
         scores: float32[N, B*R, V], the scores from which each step's token was chosen, with `output_scores`; zeros
             after a row's end.
-        logits: float32[N, B*R, V], as the model returned them, with `output_logits`.
+        logits: float32[N, B*R, V], the model's logits, with `output_logits`.
         logprobs: float32[B*R, N], the log-probability of each generated token, with `output_logprobs`; 0 after a
             row's end.
         top_logprobs: float32[B*R, N, n], the log-probabilities of the n most likely tokens, with `top_logprobs=n`.
         top_tokens: int32[B*R, N, n], the ids of these tokens.
-        hidden_states: of all layers, with `output_hidden_states`.
-        attentions: of all layers, with `output_attentions`.
-        cache: a `Continuation`: keys and values of all tokens except each row's last, the ids of all tokens, and their
-            count; None with `slots`.
+        hidden_states: the hidden states of all layers, with `output_hidden_states`.
+        attentions: the attention weights of all layers, with `output_attentions`.
+        cache: a `Continuation` with the keys and values of all tokens except each row's last, and the ids and number
+            of all tokens; None with `slots`.
         prompt_width: P, static.
     """
 
@@ -71,7 +71,7 @@ class GenerateOutput:
     prompt_width: int = flax.struct.field(pytree_node=False, default=0)
 
     def __repr__(self) -> str:
-        """Show shapes instead of most values, and leave out fields that are None."""
+        """Show shapes instead of most values, and omit fields that are None."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         parts = [f"{name}={_short(name, value)}" for name, value in values.items() if value is not None]
         return f"{type(self).__name__}({', '.join(parts)})"
@@ -100,12 +100,12 @@ class GenerateOutput:
         return jax.tree.map(cut, aligned)
 
     def to_hf(self) -> HFOutput:
-        """Return transformers' tuples of numpy arrays, with one entry for each step of the longest row.
+        """Return the output as in transformers: tuples of numpy arrays, with one entry per step of the longest row.
 
-        This does not work under jit, because it needs the number of steps.
+        This does not work under jit, where the number of steps is unknown.
 
         Raises:
-            InputError: the cache is divided over several processes.
+            InputError: the cache is divided across several processes.
         """
         steps = int(np.max(self.lengths))
         width = self.prompt_width
@@ -125,7 +125,7 @@ class GenerateOutput:
         )
 
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """Keys and values in the columns of `sequences`, zeros for padding: `[rows, K, width, H]` per layer."""
+        """Return keys and values per layer, `[rows, K, width, H]`, in the columns of `sequences`; zeros for padding."""
         assert self.cache is not None
         if not jax.tree.leaves(self.cache.kv.keys)[0].is_fully_addressable:
             raise InputError(
@@ -135,7 +135,7 @@ class GenerateOutput:
         cache = self.cache.without_padding().kv.flatten(self.cache.slots)
         tokens = np.asarray(self.attention_mask)
         length = np.asarray(cache.length)
-        # All tokens except the last chosen one are in the cache; any more tokens came before the prompt.
+        # The cache contains all tokens except the last generated one. Any additional tokens came before the prompt.
         before = length - (tokens.sum(axis=-1) - (np.asarray(self.lengths) > 0))
         order = np.cumsum(tokens, axis=-1)[:, :width] - 1 + before[:, None]  # each token's index in its row
         cached = (tokens[:, :width] & (order < length[:, None]))[:, None, :, None]
@@ -160,7 +160,7 @@ def _short(name: str, value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HFOutput:
-    """`GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput` of transformers; None for what was not requested.
+    """transformers' `GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput`. Fields not requested are None.
 
     Attributes:
         sequences: `[rows, P + steps]`.
@@ -182,7 +182,7 @@ class HFOutput:
 
 
 def _layers_per_step(record: LayerRecording | None, steps: int, tokens: bool):
-    """Split a record into steps. With `tokens`, the last axis is tokens, and grows by one in each step."""
+    """Split a record into steps. With `tokens`, the last axis is over tokens and grows by one in each step."""
     if record is None:
         return None
     first = [np.asarray(x) for x in record.prefill]
@@ -215,9 +215,9 @@ def failure_text(reason: int, tokens: int) -> str | None:
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
-    """Return the result of a call, without the padding that rounding added.
+    """Return the output of a call, without the padding that rounding added.
 
-    Eager results are cut in numpy, because each slice of a jax array would be compiled.
+    Eager results are sliced in numpy, because each slice of a jax array would compile a program.
     """
     eager = isinstance(prepared.ids, np.ndarray) and isinstance(prepared.mask, np.ndarray) and not is_traced(decoded)
     xp, to_array = (np, jax.device_put) if eager else (jnp, jnp.asarray)

@@ -1,4 +1,4 @@
-"""Compilation of programs before the first request needs them."""
+"""Compile programs before the first request needs them."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def warmup(
     assistant=None,
     hook=None,
 ) -> int:
-    """Compile the programs that calls of `generate` will need, so that the first calls do not wait.
+    """Compile the programs that calls of `generate` will need, so that the first calls need not wait.
 
     >>> warmup(params, cfg, widths=range(1, 513), lengths=[256], key=jax.random.key(0))         # doctest: +SKIP
     6
 
-    Each program serves all widths and lengths that round to the same sizes, and all values of traced options. One is
-    compiled for each pair of sizes, three with `streaming`, and runs for one token. At most 64 programs are kept. The
-    result is the number of pairs.
+    Each program serves all widths and lengths that round up to the same sizes, and all values of traced options. For
+    each pair of sizes, one program (three with `streaming`) is compiled and generates one token. At most 64 programs
+    are kept. The result is the number of pairs.
 
     Args:
-        params: the parameters, as later calls pass them.
-        cfg: the options, as later calls set them; `max_new_tokens` may differ.
-        widths: the widths that prompts will have.
-        lengths: the values that `max_new_tokens` will have.
+        params: the parameters, as in later calls.
+        cfg: the options, as in later calls; `max_new_tokens` may differ.
+        widths: the expected widths of prompts.
+        lengths: the expected values of `max_new_tokens`.
         prompts: the number of prompts per call.
         key: None for greedy decoding, or any key.
-        streaming: compile the programs of calls with a streamer or `max_time`.
-        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, assistant, hook: as later calls pass
-            them; see `generate`.
+        streaming: compile the programs for calls with a streamer or `max_time`.
+        logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, assistant, hook: as in later calls;
+            see `generate`.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `generate`; or widths, lengths or prompts are below 1.
+        InputError, ConfigError, TypeError: as for `generate`, or if widths, lengths or prompts are below 1.
     """
     check_call(params, cfg)
     refuse_unavailable(cfg)

@@ -1,11 +1,11 @@
-"""Compiled programs in files, so that other processes need neither trace nor compile them.
+"""Store compiled programs in files, so that other processes need neither trace nor compile them.
 
-jax's compilation cache only saves compilation: its key is the traced and lowered program. Here, the key consists of
-everything that a program is made from: jaxgen's source, the versions of jax and jaxlib, jax's settings, the device, the
-static arguments, and the shapes and dtypes of the others. A program is therefore stored only if all of these can be
-described. The caller's functions cannot, because their code may change.
+jax's compilation cache saves only the time to compile, because its key is the traced and lowered program. Here, the key
+consists of everything that determines a program: jaxgen's source, the versions of jax and jaxlib, jax's settings, the
+device, the static arguments, and the shapes and dtypes of the other arguments. A program is stored only if all of these
+can be described. The caller's functions cannot be described, because their code may change.
 
-The files are trusted, like those of jax's cache: they contain a pickle and machine code.
+The files are trusted, like those of jax's cache: they contain pickles and machine code.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from jax.experimental import serialize_executable
 from jaxgen.errors import JaxgenWarning
 from jaxgen.recompilation import LOG
 
-_CHANGING = threading.Lock()  # of a setting of jax that all threads share
-_BEFORE: list[float] = []  # its values before each compilation that is running
+_CHANGING = threading.Lock()  # guards a jax setting that all threads share
+_BEFORE: list[float] = []  # the setting's value before each running compilation
 _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
 
@@ -44,14 +44,14 @@ _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes
 def read_or_compile(
     directory: Path, device: Any, function: Any, made_from: Iterable[Any], args: tuple, kwargs: dict[str, Any]
 ) -> jax.stages.Compiled | None:
-    """Read a program from its file, or compile it and write the file; return None for one that cannot have a file.
+    """Read a program from its file, or compile it and write the file. Return None if the program cannot be stored.
 
     Args:
         directory: an existing directory.
         device: the device on which the program runs.
         function: a result of `jax.jit`.
-        made_from: everything that the program depends on, in addition to jaxgen's source and jax: static arguments, the
-            structure of the others, their shapes and dtypes, and the compiler's options.
+        made_from: everything besides jaxgen's source and jax that determines the program: the static arguments, the
+            structure, shapes and dtypes of the other arguments, and the compiler options.
         args, kwargs: the arguments.
     """
     try:
@@ -68,11 +68,11 @@ def read_or_compile(
 
 
 class _UnknownError(Exception):
-    """A value that has no stable description across processes."""
+    """A value whose description is not stable across processes."""
 
 
 def _described(value: Any) -> str:
-    """Return a text that is the same for equal values in all processes, and different for different values."""
+    """Return a string that is the same in all processes for equal values, and different for different values."""
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))} {value.name}"
     if isinstance(value, _PLAIN):
@@ -95,7 +95,7 @@ def _described(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Return the name of a class or a function; raise `_UnknownError` if its code is not part of the key."""
+    """Return the name of a class or function; raise `_UnknownError` if its code is not part of the key."""
     name = f"{value.__module__}.{value.__qualname__}"
     if name.partition(".")[0] not in _KNOWN or "<" in name:
         raise _UnknownError(name)
@@ -103,7 +103,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return everything that a program depends on in addition to its arguments."""
+    """Return everything besides its arguments that determines a program."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
@@ -112,7 +112,7 @@ def _surroundings(device: Any) -> list[Any]:
 
 @functools.cache
 def _source() -> str:
-    """Return a digest of jaxgen's source, which may be edited without a new version."""
+    """Return a digest of jaxgen's source, which may change without a new version number."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -120,10 +120,10 @@ def _source() -> str:
 
 
 def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None:
-    """Return the program in a file, None if it has to be compiled; `arguments` is their structure."""
+    """Return the program in a file, or None if it must be compiled. `arguments` is the structure of its arguments."""
     try:
         serialized, results = pickle.loads(zlib.decompress(file.read_bytes()))
-    except (OSError, zlib.error):  # a missing or incomplete file; `zlib` has a checksum
+    except (OSError, zlib.error):  # missing or incomplete; `zlib` verifies a checksum
         return None
     LOG.info("reading it from %s", file)
     results = jax.tree.structure(results)
@@ -136,9 +136,9 @@ def _read(file: Path, arguments: Any, device: Any) -> jax.stages.Compiled | None
 
 @contextlib.contextmanager
 def _compiling_anew() -> Iterator[None]:
-    """Keep a program out of jax's own cache, because XLA loses functions if it serializes a program twice.
+    """Bypass jax's own cache, because XLA loses functions if it serializes a program twice.
 
-    Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" at the first call.
+    Seen with jaxlib 0.10.2 on a CPU: "Function gather_bitcast_fusion.2 not found" on the first call.
     """
     setting = "jax_persistent_cache_min_compile_time_secs"
     with _CHANGING:
@@ -147,12 +147,12 @@ def _compiling_anew() -> Iterator[None]:
     try:
         yield
     finally:
-        with _CHANGING:  # the last thread that compiles restores the first value
+        with _CHANGING:  # the last thread to finish restores the original value
             jax.config.update(setting, _BEFORE.pop())
 
 
 def _write(file: Path, program: Any) -> None:
-    """Write a program. The file appears atomically, regardless of other processes."""
+    """Write a program to a file atomically, even if several processes write the same file."""
     serialized, _, structure = serialize_executable.serialize(program)
     results = jax.tree.unflatten(structure, range(structure.num_leaves))  # the structure itself cannot be pickled
     content = zlib.compress(pickle.dumps((serialized, results)), level=1)
@@ -162,6 +162,6 @@ def _write(file: Path, program: Any) -> None:
             part = Path(stream.name)
             stream.write(content)
         part.replace(file)
-    except OSError:  # for example a full disk: the next process compiles the program again
+    except OSError:  # such as a full disk; the next process will compile the program again
         if part is not None:
             part.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Cache of compiled programs for eager calls. The least recently used programs are freed.
+"""Least-recently-used cache of the compiled programs for eager calls.
 
-A program compiled for a CPU takes 400 to 900 memory maps of its process. Linux allows a process 65,530
-(`vm.max_map_count`); beyond that, XLA cannot compile and the process dies. jax keeps every program compiled for a
-function as long as the function exists, so here each program is traced from its own function object.
+A program compiled for a CPU uses 400 to 900 memory maps. Linux limits a process to 65,530 of them
+(`vm.max_map_count`); beyond that, XLA fails to compile and the process dies. jax keeps every program compiled for a
+function as long as the function exists, so each program here is traced from a separate function object.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jax.extend.core import get_opaque_trace_state
 from jaxgen.memory import SMALL, check_free
 from jaxgen.recompilation import LOG, log_compilation
 
-_MOST = 64  # programs; each takes about 20 MB of a CPU's memory
-_FEW = 8  # programs kept even if the caller's own programs use up the memory maps
+_MOST = 64  # programs; on a CPU, each uses about 20 MB of memory
+_FEW = 8  # programs kept even if the caller's programs use up the memory maps
 _PROC = Path("/proc")
 _REMEDY = "fewer prompts or slots at a time, shorter prompts or fewer new tokens"
 
-with jax.ensure_compile_time_eval():  # this module may be imported while the caller's code is traced
+with jax.ensure_compile_time_eval():  # this module may be imported while the caller's code is being traced
     _EAGER = get_opaque_trace_state()
 
 
 def under_jit() -> bool:
-    """Return True if the caller's code is being traced by `jax.jit`, even if no argument is."""
+    """Return True if the caller's code is being traced by `jax.jit`, even if no argument is traced."""
     return _is_transformed() and isinstance(jax.device_put(np.float32(0)), Tracer)
 
 
@@ -44,12 +44,12 @@ def _is_transformed() -> bool:
 
 
 class Programs:
-    """The compiled programs of eager calls, limited in number and by the memory maps left to the process.
+    """The compiled programs of eager calls, limited in number and by the process's remaining memory maps.
 
     Attributes:
         most: the maximum number of programs.
-        directory: where programs for the default device are also stored, for other processes; None for nowhere. Only
-            use it in processes that do not change jax's settings, like the command.
+        directory: where programs for the default device are also stored for other processes, or None. Set it only in
+            processes that do not change jax's settings, such as the command.
     """
 
     def __init__(self, most: int):
@@ -62,9 +62,9 @@ class Programs:
         return len(self._programs)
 
     def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
-        """Return the program for a key, created by `make` if there is none; others may be dropped to make room for it.
+        """Return the program for a key, or create it with `make`, possibly dropping others to make room.
 
-        A dropped program is freed once no thread runs it. Keys are those of `Program`, which the log explains.
+        A dropped program is freed once no thread is running it. Keys are built by `Program`; the log compares them.
         """
         with self._lock:
             found = self._programs.get(key)
@@ -80,7 +80,7 @@ class Programs:
         return found
 
     def replace(self, key: tuple, by: Callable) -> None:
-        """Replace the program of a key, unless it has been dropped."""
+        """Replace the program for a key, unless it has been dropped."""
         with self._lock:
             if key in self._programs:
                 self._programs[key] = by
@@ -90,16 +90,16 @@ PROGRAMS = Programs(_MOST)
 
 
 class Program:
-    """A function that is compiled when called eagerly, like `jax.jit` of it, with its programs in `PROGRAMS`.
+    """A function that is compiled when called eagerly, as with `jax.jit`, and whose programs are cached in `PROGRAMS`.
 
-    If the same shapes occur on other devices, or under other settings of jax, `jax.jit` compiles again, in the same
-    entry.
+    If the same shapes occur on different devices or under different jax settings, `jax.jit` compiles again within the
+    same entry.
 
     While the caller's code is being traced, calls run the function itself.
 
     Args:
         function: a pure function; its static arguments are passed as keywords.
-        name: the name in the log; by default the function's name.
+        name: the name in the log. The default is the function's name.
         static_argnames, donate_argnames: as in `jax.jit`.
     """
 
@@ -117,14 +117,14 @@ class Program:
         self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
 
     def __call__(self, *args, **kwargs):
-        """Run the program for arguments of this form; compile it if necessary."""
+        """Run the program for arguments of this form, compiling it if necessary."""
         if under_jit():
             return self._function(*args, **kwargs)
         static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
-        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # in jax.grad, jit accepts no options
-        # The form of a jax array is its attribute; isinstance would take longer.
+        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # no options under jax.grad
+        # The form of a jax array is its `aval`. Looking for that attribute is faster than isinstance.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
         stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
         key = (self, structure, static, on_cpu, stored, tuple(forms))
@@ -136,11 +136,11 @@ class Program:
         return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs))), static).trace(*args, **kwargs)
 
     def jit(self, on_cpu: bool, static: Iterable[tuple[str, Any]] = ()):
-        """Return `jax.jit` of a new function object, to which the static arguments are bound.
+        """Return `jax.jit` of a new function object with the static arguments bound.
 
         Args:
-            on_cpu: whether to use the compiler's options for a CPU.
-            static: names and values.
+            on_cpu: whether to use the compiler options for a CPU.
+            static: names and values of the static arguments.
         """
         bound = dict(static)
 
@@ -153,12 +153,12 @@ class Program:
 
 
 class _NewProgram:
-    """A program that is compiled, or read from a file, when it is called, and runs in place of this.
+    """Placeholder that compiles a program on its first call, or reads it from a file, and is then replaced by it.
 
     Args:
-        key: its key in `PROGRAMS`.
+        key: the program's key in `PROGRAMS`.
         function: a result of `jax.jit`.
-        donated: the names of its donated arguments.
+        donated: the names of the donated arguments.
     """
 
     def __init__(self, key: tuple, function: Any, donated: tuple[str, ...]):
@@ -167,24 +167,24 @@ class _NewProgram:
         self._lock = threading.Lock()
 
     def __call__(self, *args, **kwargs):
-        """Run the program; raise an `InputError` if that takes more memory than is free."""
-        if _is_transformed():  # jit compiles another program
+        """Run the program, or raise an `InputError` if it needs more memory than is free."""
+        if _is_transformed():  # jit compiles a separate program
             return self._function(*args, **kwargs)
         with self._lock:
             self._found = self._found or self._find(args, kwargs)
         run, needed = self._found
         devices = _devices(jax.tree.leaves((args, kwargs)))
-        # One of several processes must not refuse what the others begin.
+        # If there are several processes, one of them must not reject a call that the others start.
         if needed > SMALL and all(device.process_index == jax.process_index() for device in devices):
             check_free("this call needs {}", needed, devices, lambda free: _REMEDY)
         PROGRAMS.replace(self._key, run)
         return run(*args, **kwargs)
 
     def _find(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, int]:
-        """Return what runs the program, and the bytes that it takes on each device."""
+        """Return a function that runs the program, and the number of bytes that it needs on each device."""
         _, structure, static, on_cpu, stored, forms = self._key
         if stored:
-            from jaxgen.program_files import read_or_compile  # most processes need not import what it imports
+            from jaxgen.program_files import read_or_compile  # imported here because most processes do not need it
 
             forms = [f"{form} {getattr(form, 'weak_type', False)}" for form in forms]
             made_from = structure, static, self._donated, forms, cpu_compiler_options() if on_cpu else None
@@ -192,36 +192,36 @@ class _NewProgram:
             compiled = read_or_compile(directory, default_device(), self._function, made_from, args, kwargs)
             if compiled is not None:
                 return compiled, bytes_taken(compiled)
-        # Called with the same arguments, the function takes the program from jax's caches.
+        # When called with the same arguments, the function finds the program in jax's caches.
         return self._function, bytes_taken(self._function.lower(*args, **kwargs).compile())
 
 
 def bytes_taken(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes that a program takes on each device while it runs, in addition to its arguments."""
-    memory: Any = compiled.memory_analysis()  # None where the compiler does not tell
+    """Return the number of bytes that a running program needs on each device in addition to its arguments."""
+    memory: Any = compiled.memory_analysis()  # None if the compiler does not report it
     if memory is None:
         return 0
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def program(name: str | None = None, **argnames: Iterable[str]) -> Callable[[Callable], Program]:
-    """Return a decorator that creates a `Program`, with the same arguments except the function."""
+    """Return a decorator that creates a `Program` with these arguments."""
     return functools.partial(Program, name=name, **argnames)
 
 
 @functools.cache
 def cpu_compiler_options() -> dict[str, Any]:
-    """Return the options for which XLA's CPU compiler produces the fastest programs on this machine."""
+    """Return the options with which XLA's CPU compiler produces the fastest programs on this machine."""
     return {"xla_cpu_prefer_vector_width": "512"} if "avx512f" in _cpu_flags() else {}
 
 
 def _form(leaf: Any) -> Hashable:
-    """Return the form of an argument that is not a jax array: all that a program depends on."""
+    """Return the form of an argument that is not a jax array: everything about it that affects the program."""
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 
 def _is_elsewhere(leaves: list[Any]) -> bool:
-    """Return True if an array is not only on the default device."""
+    """Return True if any array is not stored on the default device alone."""
     here = {default_device()}
     return any(sharding.device_set != here for leaf in leaves if (sharding := getattr(leaf, "sharding", None)))
 
@@ -238,7 +238,7 @@ def _runs_on_cpu(leaves: list[Any]) -> bool:
 def _devices(leaves: list[Any]) -> Collection[Any]:
     """Return the devices that a program with these arguments runs on.
 
-    jax runs a program on the devices that its arguments are committed to, or otherwise on the default device.
+    jax runs a program on the devices that its arguments are committed to, or else on the default device.
     """
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
@@ -250,11 +250,11 @@ def _devices(leaves: list[Any]) -> Collection[Any]:
 def default_device() -> Any:
     """Return the device on which jax places arrays by default."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]  # a platform, or None
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]  # platform or None
 
 
 def _maps_are_scarce() -> bool:
-    """Return True if the process has used half of the memory maps that Linux allows it."""
+    """Return True if the process uses more than half of the memory maps that Linux allows."""
     try:
         most = int((_PROC / "sys/vm/max_map_count").read_text())
         with (_PROC / "self/maps").open("rb") as maps:

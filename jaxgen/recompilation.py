@@ -1,9 +1,9 @@
-"""Log lines that explain how a program about to be compiled differs from existing programs.
+"""Log how a program that is about to be compiled differs from existing programs.
 
     logging.basicConfig()
     logging.getLogger("jaxgen").setLevel(logging.INFO)
 
-then prints, for a call of `generate` with another number of prompts and `top_p`:
+After this, a call of `generate` with a different number of prompts and with `top_p` logs, for example:
 
     INFO:jaxgen:compiling generate: ids int32[8,32], was int32[4,32]; option top_p is on, was off; and 2 more
 """
@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 LOG = logging.getLogger("jaxgen")
-_SHOWN = 4  # differences
-_WIDTH = 40  # of a value's text
-# Parts of a path that are meaningless to a reader, and parts whose differences follow from others.
+_SHOWN = 4  # maximum number of differences in a message
+_WIDTH = 40  # maximum number of characters of a value
+# Parts of a path that mean nothing to a reader, and parts whose differences follow from other differences.
 _INNER = {"run", "request", "cfg", "enabled", "options", "extensions", "sizes"}
 _FOLLOWING = {"params", "state"}
 
@@ -31,25 +31,25 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
 
     Args:
         key: the key of the new program: the `Program`, the structure of its arguments, its static arguments, whether it
-            is for a CPU, whether it may be in a file, and the form of each leaf of its arguments.
-        others: the keys of the programs that existed before.
+            is for a CPU, whether it may be stored in a file, and the form of each leaf of its arguments.
+        others: the keys of the programs that already existed.
         freed: the keys of the freed programs.
     """
     for program, *_ in freed:
         LOG.info("freed a program of %s, the least recently used of %d", program.name, len(others))
     new = _arguments(key)
-    # The last used program comes first, so that it wins if several have equally many differences.
+    # The most recently used program comes first, so that it wins ties in the number of differences.
     found = [_differences(new, _arguments(other)) for other in reversed(others) if other[0] is key[0]]
     texts = min(found, key=len, default=[])
     shown = "; ".join([*texts[:_SHOWN], *([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])])
     if found and not texts:
-        shown = "arguments of another structure"
+        shown = "arguments of a different structure"
     LOG.info("compiling %s%s", key[0].name, f": {shown}" if shown else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The form of an argument's leaf: jax's abstract value, or the shape and dtype (or type) of any other value."""
+    """The form of an argument's leaf: a jax array's abstract value, or another value's shape and dtype (or type)."""
 
     form: Hashable
 
@@ -61,7 +61,7 @@ class _Leaf:
 
 
 def _arguments(key: tuple) -> dict[str, Any]:
-    """Return the arguments of a program by name, each a tree with a `_Leaf` for each array."""
+    """Return the arguments of a program by name, each as a tree with a `_Leaf` for each array."""
     program, structure, static, on_cpu, is_stored, forms = key
     args, traced = jax.tree.unflatten(structure, [_Leaf(form) for form in forms])
     named = dict(zip(inspect.signature(program).parameters, args, strict=False))
@@ -69,7 +69,7 @@ def _arguments(key: tuple) -> dict[str, Any]:
 
 
 def _differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
-    """Return a text for each difference; an option that occurs in several places gets just one."""
+    """Describe each difference. An option that occurs in several places is described only once."""
     found = sorted(_compare((), new, old), key=lambda difference: _rank(difference[0]))
     texts: dict[str, str] = {}
     for path, one, other in found:
@@ -79,7 +79,7 @@ def _differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
 
 
 def _compare(path: tuple[str, ...], new: Any, old: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield the path of each differing part, with both values."""
+    """Yield the path and both values of each differing part."""
     if new is old or (type(new) is type(old) and new == old):
         return
     parts, others = _parts(new), _parts(old)
@@ -91,7 +91,7 @@ def _compare(path: tuple[str, ...], new: Any, old: Any) -> Iterator[tuple[tuple[
 
 
 def _parts(value: Any) -> dict | None:
-    """Return the parts of a tree by name; None for a value without parts, or with parts that must not be compared."""
+    """Return the parts of a tree by name, or None if a value has no parts or its parts should not be compared."""
     if isinstance(value, dict):
         return value
     if isinstance(value, frozenset):
@@ -105,7 +105,7 @@ def _parts(value: Any) -> dict | None:
 
 
 def _rank(path: tuple[str, ...]) -> int:
-    """Return the rank for sorting: parts of the prompts, then settings, then parts that follow from these."""
+    """Return the rank for sorting: the prompts first, then settings, then parts that follow from these."""
     return 2 if _FOLLOWING.intersection(path) else int(path[0] != "request")
 
 
@@ -117,7 +117,7 @@ def _text(path: tuple[str, ...], name: str, new: Any, old: Any) -> str:
         return f"{name} {one}, was {other}"
     if isinstance(new, _Leaf) and isinstance(old, _Leaf) and type(new.form) is not type(old.form):
         return f"{name} {one} of {'numpy, was of jax' if isinstance(new.form, tuple) else 'jax, was of numpy'}"
-    return f"{name} is another {one}"
+    return f"{name} is a different {one}"
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Detection of user files named `convert`, which may shadow jaxgen's package `convert`."""
+"""Detect user files named `convert` that shadow jaxgen's package `convert`."""
 
 import importlib.util
 import os
@@ -7,14 +7,14 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 class ShadowedError(ImportError):
-    """The package `convert` cannot be imported. The message says why, and what to do."""
+    """The package `convert` cannot be imported. The message says why, and how to fix it."""
 
 
 def check_convert() -> None:
     """Raise an error if `import convert` would not import jaxgen's package.
 
     Raises:
-        ShadowedError: another file would be imported (it is not executed), or the package is missing.
+        ShadowedError: a different file would be imported (it is not executed), or the package is missing.
     """
     try:
         spec = importlib.util.find_spec("convert")

@@ -1,4 +1,4 @@
-"""Changes of shape that several packages need, and reads and writes at single positions in each row."""
+"""Shape operations that several packages need, and reads and writes at given positions in each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def short_repr(self: Any) -> str:
-    """Return a dataclass as one line, for `__repr__`: arrays as dtype and shape, without fields that are None."""
+    """Format a dataclass on one line, for `__repr__`. Show arrays as dtype and shape, and omit fields that are None."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return f"{type(self).__name__}({', '.join(f'{name}={_short(x)}' for name, x in fields.items() if x is not None)})"
 
@@ -24,9 +24,9 @@ def _short(value: Any) -> str:
 
 
 def where(mask: jax.Array, new: Any, old: Any) -> Any:
-    """Return a tree with the entries of `new` where `mask` is True, and of `old` elsewhere.
+    """Return a tree with the entries of `new` where `mask` is True, and those of `old` elsewhere.
 
-    The axes of the mask are the first axes of each array.
+    The axes of the mask are the leading axes of each array.
     """
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -36,20 +36,20 @@ def where(mask: jax.Array, new: Any, old: Any) -> Any:
 
 
 def at_most(size: int, most: int) -> bool:
-    """Return True if a size is at most `most`; False if it is symbolic, so that `jax.export` works for any size."""
+    """Return True if `size` is at most `most`. A symbolic size returns False, so that `jax.export` covers any size."""
     return isinstance(size, int) and size <= most
 
 
 def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Repeat each row of `x [n, ...]`, like `numpy.repeat`, to `rows` rows, a multiple of n."""
+    """Repeat each row of `x [n, ...]`, like `numpy.repeat`, to obtain `rows` rows, a multiple of n."""
     return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)
 
 
 def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-    """Write `values [B, n, ...]` to the places `index int32[B, n]` of each row of `x [B, N, ...]`.
+    """Write `values [B, n, ...]` to the positions `index int32[B, n]` of each row of `x [B, N, ...]`.
 
-    A place past the end is dropped; values for the same place must be equal. `index` may also be int32[B], for one
-    place per row and `values [B, ...]`. Each row is its own scatter, which stays on the row's device under a mesh.
+    Positions past the end are dropped. Values for the same position must be equal. `index` may also be int32[B], for
+    one position per row and `values [B, ...]`. Each row is a separate scatter, so under a mesh it stays on its device.
     """
     unique = index.ndim == 1
 
@@ -60,23 +60,24 @@ def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def token_set(ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Return bool[rows, V], True for the tokens in each row of `ids int32[rows, n]`."""
+    """Return bool[rows, V], True for the tokens that occur in each row of `ids int32[rows, n]`."""
     ids = jnp.where(ids < 0, vocab_size, ids)
     return jax.vmap(lambda row: jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop"))(ids)
 
 
 def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-    """Add `values float32[B, n]` to the places `index int32[B, n]` of each row of `x [B, N]`.
+    """Add `values float32[B, n]` at the positions `index int32[B, n]` of each row of `x [B, N]`.
 
-    A place past the end is dropped; several values for one place add up. See `put`.
+    Positions past the end are dropped. Several values for the same position add up. See `put`.
     """
     return jax.vmap(lambda row, place, new: row.at[place].add(new, mode="drop"))(x, index, values)
 
 
 def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
-    """Return rows `rows int32[m]` of `x [n, ...]`; both have `groups` equal parts, and rows are taken within a part.
+    """Return rows `rows int32[m]` of `x [n, ...]`.
 
-    Under a mesh, a part whose rows are on one device stays on it.
+    Both arrays have `groups` equal parts, and each part of `rows` selects rows from the same part of `x`. Under a mesh,
+    a part whose rows are on one device stays on that device.
     """
     if groups == 1:
         return x[rows]
@@ -88,12 +89,12 @@ def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
 
 
 def resize_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Cut one axis of `x` to `size`, or pad it with zeros at its end."""
+    """Truncate one axis of `x` to `size`, or pad it with zeros at the end."""
     return pad_axis(jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis), axis, size)
 
 
 def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Pad one axis of `x` with zeros at its end, up to `size`."""
+    """Pad one axis of `x` with zeros at the end, up to `size`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths)

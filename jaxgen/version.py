@@ -1,3 +1,3 @@
-"""The version, for the modules that `jaxgen` itself imports."""
+"""jaxgen's version, in a module that any other module can import."""
 
 __version__ = "0.1.0"

@@ -3,9 +3,9 @@ import signal
 from importlib.metadata import version
 from pathlib import Path
 
-# Compiling is most of the time. LLVM's optimizations are a third of it; XLA's former emitters, which 0.10 still has,
-# save another third. CI runs parity with the emitters that users have, without and with the optimizations, and the
-# default tests with the newest jax, which has no other emitters.
+# Most of the time is spent compiling. A third of that is LLVM's optimizations, and the old emitters of XLA, which
+# jaxlib 0.10 still has, save another third. CI runs the parity tests with the default emitters, with and without
+# optimizations, and the default tests with the newest jax, which has only the new emitters.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
@@ -18,11 +18,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.support.slow_tests import Choice
 
-# A shell's background jobs ignore interrupts, and so would the processes that tests start and interrupt.
+# Background jobs of a shell ignore interrupts, and the processes that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Strict, so that a shape or a dtype that changes by accident is an error.
+# Strict, so that an accidental change of shape or dtype is an error.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes
@@ -38,7 +38,7 @@ DATA = _find_data()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the slow tests that JAXGEN_SLOW_TESTS does not choose."""
+    """Deselect the slow tests that are not in the part chosen by JAXGEN_SLOW_TESTS."""
     choice = Choice.of_environment()
     left_out = [item for item in items if item.get_closest_marker("slow") and not choice.has(item.nodeid)]
     config.hook.pytest_deselected(items=left_out)
@@ -47,21 +47,21 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="session")
 def programs(tmp_path_factory) -> dict[str, str]:
-    """Keep on disk what this run compiles, for other files and processes; the environment that these need."""
+    """Cache this run's programs on disk for other test files and processes; return the environment variables."""
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     settings = {"jax_compilation_cache_dir": str(shared / "programs"), "jax_persistent_cache_min_compile_time_secs": 0}
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # what was compiled while importing may have settled that there is none
+    compilation_cache.reset_cache()  # imports may have compiled something and found that there is no cache
     environment = {name.upper(): str(value) for name, value in settings.items()}
-    os.environ.update(environment)  # of the processes that tests start
+    os.environ.update(environment)  # for the processes that tests start
     return environment
 
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """The folder of real checkpoints, tokenizers and vectors; skips where it is absent."""
+    """Return the folder of real checkpoints, tokenizers and test vectors; skip the test if there is none."""
     if DATA is None:
         pytest.skip("no real data: set JAXGEN_DATA or put it at ../shared/data")
     return DATA

@@ -1,4 +1,4 @@
-"""The benchmarks run on small inputs, and count right; what they measure is not tested."""
+"""The benchmarks run on small inputs and count correctly. What they measure is not tested."""
 
 import argparse
 import itertools
@@ -37,7 +37,7 @@ FAULTS = {
     "ends": "ended with status 3",
 }
 CONFIG = checkpoints.QWEN2 | {"max_position_embeddings": 1024, "torch_dtype": "bfloat16", "num_hidden_layers": 6}
-CONFIG |= {"use_sliding_window": False, "sliding_window": 1024, "max_window_layers": 6}  # keras-hub reads them
+CONFIG |= {"use_sliding_window": False, "sliding_window": 1024, "max_window_layers": 6}  # keras-hub reads these
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_figures_follow_from_the_times(model, tmp_path):
     assert found[differs]["equal_leading_tokens"] == [3]
 
 
-def test_a_case_costs_as_much_as_the_one_it_is_compared_with(model, tmp_path):
+def test_a_case_costs_as_much_as_its_baseline(model, tmp_path):
     result = run("modes", model, tmp_path, "--programs", "timed", "--rounds", "2")
     labels = {case["label"]: case["programs"]["timed:fast:bfloat16"] for case in result["cases"]}
     assert labels["contrastive search, top-k 4"]["figures"]["cost"]["median"] == pytest.approx(1.0)
@@ -168,7 +168,7 @@ def test_programs_have_names_that_people_say():
 
 
 def texts(picture: Path) -> set[str]:
-    """What is written in a plot: matplotlib draws letters, and repeats the texts in comments."""
+    """Return the texts in a plot, which matplotlib draws as glyphs and repeats in comments."""
     return set(re.findall("<!-- (.*?) -->", picture.read_text("utf-8")))
 
 
@@ -262,7 +262,7 @@ def test_the_steps_for_an_accelerator_are_subcommands(part, size, model, tmp_pat
         module, name, *words = step.words
         if module == "benchmarks" and name in suites.SUITES:
             used = words[words.index("--model") + 1]
-            assert used in made, "its checkpoint is made before"
+            assert used in made, "its checkpoint must be made first"
             words[words.index("--model") + 1] = str(model)
             assert suites._arguments(name, suites.SUITES[name], words).rounds
 
@@ -290,7 +290,7 @@ def test_jaxgen_is_measured_on_a_mesh_and_plotted(model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("subcommand", suites.SUITES)
 def test_every_subcommand_runs(subcommand, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "TRIES", 50)  # steps of a tiny model take less time than what disturbs them
+    monkeypatch.setattr(measure, "TRIES", 50)  # steps of a tiny model take less time than the noise
     words = ["--prompt", "8", "--rows", "1", "--rounds", "1"]
     programs = ["jaxgen"]
     if environments := os.environ.get("JAXGEN_ENVIRONMENTS"):  # made by `python -m benchmarks environments`
@@ -334,7 +334,7 @@ def test_workarounds_are_measured(wide_model, tmp_path):
 
 
 def test_a_greedy_call_visits_little_code():
-    """Counted in a new process: other tests leave listeners of jax and programs, which calls then visit."""
+    """Counted in a new process, because other tests leave jax listeners and programs that calls would visit."""
 
     def counted(mode: str) -> tuple[list[list[int]], str]:
         command = [sys.executable, "-m", "benchmarks", "calls", "--list", "--mode", mode]
@@ -345,13 +345,13 @@ def test_a_greedy_call_visits_little_code():
     assert files <= 37
     assert functions <= 236
     assert calls <= 156
-    # Only where a processor is on.
+    # Only if a processor is on.
     assert "logits/pipeline.py" not in listed
     assert "logits/pipeline.py" in counted("qwen")[1]
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Answers with three words, and claims as many tokens as were asked for. Refuses every fourth request."""
+    """Answers with three words, and claims as many tokens as were requested. Refuses every fourth request."""
 
     protocol_version = "HTTP/1.1"
     requests: list[dict]
@@ -400,7 +400,7 @@ def test_answers_of_a_server_are_counted(mode, counts, tmp_path, capsys):
         finally:
             fake.shutdown()
     assert "status 503: busy" in capsys.readouterr().err
-    sent = handler.requests  # with those of the warm-up
+    sent = handler.requests  # including the warm-up
     assert len(sent) == 2 * (6 + 1) + 2 * (6 + 2)
     assert len({request["prompt"] for request in sent}) == len(sent)
     tokenizer = Tokenizer.from_pretrained(serving.BUNDLED)
@@ -411,8 +411,8 @@ def test_answers_of_a_server_are_counted(mode, counts, tmp_path, capsys):
     assert [row[1] for row in rows] == ["1", "2"]
     for row in rows:
         assert row[-2] == "12"
-        assert row[-1] == "2 |"  # two more are of the warm-up
-        assert row[6] == ("5" if counts else "3")  # by the server's count, or the tokenizer's
+        assert row[-1] == "2 |"  # the warm-up had two more
+        assert row[6] == ("5" if counts else "3")  # counted by the server or the tokenizer
         assert bool(row[4]) == (mode == "--stream")
 
 
@@ -448,12 +448,12 @@ def test_a_server_that_ends_is_an_error_with_its_messages(monkeypatch):
 
 
 def evaluated(responses: list, metrics: dict | None = None) -> dict:
-    """What a model returns for a task of two requests."""
+    """Return a model's result for a task with two requests."""
     return {"metrics": metrics or {}, "requests": [[["a", "b"]], [["c", "d"]]], "responses": responses}
 
 
 class Gap:
-    """A model whose different answers have this gap of log-probabilities."""
+    """A model whose different answers differ by `gap` in log-probability."""
 
     def __init__(self, gap: float):
         self.gap = gap

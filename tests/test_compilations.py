@@ -1,4 +1,4 @@
-"""The number of compiled programs, counted by jax's own event for each compilation."""
+"""The number of compiled programs, counted with jax's event for each compilation."""
 
 import jax
 import numpy as np
@@ -46,7 +46,7 @@ def test_fifty_requests_are_served_by_few_programs(longest, programs):
     assert count[0] <= programs
 
 
-def test_spelling_a_value_otherwise_compiles_nothing():
+def test_spelling_a_value_differently_compiles_nothing():
     base = GenerationConfig(model=MODEL, do_sample=True, top_k=5, temperature=0.5, max_new_tokens=4, pad_token_id=0)
     key, ids = jax.random.key(0), [[1, 2, 3]]
     generate(PARAMS, ids, key, base.replace(temperature=2, eos_token_id=3, output_scores=True))
@@ -89,8 +89,8 @@ def test_streaming_compiles_a_fixed_number_of_programs():
     assert count[0] == 0
 
 
-# Options whose value is traced; the two examples of each leave every row with tokens. Adapters need parameters that
-# have them, and a test of their own.
+# Traced options whose two example values leave at least one token in every row. Adapters are excluded, because they
+# need parameters with adapters and have their own test.
 VALUES = {
     name: option
     for name, option in TRACED.items()
@@ -100,7 +100,7 @@ VALUES = {
 
 @pytest.mark.filterwarnings("ignore:min_new_tokens and min_length are both set")
 @pytest.mark.parametrize("per_prompt", [True, *slow(False)], ids=["per-prompt", "one"])
-def test_another_value_of_any_option_compiles_nothing(per_prompt):
+def test_a_new_value_of_any_option_compiles_nothing(per_prompt):
     ids, key = [[1, 2, 3], [4, 5, 6]], jax.random.key(0)
 
     def config(which):
@@ -109,7 +109,7 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
             value, other = option.examples[which], option.examples[1 - which]
             if per_prompt and option.kind.per_prompt:
                 fields[name] = option.kind.per_prompt_value([value, other])
-            elif name != "do_sample":  # one value for all prompts chooses the mode, which is static
+            elif name != "do_sample":  # a single value chooses the mode, which is static
                 fields[name] = value
         return GenerationConfig(model=MODEL, **fields)
 
@@ -121,7 +121,7 @@ def test_another_value_of_any_option_compiles_nothing(per_prompt):
     assert first.sequences.tolist() != second.sequences.tolist()
 
 
-def test_other_stop_strings_of_the_prompts_compile_nothing():
+def test_new_stop_strings_compile_nothing():
     tok, ids = byte_level(), [[1, 2, 3], [4, 5, 6]]
     cfg = GenerationConfig(model=MODEL, max_new_tokens=4, pad_token_id=0)
     warmup(PARAMS, cfg.replace(stop_strings=[["!"], None]), [3], [4], prompts=2, tokenizer=tok)

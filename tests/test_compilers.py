@@ -1,4 +1,4 @@
-"""Programs for machines that are not here, compiled by their own compilers, see benchmarks/README.md."""
+"""Programs for machines that are not available here, compiled by their own compilers: see benchmarks/README.md."""
 
 import dataclasses
 import json
@@ -65,7 +65,7 @@ def _compiler_for_an_h100():
     [("qwen2.5-0.5b", 128, 9, 2), ("qwen2.5-7b", 128, 10, 6), ("qwen2.5-7b", 3000, 13, 30)],
 )
 def test_a_step_on_an_h100_has_few_operations_and_copies_no_cache(shape, new_tokens, operations, megabytes, tmp_path):
-    """Operations of the whole step per layer; the keys of a layer of 7B and 3,128 slots have 3.2 MB."""
+    """Counts the operations of a whole step per layer. With 7B and 3,128 slots, a layer's keys take 3.2 MB."""
     command = [sys.executable, "-m", "benchmarks", "compile", "--target", "h100", "--form", "fused"]
     command += ["--config", str(ROOT / "benchmarks" / "shapes" / shape), "--results", str(tmp_path)]
     command += ["--new-tokens", str(new_tokens)]
@@ -87,7 +87,7 @@ def test_no_loop_of_an_engine_copies_a_cache_on_an_h100():
     assert copied_by_an_engine(device_for("h100"), "bfloat16") == {"slots": [], "pool": [], "store": []}
 
 
-# What is done for the GPU's compiler: a place, a name, and what the compiler would have without it.
+# Workarounds for the GPU's compiler: a module, a name in it, and the value that turns the workaround off.
 FOR_GPUS = {
     "rows as sums": (workarounds, "row_sums", lambda row, weight, in_parts: _plain(row, weight)),
     "scores and values as sums": (workarounds, "_CACHED_BYTES", -1),
@@ -99,8 +99,8 @@ FOR_GPUS = {
 
 
 @pytest.mark.usefixtures("_compiler_for_an_h100")
-def test_what_is_done_for_a_gpus_compiler_saves_operations(monkeypatch):
-    """One per layer each, but perhaps the last. If not, the compiler has learnt it, and the code can go."""
+def test_workarounds_for_a_gpus_compiler_save_operations(monkeypatch):
+    """Each saves one operation per layer, except perhaps in the last. If not, the compiler no longer needs it."""
     config = json.loads((ROOT / "benchmarks" / "shapes" / "qwen2.5-7b" / "config.json").read_text("utf-8"))
     model = dataclasses.replace(ModelConfig.from_hf(config | {"num_hidden_layers": 3}), dtype="bfloat16")
     cfg = GenerationConfig(model=model, max_new_tokens=128, eos_token_id=1, pad_token_id=0)

@@ -1,6 +1,6 @@
 """Tests for accelerators: XLA_FLAGS= python -m pytest -o addopts= -m device tests/test_device.py
 
-Without an accelerator, the tests run on one of the CPU's devices, against another.
+Without an accelerator, the tests compare one CPU device with another.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ from tests.test_meshes import CFG, IDS, MASK, MODES, PARAMS, mesh_of_shape
 
 pytestmark = pytest.mark.device
 DEVICE, CPU = jax.devices()[0], jax.devices("cpu")[-1]
-gpu = pytest.mark.skipif(DEVICE.platform != "gpu", reason="reads what only the profile of a GPU names")
+gpu = pytest.mark.skipif(DEVICE.platform != "gpu", reason="only a GPU's profile has these names")
 
 
 def on(device, tree):
@@ -46,7 +46,7 @@ MODES_AND_FORMS = [*((name, "plain") for name in MODES), ("greedy", "fused"), ("
 
 @pytest.fixture(scope="module")
 def outputs():
-    """Outputs of every mode here and on the CPU, as futures, so that their programs are compiled concurrently."""
+    """Yield the outputs of every mode here and on the CPU, as futures because the programs compile concurrently."""
 
     def run(name, form):
         cfg = CFG.replace(**MODES[name])
@@ -104,7 +104,7 @@ def test_8_bit_weights_give_the_cpus_logits():
     np.testing.assert_allclose(here, there, rtol=0, atol=2e-3 * np.abs(there).max())
 
 
-# A model whose arrays are large enough to be told from others.
+# A model whose arrays are large enough to be told apart from others.
 LARGE = model_config(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=8192, torch_dtype="bfloat16",
@@ -112,18 +112,18 @@ LARGE = model_config(
 
 
 def test_a_step_copies_no_cache():
-    """It writes nothing as large as the keys of a layer. Beyond 4,096 slots a GPU copies a block at a time."""
+    """It writes nothing as large as the keys of a layer. Beyond 4,096 slots, a GPU copies one block at a time."""
     cfg = GenerationConfig(model=LARGE, max_new_tokens=3000, eos_token_id=None, pad_token_id=0)
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((2, 8), np.int32)
     prepared = prepare(params, cfg, CallInputs(ids, None, attention_mask=np.ones_like(ids)), Extensions(), eager=True)
     compiled = run_whole.trace(prepared.run, prepared.request, mode=mode_of(cfg)).lower().compile()
-    part = 2 * 2 * 3000 * LARGE.head_dim  # elements of the keys of a layer, half of their bytes
+    part = 2 * 2 * 3000 * LARGE.head_dim  # elements of a layer's keys, half the number of their bytes
     assert [one for one in decode_step(compiled.as_text()) if one.nbytes >= part] == []
 
 
 @gpu
 def test_a_step_copies_one_thing_to_the_host():
-    """The loop's condition."""
+    """It copies only the loop's condition."""
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((1, 8), np.int32)
     cfg = GenerationConfig(model=LARGE, eos_token_id=None, pad_token_id=0)
 
@@ -163,14 +163,14 @@ print(peak, bytes_taken(run_whole.trace(call.run, call.request, mode=call.mode).
 
 
 @pytest.mark.skipif(DEVICE.platform == "tpu", reason="only one process can have a TPU")
-@pytest.mark.skipif(not DEVICE.memory_stats(), reason="this device does not count its memory")
+@pytest.mark.skipif(not DEVICE.memory_stats(), reason="this device does not report its memory")
 def test_a_call_takes_the_memory_that_its_program_reports():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     peak, reported = map(int, done.stdout.split())
     assert 0.7 * reported < peak < 1.3 * reported
 
 
-@pytest.mark.skipif(jax.device_count() < 2, reason="there is one device")
+@pytest.mark.skipif(jax.device_count() < 2, reason="there is only one device")
 @pytest.mark.parametrize("name", ["greedy", "sampling", "beams"])
 def test_a_mesh_generates_the_same_tokens(name):
     parts = 4 if jax.device_count() >= 4 else 2

@@ -1,4 +1,4 @@
-"""README and docs: their code and commands run as they stand, their links lead somewhere, their names exist."""
+"""README and docs: their code and commands run as written, and their links and names exist."""
 
 import ast
 import importlib.util
@@ -32,7 +32,7 @@ def named(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each fenced block."""
+    """Return the language and the text of each fenced block."""
     return FENCED.findall(page.read_text("utf-8"))
 
 
@@ -42,20 +42,20 @@ def prose(page: Path) -> str:
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A working directory in which paths of the clone can be read."""
+    """Enter a temporary directory in which the paths of the clone work, and return it."""
     (tmp_path / "jaxgen").symlink_to(ROOT / "jaxgen")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run_command(command: str, monkeypatch, capsys) -> str:
-    """Run a line of a shell block and return its stdout."""
+    """Run a line of a shell block, and return its stdout."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     if match := re.fullmatch(r'pip install -e (?:\.|"\.\[(\w+)\]")', command):
         assert match[1] is None or match[1] in extras
         return ""
     if command == "python -m pytest":
-        return ""  # this is it
+        return ""  # this test run
     piped, _, last = command.rpartition(" | ")
     words = shlex.split(last)
     modules = {"convert": convert.__main__.main, "jaxgen.export": jaxgen.export.__main__.main}
@@ -73,7 +73,7 @@ def run_command(command: str, monkeypatch, capsys) -> str:
 
 
 def run_page(page: Path, monkeypatch, capsys) -> dict[str, str]:
-    """Run the blocks of a page in their order; return what each command printed."""
+    """Run a page's blocks in order, and return what each command printed."""
     names: dict = {}
     printed = {}
     for language, text in blocks(page):

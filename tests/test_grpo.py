@@ -1,4 +1,4 @@
-"""The example of GRPO: it learns, other parameters compile nothing, and one compiled function does the same."""
+"""The GRPO example: it learns, new parameters compile nothing, and one compiled function gives the same results."""
 
 import importlib.util
 from pathlib import Path

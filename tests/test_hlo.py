@@ -1,4 +1,4 @@
-"""Arrays that the compiled program must not have, read from XLA's text: copies of the cache or of the weights, and
+"""Arrays that the compiled program must not contain, found in XLA's text: copies of the cache or of the weights, and
 scores of all pairs of tokens."""
 
 import functools
@@ -21,7 +21,7 @@ from jaxgen.request.driver import run_whole
 from tests.support.models import model_config, slow
 from tests.support.slot_loops import copied_caches
 
-# Sizes that tell the arrays apart: prompt slots, generated slots, blocks of keys and the weights' sides all differ.
+# With these sizes, arrays can be told apart: prompt and generated slots, key blocks and the weights' sides all differ.
 PROMPT, NEW, ROWS = 608, 736, 2
 MODEL = {
     "vocab_size": 4000, "hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -93,7 +93,7 @@ def reachable(computations, name, found, into_branches):
 
 
 def loop_bodies(computations, carries: str) -> list[str]:
-    """The bodies of loops that carry an array of such a shape, without those inside of another one."""
+    """Return the bodies of loops that carry an array of this shape, except loops inside such a loop."""
     bodies = {
         re.search(r"body=%?([\w.\-]+)", line)[1]
         for lines in computations.values()
@@ -105,20 +105,20 @@ def loop_bodies(computations, carries: str) -> list[str]:
 
 
 def own_slots(copies: int) -> int:
-    """The slots of the part of the cache that the loop writes: with one sequence per prompt, the only part."""
+    """Return the number of slots that the loop writes: with one sequence per prompt, all slots of the cache."""
     return PROMPT + NEW if copies == 1 else NEW
 
 
 def decode_loop(computations, into_branches: bool, slots: int = NEW) -> list[str]:
-    """The lines of the loop over tokens and of what it calls: the loop that carries the generated cache."""
+    """Return the lines of the loop over tokens, which carries the generated cache, and of what it calls."""
     (body,) = loop_bodies(computations, rf"\[\d+,2,{slots},32\]")
     names = reachable(computations, body, set(), into_branches)
     return [line for name in names for line in computations.get(name, [])]
 
 
 def results_of_size(lines, sizes) -> list[str]:
-    """Instructions that make an array of one of the sizes, but for updates in place."""
-    in_place = {"dynamic-update-slice", "scatter", "fusion", "call", "while", "conditional"}  # calls are read inside
+    """Return the instructions whose result has one of these sizes, except in-place updates."""
+    in_place = {"dynamic-update-slice", "scatter", "fusion", "call", "while", "conditional"}  # callees are checked too
     nothing = {"parameter", "get-tuple-element", "tuple", "bitcast"}
     found = []
     for line in lines:
@@ -143,7 +143,7 @@ def big_operations(lines, sizes) -> list[str]:
 
 
 def made_in_branches(computations, slots: int, sizes) -> list[str]:
-    """Instructions of branches inside the loop over tokens that make an array of one of the sizes."""
+    """Return the instructions in branches inside the loop over tokens whose result has one of these sizes."""
     found = []
     for name in branches_of(decode_loop(computations, into_branches=False, slots=slots)):
         for line in computations[name]:
@@ -155,7 +155,7 @@ def made_in_branches(computations, slots: int, sizes) -> list[str]:
 
 
 def second_copies(computations, params) -> list[str]:
-    """Instructions outside of the loop that make an array with the shape of a weight."""
+    """Return the instructions outside the loop whose result has the shape of a weight."""
     entry = next(lines for name, lines in computations.items() if name.startswith("main"))
     wanted = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     made = [(line, match) for line in entry if (match := INSTRUCTION.match(line))]
@@ -194,20 +194,20 @@ def test_the_loop_moves_no_cache_and_no_weight(copies, dtype, do_sample):
 
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     assert big_operations(decode_loop(computations, into_branches=False, slots=slots), weights) == []
-    # Look-ups in 16-bit embeddings and products of up to two rows are in branches: conversions must be fused with them.
+    # Branches contain 16-bit embedding look-ups and products of one or two rows. They must fuse the conversions.
     assert made_in_branches(computations, slots, weights) == []
     assert second_copies(computations, params) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 3, 8])
-def test_quantized_weights_are_not_stored_in_another_form(copies):
+def test_quantized_weights_are_not_stored_in_a_different_form(copies):
     compiled, params = compile_loop(copies, "bfloat16", do_sample=copies > 1, int8=True)
     computations = parse(compiled.as_text())
     weights = {leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     slots = own_slots(copies)
-    # A few rows are multiplied in 8 bits. For fewer, weights are converted in the product, which is in a branch; for
-    # more, they are converted in branches, one at a time.
+    # A few rows are multiplied in 8 bits. For fewer rows, a branch converts weights as part of the product. For more
+    # rows, branches convert them one at a time.
     assert big_operations(decode_loop(computations, copies == 3, slots), weights) == []
     if copies == 1:
         assert made_in_branches(computations, slots, weights) == []
@@ -225,7 +225,7 @@ def test_a_cache_of_8_bits_is_written_in_place(copies):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.slow
-def test_memory_beside_the_weights_is_the_cache_and_little_more(dtype):
+def test_memory_besides_the_weights_is_the_cache_and_little_more(dtype):
     compiled, params = compile_loop(1, dtype, do_sample=False)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     cache = 2 * 2 * ROWS * 2 * (PROMPT + NEW) * 32 * jnp.dtype(dtype).itemsize
@@ -233,7 +233,7 @@ def test_memory_beside_the_weights_is_the_cache_and_little_more(dtype):
     assert memory.argument_size_in_bytes < weights + 100_000
     prefill = 4 * ROWS * PROMPT * (2 * 352 + 2 * 192)  # activations in float32
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * cache + 1.5 * prefill
-    assert 2 * cache + 1.5 * prefill < weights + 2 * cache + prefill  # a copy of the weights would be seen
+    assert 2 * cache + 1.5 * prefill < weights + 2 * cache + prefill  # a copy of the weights would be noticed
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
@@ -245,7 +245,7 @@ def test_scores_of_all_pairs_of_a_long_prompt_are_never_made(dtype):
 
 
 def steps_of(step, cache: KVCache, *arguments) -> list[str]:
-    """The lines of a loop that replaces the cache by `step(cache, *arguments)`, and of what it calls."""
+    """Return the lines of a loop that replaces the cache with `step(cache, *arguments)`, and of what it calls."""
 
     def run(cache, *arguments):
         return jax.lax.fori_loop(0, 10, lambda _, cache: step(cache, *arguments), cache)
@@ -265,7 +265,7 @@ def test_selecting_rows_copies_nothing_of_the_prefix(dtype):
     assert results_of_size(lines, {ROWS * 2 * PROMPT * 32}) == []
     moved = results_of_size(lines, {3 * ROWS * 2 * NEW * 32})
     arrays = 2 * model.num_hidden_layers
-    assert arrays <= len(moved) <= 2 * arrays, moved  # the rows' own part is gathered, and put into the loop's state
+    assert arrays <= len(moved) <= 2 * arrays, moved  # the rows' part is gathered, and copied into the loop's state
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

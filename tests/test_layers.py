@@ -1,4 +1,4 @@
-"""Imports go one way: each room imports from its own floor and those below."""
+"""Imports go in one direction: a room (a package or top-level module) imports only from its floor or those below."""
 
 import ast
 import graphlib
@@ -38,7 +38,7 @@ def room_of(module: str) -> str:
 
 
 def imports(module: str) -> set[str]:
-    """The modules of jaxgen and convert that a module imports, in a function or for a type checker too."""
+    """Return the modules of jaxgen and convert that a module imports, even inside functions or for type checkers."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -59,16 +59,16 @@ def test_imports_go_down(module):
 
 
 def test_no_circles():
-    """Neither of modules nor of rooms, even if some imports are made late."""
+    """Neither modules nor rooms import each other in a circle, even with late imports."""
     rooms = {room_of(module): set() for module in MODULES}
     for module, others in IMPORTS.items():
         rooms[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
     for graph in (IMPORTS, rooms):
-        graphlib.TopologicalSorter(graph).prepare()  # raises an error that has the circle
+        graphlib.TopologicalSorter(graph).prepare()  # raises an error that shows the circle
 
 
 def test_8_bits_are_one_kind_of_several():
-    """Other code asks a kind of weight or of cache, so that a new one needs no change there."""
+    """Other code only uses the interfaces of weights and caches, so that a new kind does not require changes there."""
     allowed = {
         "jaxgen/model/int8.py",  # the kind of weight
         "jaxgen/model/quantization.py",  # the table of kinds

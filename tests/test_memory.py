@@ -1,4 +1,4 @@
-"""The memory that is free."""
+"""How much memory is free."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def test_free_memory_of_an_accelerator():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A made-up /proc and /sys: 4 GB available, and a process in the control group a/b."""
+    """Fake /proc and /sys: 4 GB are available, and the process is in the control group a/b."""
     monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
     (tmp_path / "proc" / "self").mkdir(parents=True)
@@ -51,7 +51,7 @@ def test_free_memory_of_the_host(machine):
 def test_a_control_group_limits(machine, group):
     limit(machine / "cgroup" / group, "1000000", 300_000)
     assert free_bytes(CPU) == 700_000
-    limit(machine / "cgroup" / group, "1000000", 300_000, pages=200_000)  # which the kernel gives up when needed
+    limit(machine / "cgroup" / group, "1000000", 300_000, pages=200_000)  # the kernel can reclaim these
     assert free_bytes(CPU) == 900_000
     limit(machine / "cgroup" / group, "1000000", 1_200_000)
     assert free_bytes(CPU) == 0
@@ -64,7 +64,7 @@ def test_nothing_is_known_without_proc(tmp_path, monkeypatch):
     assert free_bytes(CPU) is None
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux reports it")
 def test_free_memory_of_this_machine():
     free = free_bytes(jax.local_devices(backend="cpu")[0])
     assert free is not None
@@ -73,7 +73,7 @@ def test_free_memory_of_this_machine():
 
 @pytest.mark.parametrize(("platform", "most"), [("cpu", 50), ("gpu", 100)])
 def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
-    """Each of the two devices needs the bytes; a third one is another process's."""
+    """Each of the two devices needs that many bytes. The third device is in another process."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: {1: 100, 2: 90}[device.id])
     devices = [
         SimpleNamespace(platform=platform, process_index=process, id=n) for n, process in ((2, 0), (0, 1), (1, 0))
@@ -82,7 +82,7 @@ def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
     check_free("it needs {}", most, devices, lambda free: "less")
     with pytest.raises(InputError, match=r"^it needs 0.0 MB and only 0.0 MB is free.*: try less$"):
         check_free("it needs {}", most + 1, devices, lambda free: asked.append(free) or "less")
-    assert asked == [most]  # what each may take
+    assert asked == [most]  # what each device may use
 
 
 def test_sizes():

@@ -1,4 +1,4 @@
-"""Meshes of devices: the same tokens as on one device, and no communication but what the model needs."""
+"""Meshes of devices: the same tokens as on one device, and no communication except what the model needs."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ def on_mesh(shape, params=PARAMS, model=MODEL):
 
 
 def on_meshes():
-    """Every mode on one mesh, sampling on all."""
+    """Yield each mode on one mesh, and sampling on all meshes."""
     for number, name in enumerate(MODES):
         for place, shape in enumerate(MESHES):
             if name == "sampling" or place == number % len(MESHES):
@@ -122,7 +122,7 @@ def test_rows_of_padding_are_not_part_of_a_cache():
 
 @pytest.mark.slow
 def test_a_cache_from_elsewhere():
-    """A cache need not be on the mesh of the parameters."""
+    """A cache does not have to be on the parameters' mesh."""
     cfg, new = CFG.replace(eos_token_id=None), IDS[:, :2]
     alone, divided = (generate(params, IDS, None, cfg).cache for params in (PARAMS, on_mesh((4, 2))))
     expected = generate(PARAMS, new, None, cfg, cache=alone)
@@ -169,7 +169,7 @@ def test_score_on_the_mesh(rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_training_on_the_mesh(low_rank):
-    settings = TrainConfig(steps=2, learning_rate=0.01, eps=1e-3)  # tiny gradients are mostly rounding
+    settings = TrainConfig(steps=2, learning_rate=0.01, eps=1e-3)  # tiny gradients are mostly rounding errors
     ids = IDS[:4]
     batch = TrainBatch(ids, ids, np.ones_like(ids))
 
@@ -231,7 +231,7 @@ def test_training_resumes_on_the_mesh(tmp_path, low_rank):
 
 
 class Shift(StepHook):
-    """Adds the row's step to the logits of one token."""
+    """A hook that adds the row's step to the logit of one token."""
 
     def init(self, history):
         return jnp.zeros(history.length.shape[0])
@@ -291,7 +291,7 @@ def test_an_engine_on_the_mesh(shape):
     prompts = [{"ids": row[keep], "max_new_tokens": 2 + n} for n, (row, keep) in enumerate(zip(IDS, MASK, strict=True))]
     prompts[1] |= {"n": 3}
     prompts[4] |= {"temperature": 1.5, "suppress_tokens": [5, 6]}
-    prompts += [{"ids": prompt["ids"]} for prompt in prompts]  # read before: a part of each is copied
+    prompts += [{"ids": prompt["ids"]} for prompt in prompts]  # these repeat prompts, so part of each is copied
     cfg = CFG.replace(do_sample=True, prefill_chunk_size=4)
     alone, found = (
         [done.tokens for done in generate_many(params, prompts, KEY, cfg, slots=3, prompt_width=9, ordered=True)]
@@ -311,7 +311,7 @@ def test_the_driver_says_whether_weights_are_divided():
 
 @pytest.mark.slow
 def test_a_16_bit_row_under_the_callers_jit_on_the_mesh():
-    """Weights that may be divided are not multiplied in lanes, whose sums devices cannot add up."""
+    """Sharded weights are not multiplied in lanes, because devices cannot add up the lanes' sums."""
     model = model_config(vocab_size=96, hidden_size=896, num_attention_heads=8, num_key_value_heads=4)
     model = dataclasses.replace(model, dtype="bfloat16")
     params = random_params(model)
@@ -338,7 +338,7 @@ def test_low_rank_weights_on_the_mesh():
 
 
 def communicating():
-    """Greedy search and sampling on all meshes, the other modes on those that divide the vocabulary most."""
+    """Yield greedy search and sampling on all meshes, and other modes on those that divide the vocabulary most."""
     for name in STEPS:
         for shape in MESHES if name in ("greedy", "sampling") else MESHES[2:]:
             marks = [pytest.mark.slow] * ((shape, name) != ((2, 4), "greedy"))
@@ -347,7 +347,7 @@ def communicating():
 
 @pytest.mark.parametrize(("shape", "name"), list(communicating()))
 def test_communication_of_a_step(shape, name):
-    """Two sums per layer and one for the embedding, over the axis `model`; nothing else of that size."""
+    """A step has two sums per layer and one for the embedding, over the axis `model`, and nothing else of that size."""
     check_communication(mesh_of_shape(shape), name)
 
 
@@ -396,7 +396,7 @@ def test_refused(shape, axes, message):
     ("shape", "axes"), [((1, 1), ("data", "model")), ((8,), ("model",)), ((8,), ("data",)), ((4, 2), ("model", "data"))]
 )
 def test_other_meshes(shape, axes):
-    """One device, one axis, or the axes in another order; and axes of the type Explicit."""
+    """Meshes with one device, one axis, axes in a different order, or axes of type Explicit."""
     types = (AxisType.Explicit,) * len(axes)
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes, axis_types=types)
     expected, found = (generate(params, IDS, None, CFG) for params in (PARAMS, shard_params(PARAMS, MODEL, mesh)))
@@ -432,7 +432,7 @@ def test_load_reads_each_part_once(tmp_path, monkeypatch, shape):
     expected = on_mesh(shape)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, expected)
-    # One process has all devices here, so it reads the whole file, each byte once.
+    # Here, one process has all devices, so it reads the whole file, and each byte once.
     assert sum(size for *_, size in read) == sum(x.nbytes for x in jax.tree.leaves(PARAMS))
     assert len(set(read)) == len(read)
 
@@ -454,7 +454,7 @@ def test_save_and_load_several_files(tmp_path, monkeypatch, dtype, tied):
     monkeypatch.setattr("convert.shards.MAX_SHARD", 60_000)
     model = dataclasses.replace(MODEL, dtype=dtype, tie_word_embeddings=tied)
     params = random_params(model)
-    for shape in ((2, 4), (1, 8)):  # the second time over the first
+    for shape in ((2, 4), (1, 8)):  # the second mesh overwrites the first one's file
         save_hf(on_mesh(shape, params, model), CFG.replace(model=model), tmp_path / "new", overwrite=True)
         assert len(list((tmp_path / "new").glob("*.safetensors"))) > 2
         saved, cfg = load_hf(tmp_path / "new")

@@ -1,4 +1,4 @@
-"""Programs do not know where they were traced: one trace is lowered for each platform, and exported for all of them."""
+"""Programs do not depend on where they are traced: one trace is lowered and exported for all platforms."""
 
 import re
 
@@ -29,7 +29,7 @@ OTHER_MODES = {
     "dola_generation": {"dola_layers": [1], "repetition_penalty": 1.2},
 }
 
-# A product of two rows of the model's width with a weight, and a branch that begins with rows of NaN.
+# Products of rows of the model's width with a weight, and a branch that starts with rows of NaN.
 TWO_ROWS = re.compile(rf"dot_general .*\(tensor<2x{WIDTH}xbf16>, tensor<\d+x{WIDTH}xbf16>\)")
 ONE_ROW = re.compile(rf"dot_general .*\(tensor<1x{WIDTH}xbf16>, tensor<\d+x{WIDTH}xbf16>\)")
 WEIGHT_FIRST = re.compile(rf"dot_general .*\(tensor<\d+x{WIDTH}xbf16>, tensor<2x{WIDTH}xbf16>\)")
@@ -40,7 +40,7 @@ EMPTY_LOOK_UP = re.compile(
 
 
 def run_of(mode: str):
-    """A run of `generate` as a function of parameters, ids and the data of a key."""
+    """Return a run of `generate` as a function of the parameters, the ids and a key's data."""
     cfg = GenerationConfig(model=MODEL, max_new_tokens=4, eos_token_id=1, **(OPTIONS | OTHER_MODES)[mode])
 
     def run(params, ids, key_data):
@@ -55,7 +55,7 @@ def arguments():
 
 
 def lowered(mode: str) -> dict[str, str]:
-    """The program by platform, from one trace."""
+    """Return the program for each platform, all lowered from one trace."""
     traced = run_of(mode).trace(*arguments())
     return {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in PLATFORMS}
 
@@ -64,18 +64,18 @@ def lowered(mode: str) -> dict[str, str]:
 def test_only_the_cpu_gets_its_forms(mode):
     programs = lowered(mode)
     assert len(EMPTY_LOOK_UP.findall(programs["cpu"])) == 2  # one in prefill, one in the loop
-    # With guidance a prompt has two rows.
+    # With guidance, a prompt has two rows.
     assert (WEIGHT_FIRST if mode == "guided" else TWO_ROWS).search(programs["cpu"])
     assert not ONE_ROW.search(programs["cpu"])
     for platform in ("cuda", "tpu"):
         assert not EMPTY_LOOK_UP.search(programs[platform])
         assert not WEIGHT_FIRST.search(programs[platform])
         if mode != "guided":
-            assert bool(ONE_ROW.search(programs[platform])) == (platform == "tpu")  # a GPU gets sums
+            assert bool(ONE_ROW.search(programs[platform])) == (platform == "tpu")  # a GPU uses sums
             assert not TWO_ROWS.search(programs[platform])
 
 
-def test_these_are_all_modes():
+def test_all_modes_are_listed():
     assert OTHER_MODES.keys() | {"greedy_search", "sample"} == MODES.keys()
 
 

@@ -1,4 +1,4 @@
-"""Several processes: the results of one, each reading and writing its own parts, and an end when one is lost."""
+"""Several processes give the results of one, read and write only their own parts, and end if one of them is lost."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def environment(programs):
 
 @pytest.fixture
 def both(port, environment):
-    """Do a task of `one_of_two` in two processes, and return what each printed."""
+    """Return a function that runs a task of `one_of_two` in two processes, and returns what each printed."""
 
     def both(task: str, shape: tuple[int, int], *paths: Path) -> list[dict]:
         words = [sys.executable, "-m", "tests.support.one_of_two", task]
@@ -89,7 +89,7 @@ def test_two_processes(tmp_path, both, shape):
     assert "max_time cannot stop several processes" in first["max_time"]
     assert "the cache is divided over several processes" in first["to_hf"]
 
-    # Each process has one row of the mesh (2, 4), and so the whole model; of (1, 8) it has half. No byte is read twice.
+    # On the mesh (2, 4), each process has the whole model. On (1, 8), it has half of it. No byte is read twice.
     matrices, others = (
         sum(x.nbytes for x in jax.tree.leaves(params) if (x.ndim > 1) is is_matrix) for is_matrix in (True, False)
     )
@@ -148,7 +148,7 @@ def test_a_process_holds_its_parts_only(tmp_path, both):
 
 @pytest.fixture
 def start(tmp_path, port, environment):
-    """Start the command as one of two processes, which writes to the file with its number."""
+    """Return a function that starts the command as one of two processes, with its output in a numbered file."""
     started = []
 
     def start(number: int, *options) -> subprocess.Popen:
@@ -167,7 +167,7 @@ def start(tmp_path, port, environment):
 
 @pytest.fixture
 def many(tmp_path) -> list:
-    """Options with which the command runs for long."""
+    """Return options with which the command runs for a long time."""
     (tmp_path / "prompts.txt").write_text("Tell me a story about a fox\n" * 2000)
     return ["--max-new-tokens", 20, "--input", tmp_path / "prompts.txt", "--slots", 2]
 
@@ -181,7 +181,7 @@ def wait_for_answers(process: subprocess.Popen, file: Path) -> None:
 
 
 def notes(file: Path) -> list[str]:
-    """The lines of the command itself, which come after those of jax's runtime."""
+    """Return the command's own lines, which come after those of jax's runtime."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith("{")]
     own = [line for line in lines if line.startswith("jaxgen: ")]
     assert lines[len(lines) - len(own) :] == own
@@ -189,7 +189,7 @@ def notes(file: Path) -> list[str]:
 
 
 def assert_lost(file: Path) -> None:
-    """Check that the last line, and no other of the command, says that a process was lost."""
+    """Check that the command prints one line, which says that a process was lost."""
     (note,) = notes(file)
     assert re.fullmatch(r"jaxgen: error: .*another process was lost, or failed: start all processes again\)?", note)
 

@@ -1,4 +1,4 @@
-"""Compiled programs in files: another process loads what this one compiled, and nothing else."""
+"""Compiled programs in files: a new process loads the programs that this one compiled, and only those."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ IDS = np.full((2, 3), 7)
 
 @pytest.fixture
 def new_process(monkeypatch, tmp_path):
-    """Return a function that forgets all programs, as another process does that has the same directory."""
+    """Return a function that forgets all programs, like a new process that uses the same directory."""
 
     def start():
         monkeypatch.setattr(programs, "PROGRAMS", Programs(64))
@@ -125,7 +125,7 @@ def test_of_the_callers_functions_nothing_is_stored(new_process, tmp_path):
     assert not files(tmp_path)
 
 
-def test_nothing_is_stored_for_several_devices_or_another_one(new_process, tmp_path):
+def test_programs_for_several_or_other_devices_are_not_stored(new_process, tmp_path):
     run = Program(double)
     run(jax.device_put(jnp.ones(8), jax.devices()[1]))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -192,10 +192,10 @@ def test_other_programs_run_while_one_is_compiled(new_process):
     thread.join()
 
 
-def test_programs_are_written_once_though_jax_has_a_cache(new_process, tmp_path, programs):
-    """XLA cannot serialize a program again that was loaded, so jax's cache must not have it."""
+def test_programs_are_written_once_even_if_jax_has_a_cache(new_process, tmp_path, programs):
+    """XLA cannot serialize a program that was loaded, so jax's cache must not contain it."""
     directory = jax.config.jax_compilation_cache_dir
-    assert directory is not None  # of the fixture `programs`
+    assert directory is not None  # set by the fixture `programs`
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
 
     def unique(x):
@@ -249,7 +249,7 @@ class TestDescription:
             program_files._described((1, value))
 
 
-def test_two_threads_that_compile_leave_the_setting_of_jax_as_it_was():
+def test_two_threads_that_compile_do_not_change_jaxs_setting():
     first, second = program_files._compiling_anew(), program_files._compiling_anew()
     before = jax.config.jax_persistent_cache_min_compile_time_secs
     first.__enter__()

@@ -1,4 +1,4 @@
-"""Programs of eager calls: how many there are, when they are freed, and the compiler's options."""
+"""Programs of eager calls: how many are kept, when they are freed, and the compiler's options."""
 
 import sys
 import threading
@@ -17,12 +17,12 @@ from tests.support.models import model_config, random_params, slow
 MODEL = model_config(num_hidden_layers=1)
 PARAMS = random_params(MODEL)
 CFG = GenerationConfig(model=MODEL, max_new_tokens=2)
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the memory maps of Linux")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's memory maps")
 
 
 @pytest.fixture
 def bounded(monkeypatch):
-    """Return a function that bounds the number of programs."""
+    """Return a function that limits the number of programs."""
 
     def bound(most):
         monkeypatch.setattr(programs, "PROGRAMS", Programs(most))
@@ -54,7 +54,7 @@ def run_prefill(number):
 
 @linux
 @pytest.mark.parametrize(("run", "count"), [(run_prefill, 20), *slow((run_prefill, 300), (run_generate, 20))])
-def test_programs_beyond_the_bound_are_freed(run, count, bounded):
+def test_programs_beyond_the_limit_are_freed(run, count, bounded):
     held = bounded(4)
     used = []
     for number in range(count):
@@ -62,7 +62,7 @@ def test_programs_beyond_the_bound_are_freed(run, count, bounded):
         used.append(maps())
         assert len(held) <= 4
     each = (used[3] - used[0]) / 3
-    assert each > 20  # a program takes maps at all
+    assert each > 20  # a program does use maps
     assert max(used[4:]) < used[3] + 3 * each
 
 
@@ -81,7 +81,7 @@ def test_the_least_recently_used_goes_first(bounded):
     assert count[0] == 1
 
 
-def test_scarce_maps_are_a_bound_too(bounded, tmp_path, monkeypatch):
+def test_scarce_maps_also_limit_the_number_of_programs(bounded, tmp_path, monkeypatch):
     held = bounded(100)
     monkeypatch.setattr(programs, "_PROC", tmp_path)
     (tmp_path / "sys/vm").mkdir(parents=True)
@@ -91,8 +91,8 @@ def test_scarce_maps_are_a_bound_too(bounded, tmp_path, monkeypatch):
     for size in range(1, 12):
         (tmp_path / "self/maps").write_text("a map\n" * (50 if size < 11 else 51))
         run(np.ones(size, np.float32))
-    assert len(held) == programs._FEW  # others were dropped for the last one
-    (tmp_path / "self/maps").unlink()  # as where there is no such file
+    assert len(held) == programs._FEW  # the others were freed for the last one
+    (tmp_path / "self/maps").unlink()  # on some systems this file does not exist
     for size in range(12, 16):
         run(np.ones(size, np.float32))
     assert len(held) == programs._FEW + 4
@@ -115,7 +115,7 @@ def test_a_running_program_outlives_its_place(bounded):
     thread = threading.Thread(target=lambda: found.append(np.asarray(run(np.ones(3, np.float32)))))
     thread.start()
     assert inside.wait(60)
-    Program(double)(np.ones(5, np.float32))  # takes the only place
+    Program(double)(np.ones(5, np.float32))  # takes the only space
     (key,) = held._programs
     assert key[0]._function is double
     dropped.set()
@@ -142,7 +142,7 @@ def test_inside_a_transformation(bounded):
     wanted = double(x)
     np.testing.assert_allclose(jax.jit(run)(x), wanted, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(lambda: run(x))(), wanted, rtol=1e-6)
-    assert len(held) == 0  # the caller's programs
+    assert len(held) == 0  # they belong to the caller's program
     np.testing.assert_allclose(jax.vmap(run)(x[None])[0], wanted, rtol=1e-6)
     gradient = jax.grad(lambda x: run(x).sum())(x)
     np.testing.assert_allclose(gradient, np.cos(x) + 1, rtol=1e-6)
@@ -157,7 +157,7 @@ def test_gradients_of_a_score_are_freed_too(bounded):
         return score(params, np.full((1, width), 7), CFG).logprobs.sum()
 
     used = []
-    for width in (30, 40, 70, 150):  # each in a bucket of its own
+    for width in (30, 40, 70, 150):  # each in its own bucket
         jax.block_until_ready(jax.grad(loss)(PARAMS, width))
         used.append(maps())
     assert used[-1] < used[1] + (used[1] - used[0])

@@ -1,4 +1,4 @@
-"""The example for Ray Data: two actors give the answers of one engine, and a run that was stopped continues."""
+"""The Ray Data example: two actors give the answers of one engine, and an interrupted run resumes."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The log says which programs are compiled, and how each differs from the nearest one that is there."""
+"""The log reports which programs are compiled, and how each differs from the most similar existing program."""
 
 import dataclasses
 import logging
@@ -23,7 +23,7 @@ PROMPT = np.full((1, 3), 7)
 
 @pytest.fixture
 def logged(monkeypatch, caplog):
-    """Return a function that returns the messages of calls in turn, with no program before the first."""
+    """Return a function that runs calls in turn, starting without any program, and returns what they log."""
 
     def messages(*calls, most=64):
         monkeypatch.setattr(programs, "PROGRAMS", Programs(most))
@@ -103,7 +103,7 @@ DIFFERENCES = {
     "function of the same name": (
         call(logits_processor=[lambda history, scores: scores]),
         call(logits_processor=[lambda history, scores: scores]),
-        "processors.0 is another <lambda>",
+        "processors.0 is a different <lambda>",
     ),
 }
 

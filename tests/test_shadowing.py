@@ -1,4 +1,4 @@
-"""A module of the user with the name of the package `convert`: an error names it, and it is never executed."""
+"""A user's module that is named `convert`, like the package: an error names it, and it is never executed."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ def test_a_file_that_comes_first_is_named(tmp_path, monkeypatch, name):
     (tmp_path / "convert").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "convert")
-    check_convert()  # a folder without a module does not come first
+    check_convert()  # a folder without modules does not shadow the package
     (tmp_path / name).write_text("raise SystemExit")
     with pytest.raises(ImportError, match=rf"{name} has the name of jaxgen's package convert .*: rename it$"):
         check_convert()

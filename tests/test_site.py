@@ -1,4 +1,4 @@
-"""The site of the documentation: it builds without a warning, and all that its pages refer to is in it."""
+"""The documentation site builds without warnings and contains everything that its pages refer to."""
 
 import re
 import subprocess
@@ -24,12 +24,12 @@ def site(tmp_path_factory) -> Path:
 
 
 def references(page: Path) -> list[tuple[str, str]]:
-    """The tags of a page that refer to something, and to what."""
+    """Return the page's tags that refer to something, and their targets."""
     return REFERENCES.findall(page.read_text("utf-8"))
 
 
 def pages(site: Path) -> list[Path]:
-    return [page for page in site.rglob("*.html") if page.name != "404.html"]  # whose paths depend on a server
+    return [page for page in site.rglob("*.html") if page.name != "404.html"]  # its paths depend on the server
 
 
 def test_references_lead_to_files(site):
@@ -42,7 +42,7 @@ def test_references_lead_to_files(site):
                 assert (file / "index.html" if file.is_dir() else file).is_file(), (page, tag, target)
 
 
-def test_nothing_is_loaded_from_elsewhere(site):
+def test_no_external_resources_are_loaded(site):
     for page in pages(site):
         outside = {tag for tag, target in references(page) if re.match(r"\w+:|//", target)}
         assert outside <= {"a"}, page

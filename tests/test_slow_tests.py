@@ -1,4 +1,4 @@
-"""Parts of the slow tests: together they are all, and no test is in two."""
+"""Parts of the slow tests: together they contain all tests, and each test is in only one."""
 
 import pytest
 
@@ -29,6 +29,6 @@ def test_a_choice_is_written_as_part_of_parts_and_seed(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "12:0", "0/4:0", "5/4:0", "1/0:0", "1/4", "1/4:x"])
-def test_what_would_choose_nothing_by_mistake_is_an_error(text):
+def test_mistakes_that_would_choose_nothing_are_errors(text):
     with pytest.raises(ValueError, match="must be PART/PARTS:SEED"):
         Choice.parse(text)

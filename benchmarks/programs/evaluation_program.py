@@ -28,14 +28,14 @@ class Evaluation(Program):
         return {"seconds": time.perf_counter() - start}
 
     def model(self, path: str, dtype: str, max_length: int | None) -> Any:
-        """Return the harness's interface to a model."""
+        """Return the model, wrapped in the harness's interface."""
         raise NotImplementedError
 
     def evaluate(self, tasks: str, task: str, batch_size: str) -> dict[str, Any]:
-        """Run a task of the directory `tasks`.
+        """Run a task from the directory `tasks`.
 
-        Return its metrics; the arguments and the response of each request, by document; the seconds of all of it, and
-        of the model's part, which the harness's own work is not in.
+        Return its metrics; the arguments and the response of each request, by document; the total seconds; and the
+        model's seconds, which do not include the harness's own work.
         """
         if batch_size:
             is_auto = batch_size == "auto"
@@ -86,7 +86,7 @@ class Jaxgen(Evaluation):
         return self.count
 
     def gap(self, context: str, answers: list[str]) -> dict[str, Any]:
-        """Return by how much the first tokens that differ in two answers differ in log-probability."""
+        """Return the difference in log-probability between the first tokens that differ in two answers."""
         from jaxgen import score_many
 
         before = self.tokenizer.encode(context)

@@ -22,7 +22,7 @@ from jaxgen.training.loop import TrainBatch, TrainConfig, TrainState, train_step
 
 
 class Jaxgen(JaxProgram):
-    step = None  # of training
+    step = None  # the compiled training step
 
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
         devices = None if mesh is None else jax.make_mesh(tuple(mesh), ("data", "model"))
@@ -40,7 +40,7 @@ class Jaxgen(JaxProgram):
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         options, extensions = dict(options), {}
         budget = new_tokens
-        if options.pop("capacity", None):  # a large budget that the rows do not use up
+        if options.pop("capacity", None):  # a large budget that rows do not use up
             budget = room - ids.shape[1]
             extensions["stopping_criteria"] = [jax.tree_util.Partial(_stop_after, np.int32(new_tokens))]
         if period := options.pop("repeats", None):
@@ -73,7 +73,7 @@ class Jaxgen(JaxProgram):
         return answer | {"slots": self.output.cache.slots, "note": accepted}
 
     def probe(self, nbytes: int) -> dict[str, Any]:
-        """Return what `probe` finds."""
+        """Return the result of `probe`."""
         return probe(nbytes)
 
 
@@ -86,7 +86,7 @@ def _stop_after(new_tokens, history, scores):
 
 
 def _repeat(period, history, scores):
-    """Allow only the token whose number is the row's length modulo the period."""
+    """Allow only the token whose id is the row's length modulo the period."""
     return jnp.where(jnp.arange(scores.shape[1])[None, :] == (history.length % period)[:, None], 0.0, -jnp.inf)
 
 

@@ -33,8 +33,8 @@ class KerasHub(JaxProgram):
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         self._choose({name: value for name, value in options.items() if name != "capacity"})
-        # The cache is as long as the text, and all of it is computed at first. So that the short and the long run
-        # differ in their steps alone, the short one has a longer prompt.
+        # The cache is as long as the text, and all of it is computed first. The short run therefore has a longer
+        # prompt, so that the two runs differ only in their steps.
         room = ids.shape[1] + 1 if new_tokens == 1 else room
         start = room - new_tokens
         text = np.zeros((len(ids), room), np.int32)
@@ -44,7 +44,7 @@ class KerasHub(JaxProgram):
         return np.asarray(out["token_ids"])[:, start:]
 
     def _choose(self, options: dict[str, Any]) -> None:
-        """Generate with these options, with what has been compiled for them."""
+        """Select these options, and reuse what has been compiled for them."""
         name = json.dumps(options)
         if name not in self.samplers:
             self.model.compile(sampler=_sampler(options))

@@ -1,7 +1,7 @@
 """llama.cpp under test, through llama-cpp-python: in bfloat16, q8_0 or q4_0, with a GGUF file made from the checkpoint.
 
-The file of bfloat16 is written tensor by tensor with the package gguf; llama.cpp itself quantizes it. Files are kept
-beside the checkpoint.
+The bfloat16 file is written tensor by tensor with the package gguf; llama.cpp itself quantizes it. Files are kept next
+to the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LlamaCpp(Program):
         file = gguf_file(Path(path), dtype)
         start = time.perf_counter()
         settings = llama.llama_model_default_params()
-        settings.n_gpu_layers = 999  # all, where there is a GPU
+        settings.n_gpu_layers = 999  # all layers, if there is a GPU
         self.model = llama.llama_model_load_from_file(str(file).encode(), settings)
         seconds = time.perf_counter() - start
         total = llama.llama_model_size(self.model)
@@ -73,7 +73,7 @@ class LlamaCpp(Program):
         return tokens
 
     def _open(self, rows: int, width: int, room: int) -> None:
-        """Make a context with a cache of `room` tokens per row, and the batches of the prompts and of a step."""
+        """Create a context with a cache of `room` tokens per row, and batches for the prompts and for a step."""
         if self.context is not None:
             llama.llama_batch_free(self.prompts)
             llama.llama_batch_free(self.steps)
@@ -83,13 +83,13 @@ class LlamaCpp(Program):
         settings.n_threads = settings.n_threads_batch = cores()
         self.context = llama.llama_init_from_model(self.model, settings)
         if not self.context:
-            raise RuntimeError(f"llama.cpp makes no context of {rows} x {room} tokens")
+            raise RuntimeError(f"llama.cpp cannot create a context of {rows} x {room} tokens")
         self.prompts, self.steps = _batch(rows, width), _batch(rows, 1)
         self.shape = (rows, width, room)
 
 
 def _batch(rows: int, width: int) -> llama.llama_batch:
-    """Return a batch with `width` tokens per row, of which the last gets scores."""
+    """Return a batch with `width` tokens per row; only the last one gets scores."""
     batch = llama.llama_batch_init(rows * width, 0, 1)
     batch.n_tokens = rows * width
     for index in range(rows * width):
@@ -104,7 +104,7 @@ def _fill(batch: llama.llama_batch, tokens: np.ndarray, positions: np.ndarray) -
 
 
 def _sampler(options: dict[str, Any], room: int):
-    """Return llama.cpp's sampler for transformers' options. The top k are chosen before scaling, which is the same."""
+    """Return llama.cpp's sampler for transformers' options. Choosing the top k before scaling makes no difference."""
     known = {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "capacity"}
     if unknown := set(options) - known:
         raise NotImplementedError(f"no {', '.join(sorted(unknown))}")
@@ -123,7 +123,7 @@ def _sampler(options: dict[str, Any], room: int):
 
 
 def gguf_file(checkpoint: Path, dtype: str) -> Path:
-    """Return a checkpoint's GGUF file; if there is none, another process writes it, so that its memory is not ours."""
+    """Return a checkpoint's GGUF file. If there is none, write it in a separate process, which frees the memory."""
     file = checkpoint.with_name(f"{checkpoint.name}-gguf") / f"{dtype}.gguf"
     if dtype != "bfloat16":
         gguf_file(checkpoint, "bfloat16")
@@ -177,7 +177,7 @@ def _write(checkpoint: Path, file: Path) -> None:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Return name and bits, uint16, of each tensor of safetensors files."""
+    """Yield the name and the bits, as uint16, of each tensor in safetensors files."""
     for file in sorted(checkpoint.glob("*.safetensors")):
         with open(file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")

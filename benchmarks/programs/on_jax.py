@@ -1,4 +1,4 @@
-"""The common part of the programs on JAX."""
+"""Common code for programs on JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from worker import Program
 
 
 class JaxProgram(Program):
-    """A program under test whose compilations and device are JAX's."""
+    """A program under test that runs on JAX."""
 
     def __init__(self) -> None:
         self.compilations = 0

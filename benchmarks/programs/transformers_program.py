@@ -28,7 +28,7 @@ class Transformers(Program):
         self.model = model.to(self.device).eval()
         seconds = time.perf_counter() - start
         self.variant = variant
-        model.generation_config = transformers.GenerationConfig()  # the options of a run and nothing else
+        model.generation_config = transformers.GenerationConfig()  # only the options of a run apply
         total = sum(weight.nbytes for weight in model.parameters())
         looked_up = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
         return {
@@ -59,7 +59,7 @@ class Transformers(Program):
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         options, processors = dict(options), transformers.LogitsProcessorList()
-        options.pop("capacity", None)  # `room` says it
+        options.pop("capacity", None)  # `room` already sets the cache's size
         if period := options.pop("repeats", None):
             processors.append(_Repeat(period))
         if RELEASE >= 5 and (moved := MOVED & set(options)):
@@ -68,14 +68,14 @@ class Transformers(Program):
             options |= {"cache_implementation": "static", "max_cache_len": room}
             compiled = self.variant == "compile"
             config = transformers.CompileConfig()
-            config._compile_all_devices = True  # compiling on a CPU has no public switch
+            config._compile_all_devices = True  # there is no public switch for compiling on a CPU
             options |= {"compile_config": config} if compiled else {"disable_compile": True}
         prompts = torch.from_numpy(ids).long().to(self.device)
         given = {"attention_mask": torch.ones_like(prompts), "logits_processor": processors, "pad_token_id": 0}
         options = {"do_sample": False, "max_new_tokens": new_tokens} | options
         try:
             sequences = self.model.generate(prompts, **given, **options)
-        except ValueError as error:  # options that do not go together
+        except ValueError as error:  # incompatible options
             raise NotImplementedError(str(error)) from error
         if self.device == "cuda":
             self.device_peak = torch.cuda.max_memory_allocated()
@@ -83,7 +83,7 @@ class Transformers(Program):
 
 
 class _LowRank(torch.nn.Module):
-    """A frozen projection and a trained update of low rank, in float32 and used in the projection's dtype."""
+    """A frozen projection with a trained low-rank update, stored in float32 and used in the projection's dtype."""
 
     def __init__(self, frozen: torch.nn.Linear, rank: int):
         super().__init__()
@@ -97,7 +97,7 @@ class _LowRank(torch.nn.Module):
 
 
 class _Repeat(transformers.LogitsProcessor):
-    """Allow only the token whose number is the row's length modulo the period."""
+    """Allow only the token whose id is the row's length modulo the period."""
 
     def __init__(self, period: int):
         self.period = period

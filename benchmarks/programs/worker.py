@@ -1,7 +1,7 @@
-"""The protocol of a program under test, for its own interpreter: it needs numpy and nothing else.
+"""The protocol of a program under test; runs in the program's own interpreter and needs only numpy.
 
-Requests and answers are JSON objects, one per line, on stdin and stdout. A program says hello after its imports. Then
-it answers `load`, `run` and other methods by name, and sleeps between requests.
+Requests and answers are JSON objects, one per line, on stdin and stdout. A program first sends a hello when its imports
+are done. It then answers requests for methods such as `load` and `run`, and sleeps between requests.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ import numpy as np
 
 
 class Program:
-    """A program under test; a subclass loads a checkpoint and generates with it."""
+    """A program under test; subclasses load a checkpoint and generate with it."""
 
-    device_peak: int | None = None  # bytes on an accelerator
+    device_peak: int | None = None  # peak bytes on an accelerator
 
     def load(self, path: str, dtype: str, variant: str, mesh: list[int] | None) -> dict[str, Any]:
-        """Load a checkpoint; return facts, among them `step_bytes`, the bytes of weights that a decode step reads."""
+        """Load a checkpoint; return facts, including `step_bytes`, the bytes of weights that a decode step reads."""
         raise NotImplementedError
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
         """Return `new_tokens` tokens after each row of `ids int32[B, P]`, on the host.
 
-        `room` is the number of tokens that a cache of fixed size stores per row, at least P + new_tokens. `options`
-        are transformers' generation options. No token ends a row. Raise `NotImplementedError` for an option that the
-        program does not have.
+        `room`, at least P + new_tokens, is the number of tokens per row in a cache of fixed size. `options` are
+        transformers' generation options. No token ends a row. Raise `NotImplementedError` for an unsupported option.
         """
         raise NotImplementedError
 
     def train(self, ids: np.ndarray, rank: int) -> None:
-        """Take a step of AdamW on low-rank updates of all projections, on the texts `ids int32[B, P]`."""
+        """Take an AdamW step on low-rank updates of all projections, with the texts `ids int32[B, P]`."""
         raise NotImplementedError("no training step")
 
     def compiled(self) -> int:
@@ -45,12 +44,12 @@ class Program:
         return 0
 
     def run(self, ids: list[list[int]], new_tokens: int, room: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Generate, or take a training step with the option `lora`, and return the seconds that it takes."""
+        """Generate, or take a training step if the option `lora` is set, and return the time in seconds."""
         prompts, compiled = np.array(ids, np.int32), self.compiled()
         start = time.perf_counter()
         if "lora" in options:
             self.train(prompts, options["lora"])
-            tokens = prompts[:, :1]  # in place of generated ones
+            tokens = prompts[:, :1]  # placeholders for generated tokens
         else:
             tokens = self.generate(prompts, new_tokens, room, options)
         seconds = time.perf_counter() - start
@@ -60,7 +59,7 @@ class Program:
 def serve(program: Program, versions: dict[str, str]) -> None:
     """Answer the requests on stdin until it is closed."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is not an answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep what libraries print out of the answers
     versions = {"python": sys.version.split()[0], "numpy": np.__version__} | versions
     print(json.dumps({"versions": versions, "peak_bytes": peak_memory()}), file=answers)
     for line in sys.stdin:

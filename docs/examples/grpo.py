@@ -4,7 +4,7 @@
     python docs/examples/grpo.py --lora 8          # trains low-rank updates instead of all weights
     python docs/examples/grpo.py --one-program     # answers, rewards and the step in one compiled function
 
-Each iteration draws a group of answers to each prompt, in slots, rewards each answer, and takes one step towards the
+Each iteration samples a group of answers to each prompt, in slots, rewards each answer, and takes one step toward the
 better ones. Nothing is compiled after the first iteration.
 """
 
@@ -37,7 +37,7 @@ def reward(tokens, mask):
 
 
 def trainer(rank=None, one_program=False):
-    """Return the weights, the optimizer's state, and a function that takes one step; `rank` is that of updates."""
+    """Return the weights, the optimizer's state, and a function that takes one step; `rank` is that of the updates."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-4 if rank is None else 2e-3))
     weights = jax.tree.map(jnp.array, base) if rank is None else lora.init(base, rank, jax.random.key(0))
 
@@ -56,7 +56,7 @@ def trainer(rank=None, one_program=False):
             given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}
             scores = score(params_of(weights), out.sequences, cfg, of="scores", **given)
             logprobs = out.generated(scores).logprobs
-            old = jax.lax.stop_gradient(logprobs)  # one step for each batch: the ratio is 1, and its gradient is not 0
+            old = jax.lax.stop_gradient(logprobs)  # one step per batch: the ratio is 1, but its gradient is not 0
             weight = policy.importance_weight(old, out.logprobs)
             objective = weight * policy.clipped_objective(logprobs, old, advantage, high=0.28)
             return -policy.token_mean(objective, mask), policy.token_mean(policy.kl(out.logprobs, old), mask)
@@ -78,7 +78,7 @@ def trainer(rank=None, one_program=False):
 
 
 def prompts(number):
-    """Return a batch of prompts, always of one width, so that everything is compiled once; and a key for each."""
+    """Return a batch of prompts, always with the same width so that everything compiles only once, and their keys."""
     names = np.random.default_rng(number).choice(ANIMALS, PROMPTS, replace=False)
     batch = tok.chat([[{"role": "user", "content": f"Tell me a story about a {name}"}] for name in names])
     padding = ((0, 0), (WIDTH - batch.ids.shape[1], 0))
@@ -97,7 +97,7 @@ def train(weights, state, step, iterations):
 
 
 def plot(curve, file):
-    """Draw the rewards as SVG."""
+    """Plot the rewards as SVG."""
     step = 550 / (len(curve) - 1)
     points = " ".join(f"{40 + step * i:.1f},{180 - 160 * y / max(curve):.1f}" for i, y in enumerate(curve))
     file.write_text(
@@ -113,7 +113,7 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--lora", type=int, metavar="RANK", help="train low-rank updates")
     parser.add_argument("--one-program", action="store_true", help="compile a whole iteration as one function")
-    parser.add_argument("--plot", type=Path, help="an SVG file for the rewards")
+    parser.add_argument("--plot", type=Path, help="write a plot of the rewards to this SVG file")
     options = parser.parse_args()
     *_, curve = train(*trainer(options.lora, options.one_program), options.iterations)
     if options.plot:

@@ -2,7 +2,7 @@
 
     python docs/examples/ray_data.py prompts.txt answers.jsonl --actors 8 --gpus 1 --model /shared/Qwen2.5-7B
 
-An answer depends on the prompt's number, not on its actor. A run that was stopped continues if it is repeated.
+An answer depends on the prompt's number, but not on the actor. To continue a run that was stopped, repeat the command.
 """
 
 import argparse
@@ -23,7 +23,7 @@ for name, default in sizes.items():
 
 
 class Answerer:
-    """An engine for the life of an actor. It accepts prompts from several threads, so that batches overlap."""
+    """An engine that lives as long as its actor. It accepts prompts from several threads, so batches can overlap."""
 
     def __init__(self, args: argparse.Namespace):
         model, sizes = args.model or demo.PATH, {"slots": args.slots, "prompt_width": args.prompt_width}
@@ -32,7 +32,7 @@ class Answerer:
         self.engine = Engine(params, cfg, jax.random.key(0), tokenizer=tok, **sizes)
 
     def submit(self, index: int, prompt: str):
-        """Return a handle, or the error of a prompt that cannot be answered, because it is too long for example."""
+        """Return a handle, or an error message if the prompt cannot be answered, for example because it is too long."""
         try:
             return self.engine.submit({"text": prompt, "index": index}, timeout=None)
         except (ValueError, TypeError) as error:
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     with Path(args.answers).open("ab+") as file:
         file.seek(0)
-        lines = [line for line in file if line.endswith(b"\n")]  # the last one may be torn
+        lines = [line for line in file if line.endswith(b"\n")]  # the last line may be incomplete
         file.truncate(sum(map(len, lines)))
         done = {json.loads(line)["index"] for line in lines}
         prompts = enumerate(Path(args.prompts).read_text("utf-8").splitlines())

@@ -1,4 +1,4 @@
-"""The work of the `jaxgen` command: load a checkpoint, and answer a prompt, a conversation or a file of prompts."""
+"""Core of the `jaxgen` command: load a checkpoint, and answer a prompt, a conversation or a file of prompts."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ _NOT_IN_FINGERPRINT = set(
 
 @dataclasses.dataclass(frozen=True)
 class _AnswerJob:
-    """A checked request, before the weights are read.
+    """A validated request, before the weights are read.
 
-    `lines` is empty for a conversation, `chat`. `slots` is None unless lines are answered in slots.
+    `lines` is empty if `chat` is set. `slots` is None unless the lines are answered in slots.
     """
 
     source: Checkpoint
@@ -79,7 +79,7 @@ class _AnswerJob:
 
     @property
     def indices(self) -> range:
-        """The indices of the lines for this process to answer."""
+        """The indices of the lines that this process answers."""
         return range(self.shard.number, len(self.lines), self.shard.count)
 
     @property
@@ -90,9 +90,9 @@ class _AnswerJob:
 
 
 def answer(options: argparse.Namespace) -> Stats:
-    """Print the answers to stdout, or to --output; return the statistics.
+    """Write the answers to stdout or to --output, and return the statistics.
 
-    All input is checked before the weights are read, which can take a long time.
+    All input is checked before the weights are read, because reading them can take a long time.
 
     Raises:
         JaxgenError: the input is bad, or the checkpoint cannot be read.
@@ -105,7 +105,7 @@ def answer(options: argparse.Namespace) -> Stats:
             return stats
         if options.mesh is None:
             rows, width = job.shape
-            rows *= 2 if job.cfg.on("guidance_scale") else 1  # the negative prompts
+            rows *= 2 if job.cfg.on("guidance_scale") else 1  # negative prompts double the rows
             form = {"dtype": options.dtype, "quantize": options.quantize}
             cfg = job.cfg if job.slots is None else job.cfg.replace(slots=job.slots)
             check_memory(job.source.path, cfg, rows, width, **form, assistant=job.assistant)
@@ -135,7 +135,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     source = open_checkpoint(demo.PATH if options.model is None else local_directory(options.model))
     source = source.quantize(options.quantize)
     if options.adapter is not None:
-        read_updates([options.adapter], source.cfg.model)  # raises if it does not fit the model
+        read_updates([options.adapter], source.cfg.model)  # raises an error if the adapter does not fit the model
     cfg, tokenizer = _configured(source, options), Tokenizer.from_pretrained(source.path)
     if cfg.token_healing and tokenizer.chat_template is not None and not options.raw:
         raise InputError(
@@ -171,7 +171,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
 
 
 def _slots(cfg: GenerationConfig, options: argparse.Namespace, prompts: int) -> int | None:
-    """Return the number of slots in which --input is answered, or None if it is answered in batches."""
+    """Return the number of slots to use for --input, or None if it is answered in batches."""
     reason = not_in_slots(cfg.reset(["slots"]))
     if options.assistant is not None:
         reason = "--assistant"
@@ -222,7 +222,7 @@ def key_of(seed: int) -> jax.Array:
 
 
 def prompt_text(options: argparse.Namespace) -> str | None:
-    """Return the prompt: the argument, the text of --prompt-file, or all of stdin without its last newline.
+    """Return the prompt: the argument, the text of --prompt-file, or all of stdin without its trailing newline.
 
     Raises:
         InputError: stdin is closed or empty, or the text is not UTF-8.
@@ -274,7 +274,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
     model = hashlib.sha256(f"{job.source.cfg!r} {fingerprint(job.source, adapters)}".encode())
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
     rows = {"--slots": job.slots}
-    if job.slots is None:  # then answers also depend on the shard, because a batch has lines of just one
+    if job.slots is None:  # answers also depend on the shard, because a batch contains lines from only one shard
         rows = {"--batch-size": job.shape[0], "--shard": f"r/{job.shard.count}"}
     forms = {
         "--dtype": job.source.dtype(float_dtype(options.dtype)).name,
@@ -286,7 +286,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
 
 
 def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
-    """Return 1 for each line that already has its answers; the result is the same in all processes."""
+    """Return 1 for each line that already has its answers, else 0; all processes get the same result."""
     done = bytearray(len(job.lines)) if file is None else file.done
     if before := sum(done[index] for index in job.indices):
         terminal.say("note", f"{before:,} {'prompt was' if before == 1 else 'prompts were'} answered before")
@@ -298,7 +298,7 @@ def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
 
 
 def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
-    """Return a mesh of all devices, including those of other processes, with `sizes` for the axes data and model."""
+    """Return a mesh of the devices of all processes; `sizes` are the sizes of the axes `data` and `model`."""
     if math.prod(sizes) != jax.device_count():
         raise InputError(
             f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, but there are {jax.device_count()}"
@@ -324,7 +324,7 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
 
 
 def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton:
-    """Read a JSON schema; errors name its file."""
+    """Read and compile a JSON schema; errors name its file."""
     data = read_file(schema, 4 * LONGEST) or b""
     text = decoded(str(schema), data.removeprefix(codecs.BOM_UTF8))
     try:
@@ -334,7 +334,7 @@ def _automaton(schema: Path, tokenizer: Tokenizer, vocab: int) -> TokenAutomaton
 
 
 def _encode(tokenizer: Tokenizer, options: argparse.Namespace, text: str) -> list[int]:
-    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS may be added
+    if not text and tokenizer.chat_template is not None and not options.raw:  # without a template, BOS may be enough
         raise InputError("the prompt is empty: write a prompt")
     return prompt_ids({"prompt": text}, options.system, tokenizer, options.raw)
 

@@ -1,15 +1,15 @@
-"""The file of --output, which appears once it is complete. Interrupted runs can be continued.
+"""The --output file, which appears only when it is complete. Interrupted runs can be continued.
 
-Until then, its directory contains a partial file for each process that has written answers to `FILE`:
+Until then, its directory contains a partial file for each shard that has answers:
   FILE.partial          the whole input
   FILE.2-of-8.partial   --shard 2/8
 
 A partial file is locked while its writer runs. Its lines are
-  {"run": {...}}                         everything that the next answers depend on: input, model, options, ...
-  {"index": 7, "answers": [{...}, ...]}  a prompt's place in the input, and its lines of FILE
+  {"run": {...}}                         everything that the following answers depend on: input, model, options, ...
+  {"index": 7, "answers": [{...}, ...]}  a prompt's position in the input, and its lines in FILE
 
-in the order in which prompts were answered. Only the index matters, not which partial file it is in, so the number of
-shards may change. The writer that finishes the last prompt merges all partial files.
+in the order in which prompts were answered. It does not matter which partial file contains an index, so the number of
+shards can change between runs. The process that answers the last prompt merges all partial files.
 
 This module does not import jax.
 """
@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError, shown
 
-# Values of a run that affect its answers only by rounding: changes are accepted, with a warning for 16-bit dtypes.
+# Values of a run that affect its answers only through rounding. They may change, with a warning for 16-bit dtypes.
 _ROUNDING = ("--slots", "--batch-size", "--shard", "--device", "--mesh")
 _RUN, _ANSWERS = re.compile(rb'\{"run": \{.*\}\}\n'), re.compile(rb'\{"index": (\d+), "answers": \[.*\]\}\n')
 
 
 class Shard(NamedTuple):
-    """The prompts with index i such that i mod `count` = `number`."""
+    """The prompts whose index modulo `count` is `number`."""
 
     number: int
     count: int
@@ -52,7 +52,7 @@ class AnswerFile:
     """An open partial file.
 
     Attributes:
-        done: for each prompt of the input, 1 if its answers were in a partial file when this one was opened.
+        done: for each prompt of the input, 1 if a partial file already contained its answers when this one was opened.
     """
 
     def __init__(self, stream: io.FileIO, name: Path, done: bytearray):
@@ -63,7 +63,7 @@ class AnswerFile:
         """Append the answers to a prompt.
 
         Raises:
-            InputError: they cannot be written, for example because the disk is full; earlier answers are kept.
+            InputError: the answers cannot be written, for example because the disk is full. Earlier answers are kept.
         """
         self._append({"index": index, "answers": answers})
 
@@ -84,17 +84,17 @@ class AnswerFile:
 
 @contextlib.contextmanager
 def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Shard = WHOLE) -> Iterator[AnswerFile]:
-    """Open the partial file of a shard. When the block exits, `target` is written if all shards are complete.
+    """Open a shard's partial file; when the block exits, write `target` if all shards are complete.
 
     Args:
         target: the file for the answers, in the order of the prompts.
-        run: everything that the answers depend on, as JSON values. Values named in `_ROUNDING` may change.
+        run: everything that the answers depend on, as JSON values. Values named in `_ROUNDING` may differ between runs.
         prompts: the number of prompts in the whole input.
         shard: the prompts to answer in the block.
 
     Raises:
-        InputError: the file exists or cannot be written, another process is writing its shard, or a partial file
-            belongs to a different run.
+        InputError: the file exists or cannot be written, another process is writing the same shard, or a partial file
+            is from a different run.
     """
     _refuse_existing(target)
     own = _partial(target, shard)
@@ -106,7 +106,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
         _lock(stream, own)
         part, begin = _Part(own, prompts), 0
         try:
-            _refuse_existing(target)  # again, because its writer may have just finished
+            _refuse_existing(target)  # check again, because another process may have just written it
             parts = [part, *[other for other in _parts(target, prompts) if other.path != own]]
             _refuse_other_shards(target, parts, shard)
             done = _check_runs([each for each in parts if each.indices], run, prompts, shard)
@@ -125,7 +125,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the run of the partial files; empty without partial files."""
+    """Return the run that wrote the partial files, or an empty dict if there are none."""
     with contextlib.suppress(OSError):
         for path in _partials(target):
             with open(path, "rb") as stream:
@@ -147,7 +147,7 @@ def _partials(target: Path) -> list[Path]:
 
 
 def _merging(partial: Path) -> Path:
-    """Return the temporary name of the file of answers while it is being written."""
+    """Return the temporary name of the merged file while it is being written."""
     return partial.with_name(f"{partial.name}.merging")
 
 
@@ -162,16 +162,16 @@ def _read_json(line: bytes, path: Path) -> dict[str, Any]:
 
 
 class _Part:
-    """Current contents of a partial file.
+    """The current contents of a partial file.
 
     Attributes:
         path: its path.
-        runs: the runs that wrote it.
+        runs: the runs that wrote to it.
         indices, offsets: the index of each prompt with answers, and the offset of its line.
-        end: the number of bytes before an incomplete last line.
+        end: the number of bytes up to the end of the last complete line.
 
     Raises:
-        InputError: it is not a partial file.
+        InputError: the file was not written by this command, or is damaged.
     """
 
     def __init__(self, path: Path, prompts: int):
@@ -193,7 +193,7 @@ class _Part:
 
 
 def _parts(target: Path, prompts: int) -> list[_Part]:
-    """Return the existing partial files, without those that their writers remove in the meantime."""
+    """Return the partial files, except those that another process removes in the meantime."""
     parts = []
     for path in _partials(target):
         with contextlib.suppress(FileNotFoundError):
@@ -219,7 +219,7 @@ def _locked(stream: Any, operation: int) -> bool:
         fcntl.flock(stream, operation)
     except BlockingIOError:
         return False
-    except OSError:  # some network file systems have no locks
+    except OSError:  # some network file systems do not support locks
         pass
     return True
 
@@ -242,9 +242,9 @@ def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> 
 
 
 def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
-    """Return which prompts have answers; raise an error if a different run wrote some of them.
+    """Return 1 for each prompt that has answers, else 0; raise an error if some answers are from a different run.
 
-    Print a warning if this run rounds differently than the runs that wrote the answers.
+    Print a warning if this run rounds differently from the runs that wrote the answers.
     """
     now = json.loads(json.dumps(run))
     for part in parts:
@@ -281,15 +281,15 @@ def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
 
 
 def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
-    """Merge the partial files and remove them; if prompts are left, print the shards that have them.
+    """Merge and remove the partial files; if prompts are left, print which shards they are in.
 
-    Two processes that end at the same time may both find that no prompts are left. The process that merges locks the
-    first partial file, and removes it last.
+    Two processes that finish at the same time may both find that no prompts are left. The one that merges locks the
+    first partial file and removes it last.
     """
     merged = _merging(own)
     try:
         done = _done(_parts(target, prompts), prompts)
-        if os.path.lexists(target):  # another process has merged them
+        if os.path.lexists(target):  # another process has already merged them
             return
         if left := prompts - sum(done):
             numbers = sorted({index % shards for index in range(prompts) if not done[index]})
@@ -299,7 +299,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
             return
         with open(_partials(target)[0], "rb") as first:
             _locked(first, fcntl.LOCK_EX)
-            if os.path.lexists(target):  # another process has merged them
+            if os.path.lexists(target):  # another process has already merged them
                 return
             _write_merged(merged, _parts(target, prompts), prompts)
             _refuse_existing(target)
@@ -309,7 +309,7 @@ def _merge(target: Path, prompts: int, own: Path, shards: int) -> None:
                 path.unlink(missing_ok=True)
     except (OSError, IndexError) as error:
         merged.unlink(missing_ok=True)  # frees space on a full disk
-        if os.path.lexists(target):  # another process merges them, on a file system without locks
+        if os.path.lexists(target):  # another process is merging them on a file system without locks
             return
         raise InputError(
             f"{target} cannot be written: {getattr(error, 'strerror', error)}; the answers are in the partial files: "

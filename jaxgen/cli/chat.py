@@ -100,7 +100,7 @@ class Chat:
         return dropped
 
     def take_back(self) -> str:
-        """Remove the last message with its answer, and return it.
+        """Remove the last message and its answer, and return the message.
 
         Raises:
             InputError: there are no messages.
@@ -179,16 +179,16 @@ class Chat:
 
 
 def converse(chat: Chat, session: Session, given: set[str]) -> None:
-    """Read messages from stdin until it ends, and answer each; the n-th answer is drawn with `fold_in(key, n)`.
+    """Read messages from stdin until it ends, and answer each; the n-th answer is sampled with `fold_in(key, n)`.
 
-    `given` names the options of the command line, which /set lists.
+    `given` names the options set on the command line, which /set lists.
     """
     if sys.stdin is None:
         raise InputError("--chat reads stdin, which is closed")
     terminal.erase()
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives input() line editing and history)
+            import readline  # noqa: F401  (adds line editing and history to input())
         _note("Say something. /help lists the commands, Ctrl-D quits.")
     with _on_interrupt(signal.SIG_IGN):
         _Conversation(chat, session, given).run()
@@ -196,7 +196,7 @@ def converse(chat: Chat, session: Session, given: set[str]) -> None:
 
 @contextlib.contextmanager
 def _on_interrupt(handler: Any) -> Iterator[None]:
-    """Handle Ctrl-C in this way during the block, if a user types; elsewhere it ends the process."""
+    """Within the block, handle Ctrl-C with `handler` if stdin is a terminal; otherwise, it ends the process."""
     if not sys.stdin.isatty():
         yield
         return
@@ -225,7 +225,7 @@ class _Conversation:
         }
 
     def run(self) -> None:
-        """Read and answer until the end of the input, or /exit."""
+        """Read and answer messages until the input ends or the user types /exit."""
         while True:
             try:
                 with _on_interrupt(signal.default_int_handler):
@@ -262,7 +262,7 @@ class _Conversation:
         dropped = self.chat.ask(message, dataclasses.replace(session, key=key))
         self.answers += 1
         if dropped:
-            self.own_files.clear()  # the dropped messages may only exist in such a file
+            self.own_files.clear()  # such a file may be the only copy of the dropped messages
             _note(f"The oldest {dropped} messages were forgotten: the model's context is {self.chat.context} tokens.")
 
     def reset(self, _: str) -> None:
@@ -272,7 +272,7 @@ class _Conversation:
         _note("The conversation starts over.")
 
     def system(self, text: str) -> None:
-        """Start over with another system message."""
+        """Start over with a new system message."""
         self.chat.reset(text or None)
         self.own_files.clear()
         _note("The conversation starts over, " + ("with this system message." if text else "without a system message."))
@@ -288,7 +288,7 @@ class _Conversation:
             raise
 
     def save(self, name: str) -> None:
-        """Write the conversation to a file. An existing file is replaced only if it has earlier turns of the same."""
+        """Write the conversation to a file; replace an existing file only if it contains earlier turns of it."""
         path = _path(name, "/save")
         exists = os.path.lexists(path)
         if exists and path not in self.own_files:

@@ -1,4 +1,4 @@
-"""Compiled programs that the command keeps on disk, so that the next process does not have to compile them.
+"""Cache of compiled programs on disk, so that the next process does not have to compile them again.
 
 jaxgen's programs for one device are stored by `jaxgen.program_files`; all others are in jax's compilation cache.
 """
@@ -14,12 +14,12 @@ import jax
 
 from jaxgen.programs import PROGRAMS
 
-_LIMIT = 1 << 30  # maximum number of bytes to keep
-_LAYOUT = "2"  # layout of the directory; an earlier one may have programs in jax's cache that are now files
+_LIMIT = 1 << 30  # maximum size in bytes
+_LAYOUT = "2"  # version of the layout; in earlier ones, jax's cache can contain programs that now have their own files
 
 
 def keep_programs() -> None:
-    """Keep compiled programs in the user's cache directory, unless jax is configured to keep them elsewhere."""
+    """Store compiled programs in the user's cache directory, unless jax's cache is disabled or configured otherwise."""
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] is not None or not settings["jax_enable_compilation_cache"]:
         return
@@ -27,7 +27,7 @@ def keep_programs() -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _make_room(directory)
-    except OSError:  # the home directory is read-only, so programs are compiled each time
+    except OSError:  # the home directory is read-only, so nothing is cached
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -35,7 +35,7 @@ def keep_programs() -> None:
 
 
 def _directory() -> Path:
-    """Return the directory for this kind of machine: programs use instructions of the CPU that compiled them."""
+    """Return a directory specific to this CPU, because compiled programs use the CPU's instruction set."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -45,7 +45,7 @@ def _directory() -> Path:
 
 
 def _make_room(directory: Path) -> None:
-    """Remove the oldest programs until the rest need at most `_LIMIT` bytes."""
+    """Remove the oldest programs until the rest take up at most `_LIMIT` bytes."""
     files = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in directory.iterdir()), reverse=True)
     kept = 0
     for _, size, file in files:

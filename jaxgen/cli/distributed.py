@@ -1,6 +1,6 @@
-"""Several processes: joining them, and an end when one of them is lost.
+"""Runs with several processes: connect them, and exit if one of them is lost.
 
-Does not import jax before the processes are joined: a process with threads cannot be forked.
+This module imports jax only after forking, because a process with threads cannot be forked safely.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxgen.arguments import FAILED
 from jaxgen.cli import terminal
 from jaxgen.errors import InputError
 
-HEARTBEAT = 10  # seconds without a sign of life after which a process counts as lost
+HEARTBEAT = 10  # seconds without a heartbeat after which a process is considered lost
 LOST = "another process was lost, or failed: start all processes again"
 
 
@@ -26,9 +26,9 @@ def wanted(options: argparse.Namespace) -> bool:
 
 
 def supervise() -> int | None:
-    """Continue in a child process, and return None there; return the child's status in the parent.
+    """Fork: return None in the child process, which continues, and the child's exit status in the parent.
 
-    If another process is lost, jax's runtime aborts this one with a page of text; the parent has the last word.
+    If another process is lost, jax's runtime aborts this one with a page of text. The parent then prints one line.
     """
     alive, parent = os.pipe()
     child = os.fork()
@@ -48,7 +48,7 @@ def supervise() -> int | None:
 
 
 def _end_with_parent(alive: int) -> None:
-    """Wait for the parent to exit for any reason, and exit."""
+    """Wait until the parent exits for any reason, then exit too."""
     os.read(alive, 1)
     os._exit(FAILED)
 
@@ -59,7 +59,7 @@ def is_joined() -> bool:
 
 
 def _end(*error: Any) -> None:
-    """End the process after an error that nobody expected: jax would wait for the others for five minutes."""
+    """End the process after an unexpected error, because jax would wait five minutes for the other processes."""
     sys.__excepthook__(*error)
     os._exit(FAILED)
 
@@ -68,7 +68,7 @@ def join(options: argparse.Namespace) -> None:
     """Connect to the other processes; only process 0 prints the answers.
 
     Raises:
-        InputError: the environment does not say what the options leave out, or the processes did not meet in time.
+        InputError: a setting is in neither the options nor the environment, or the processes did not connect in time.
     """
     import jax
 
@@ -81,7 +81,7 @@ def join(options: argparse.Namespace) -> None:
             f"the processes could not be joined: {error}; give --coordinator HOST:PORT, --processes N and --process I"
         ) from error
     sys.excepthook = _end
-    # What C++ prints on stdout, such as Gloo's connections, is not part of the answers.
+    # Only answers may reach stdout, so discard what C++ code prints there, such as Gloo's connection messages.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     stdout = os.dup(1) if jax.process_index() == 0 else nowhere
     os.dup2(nowhere, 1)

@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints, which determine if a run can be continued."""
+"""Fingerprints of checkpoints, which determine whether a run can be continued."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from convert.hf import Checkpoint
 
-_SAMPLE = 4096  # bytes per tensor; reading all of them would take too long
+_SAMPLE = 4096  # bytes per tensor; reading whole tensors would take too long
 
 
 def fingerprint(source: Checkpoint, adapters: Iterable[Path] = ()) -> str:
-    """Return a digest of a checkpoint's tensors (names, dtypes, shapes, first bytes), and of the files of adapters."""
+    """Return a digest of a checkpoint's tensors (names, dtypes, shapes, first bytes) and of the adapters' files."""
     digest = hashlib.sha256()
     for name, tensor in source.tensors.items():
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())

@@ -15,11 +15,11 @@ from jaxgen.output import GenerateOutput
 from jaxgen.serving.page import MARK, recorded_page
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 
-ALTERNATIVES = 5  # how many of the most likely tokens to show
+ALTERNATIVES = 5  # number of most likely tokens to show
 
 
 def check_target(path: Path) -> None:
-    """Raise an error if a page cannot be written there. Only an earlier page may be replaced."""
+    """Raise an error if the page cannot be written to `path`; only an earlier page may be replaced."""
     if not path.parent.is_dir():
         raise InputError(f"--html {path}: the directory {path.parent} does not exist")
     if path.is_dir():
@@ -31,11 +31,11 @@ def check_target(path: Path) -> None:
 
 
 def write_page(path: Path, session: Session, model: str, prompt: str, out: GenerateOutput) -> None:
-    """Write a page.
+    """Write the page.
 
     Args:
         path: the file.
-        session: the session of the answers, with `output_logprobs` and `top_logprobs`.
+        session: the session that generated the answers, with `output_logprobs` and `top_logprobs` set.
         model: the model's name.
         prompt: the prompt's text.
         out: the answers to this one prompt.

@@ -1,4 +1,4 @@
-"""The prompts of --input, one per line or in JSON."""
+"""The prompts of --input: one per line, as text or JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_lines(
     lines are skipped.
 
     Raises:
-        InputError: a line is not valid (the message has its number), or the input is empty.
+        InputError: a line is invalid (the message gives its number), or the input is empty.
     """
     data = stdin_bytes() if source == "-" else Path(source).read_bytes()
     lines = text_lines(f"--input {source}", data)
@@ -68,7 +68,7 @@ def digest(lines: Sequence[Line]) -> str:
 
 
 def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
-    """Raise an error for an id that the model lacks, which means that the tokenizer belongs to another model."""
+    """Raise an error for an id outside the model's vocabulary, which means that the tokenizer is for another model."""
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(
@@ -93,7 +93,7 @@ def _entry(line: str) -> dict[str, Any]:
 
 
 def is_conversation(messages: Any) -> bool:
-    """Return True for a list of at least one message, a dict with a role."""
+    """Return True for a non-empty list of messages, each of which is a dict with a role."""
     return (
         isinstance(messages, list)
         and bool(messages)
@@ -105,7 +105,7 @@ def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenize
     """Return the ids of a request's `prompt` or `messages`, using the chat template if there is one and not `raw`.
 
     Raises:
-        InputError: there are messages or a system message but no template, or there are no tokens.
+        InputError: there are messages or a system message but no template, or the prompt has no tokens.
     """
     if tokenizer.chat_template is None or raw:
         if "messages" in asked or system is not None:

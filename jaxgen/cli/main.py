@@ -1,4 +1,4 @@
-"""The command: `jaxgen "PROMPT"`, `jaxgen --chat`, `jaxgen --input FILE`, `jaxgen serve ...`, `jaxgen train ...`."""
+"""The `jaxgen` command: `jaxgen "PROMPT"`, `jaxgen --chat`, `jaxgen --input FILE`, `jaxgen serve`, `jaxgen train`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxgen.shadowing import ShadowedError, check_convert
 
 SHOWN_PROBLEMS = 3
 PROBLEM_WIDTH = 240  # otherwise, the error for a truncated file would list every missing tensor
-LINE_WIDTH = 1000  # a value on the command line may be long
+LINE_WIDTH = 1000  # values on the command line can be long
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0: done; 1: a failure while running, such as too little memory, a text that cannot continue, or the loss of another
-    process; 2: bad input; 130: Ctrl-C; 141: stdout was closed. Each error and each warning is one line on stderr.
+    0: success; 1: a failure while running, such as too little memory, an answer that cannot continue, or a lost
+    process; 2: bad input; 130: Ctrl-C; 141: stdout was closed. Each error or warning is a single line on stderr.
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
             if distributed.is_joined():
                 sys.stdout.flush()
-                os._exit(status)  # jax would wait for the others for five minutes
+                os._exit(status)  # jax would wait five minutes for the other processes
             return status
         finally:
             terminal.erase()
@@ -83,7 +83,7 @@ def _explained(error: BaseException) -> int:
             return BAD_INPUT
         case KeyboardInterrupt():
             return INTERRUPTED
-        case _ if isinstance(error, MemoryError) or type(error).__name__ == "JaxRuntimeError":  # without importing it
+        case _ if isinstance(error, MemoryError) or type(error).__name__ == "JaxRuntimeError":  # without importing jax
             advice = f" (if {distributed.LOST})" if distributed.is_joined() else ""
             terminal.say("error", (str(error) or "out of memory") + advice)
             return FAILED
@@ -132,7 +132,7 @@ def _serve(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _device(options: Any) -> Iterator[None]:
-    """Use the device that the options name, and stored programs if they say so; all modules must be imported."""
+    """Use the chosen device, and the compile cache if it is enabled; call this after importing all modules."""
     from jaxgen.cli.compile_cache import keep_programs
     from jaxgen.cli.device import use_device
 
@@ -151,11 +151,11 @@ def _collect_garbage() -> None:
 
 
 def _shortened(error: JaxgenError) -> str:
-    """Return the text of an error; for a `convert.CheckpointError`, only the first problems."""
+    """Return the text of an error; for a `convert.CheckpointError`, only the first few problems."""
     problems = getattr(error, "problems", None)
     if problems is None:
         text = str(error)
-        in_a_file = "config.json" in text  # options in config.json have the names of `GenerationConfig`
+        in_a_file = "config.json" in text  # options in config.json are named as in `GenerationConfig`
         return _one_line(text if in_a_file else in_flags(text), LINE_WIDTH)
     shown = [_one_line(problem, PROBLEM_WIDTH) for problem in problems[:SHOWN_PROBLEMS]]
     more = len(problems) - len(shown)
@@ -163,7 +163,7 @@ def _shortened(error: JaxgenError) -> str:
 
 
 def _one_line(text: str, width: int) -> str:
-    """Shorten a text that is longer than `width` to its beginning and end."""
+    """Put `text` on one line; if it is longer than `width`, keep only its beginning and end."""
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
 

@@ -1,4 +1,4 @@
-"""Answers to --input: in slots, which go to the next prompt when an answer ends, or in batches."""
+"""Answer the prompts of --input: in slots, each of which takes the next prompt when an answer ends, or in batches."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def write_answers(
     """Answer the lines in `indices` that are not done, and write a JSON line for each answer as soon as it is ready.
 
     The answer to a line depends on its index, not on the other lines or on how many are answered at a time. If a row
-    cannot continue, for example because all tokens are banned, `error` has the reason.
+    cannot continue, for example because all tokens are banned, the line's `error` gives the reason.
 
     Args:
-        lines: the whole input, even if `indices` are only a part of it, because the engine's sizes depend on it.
+        lines: the whole input, even if `indices` covers only part of it, because the engine's sizes depend on it.
         indices: the lines for this process, in order.
         done: for each line, 1 if it needs no answer.
         session: the model and its options.
@@ -90,7 +90,7 @@ class _Progress:
         self.shown = 0.0
 
     def add(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Count the answers to another prompt, and update the line unless it has just changed."""
+        """Count the answers to one more prompt, and update the status line unless it was just updated."""
         self.answered += 1
         self.tokens += sum(entry["tokens"] for entry in entries)
         now = time.monotonic()
@@ -100,7 +100,7 @@ class _Progress:
         terminal.show(self.line(now - self.began - (self.stats.compile - self.compiled)))
 
     def line(self, seconds: float) -> str:
-        """Return the status line after this many seconds."""
+        """Return the status line, given the number of elapsed seconds."""
         seconds = max(seconds, 1e-9)
         done, tokens, used = self.before + self.answered, self.tokens, ""
         if self.engine is not None and self.slots is not None:
@@ -114,17 +114,17 @@ class _Progress:
 
 
 def slots_for(wanted: int, prompts: int, copies: int) -> int:
-    """Return the number of slots for a whole input: at most as many as its sequences, rounded up to a power of two."""
+    """Return the number of slots: `wanted`, or the number of sequences rounded up to a power of two if that is less."""
     return min(wanted, power_of_two(prompts * copies, 1))
 
 
 def width_for(lines: Iterable[Line]) -> int:
-    """Return the prompt width of the engine."""
+    """Return the engine's prompt width."""
     return prompt_bucket(max(len(line.ids) for line in lines))
 
 
 def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
-    """Return a compiled engine, whose sizes depend only on the whole input."""
+    """Return a compiled engine; its sizes depend on the whole input, not on which lines are left."""
     cfg = session.cfg.reset(["slots"])
     sizes: dict[str, Any] = {}
     if (grammar := _grammar(session)) is not None:
@@ -152,7 +152,7 @@ def _grammar(session: Session) -> TokenAutomaton | None:
 def _in_slots(
     lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, slots: int, ordered: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the index of each line and the output lines of its answers, once all of them have ended.
+    """Yield the index of each line and the output lines of its answers, once all of its answers have ended.
 
     Process 0 answers the lines; the other processes follow its engine.
     """
@@ -184,7 +184,7 @@ def _in_batches(
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield the index of each remaining line and the output lines of its answers.
 
-    The batches always contain all `indices`, so that a continued run rounds in the same way as the first run.
+    Batches are always formed from all `indices`, so that a continued run rounds in the same way as the first run.
     """
     keys = prompt_keys(session.key, len(lines)) if session.cfg.on("do_sample") else None
     copies = session.cfg.num_return_sequences
@@ -202,7 +202,7 @@ def _in_batches(
 
 
 def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) -> GenerateOutput:
-    """Answer some lines; a row that cannot continue ends early."""
+    """Answer a batch of lines; a row that cannot continue ends early."""
     ids, mask = session.tokenizer.pad([line.ids for line in part])
     ids = ids * mask  # the tokenizer may pad with an id outside the model's vocabulary
     cfg = session.cfg.replace(max_new_tokens=[line.budget for line in part])

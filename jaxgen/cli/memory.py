@@ -1,4 +1,4 @@
-"""The check of memory before the weights are read, which can take long."""
+"""Check that there is enough memory before reading the weights, which can take a long time."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _REMEDIES: dict[str, dict[str, Any]] = {
 def check_memory(
     path: Path, cfg: GenerationConfig, prompts: int, width: int, *, dtype=None, quantize=None, assistant=None
 ) -> None:
-    """Raise an error if the device lacks the memory for the weights of a checkpoint and for the caches of a call.
+    """Raise an error if the device lacks the memory for a checkpoint's weights and a call's caches.
 
     Args:
-        path, assistant: the directories of the model and of the one that drafts, or None.
-        cfg: as for `generate`; `max_new_tokens` is set.
-        prompts, width: the number of prompts, and the tokens of the longest.
-        dtype, quantize: as for `load_hf`.
+        path, assistant: the directories of the model and of the assistant, if any.
+        cfg: as in `generate`, with `max_new_tokens` set.
+        prompts, width: the number of prompts, and the number of tokens in the longest one.
+        dtype, quantize: as in `load_hf`.
 
     Raises:
-        InputError: too little is free; the message names what would help.
-        CheckpointError, ConfigError: as `load_hf`.
+        InputError: too little memory is free; the message says what would help.
+        CheckpointError, ConfigError: as in `load_hf`.
     """
     wanted = float_dtype(dtype)
     sources = [open_checkpoint(one) for one in (path, assistant) if one is not None]

@@ -1,4 +1,4 @@
-"""The options of `jaxgen "PROMPT"`: its own, and the options of `GenerationConfig` that are marked for the command.
+"""The options of `jaxgen "PROMPT"`: its own, and those of `GenerationConfig` that are marked for the command line.
 
 This module does not import jax.
 """
@@ -25,7 +25,7 @@ from jaxgen.version import __version__
 
 OFFERED = tuple(option for option in OPTIONS.values() if option.command)
 _LETTERS = {"max_new_tokens": "n", "temperature": "t", "top_k": "k", "top_p": "p"}
-# An option as named in errors of `GenerationConfig`, with or without its value.
+# Matches the name of an option in error messages of `GenerationConfig`, with or without its value.
 _NAMED = re.compile(
     rf"(?<![-\w])({'|'.join(sorted((option.name for option in OFFERED), key=len, reverse=True))})"
     r"(?:=('[^']*'|\[[^]]*\]|\([^)]*\)|[^\s,;:)]+))?(?![-\w])"
@@ -38,7 +38,7 @@ _SECTIONS |= {MODES: "beams, contrastive search, drafts, DoLa"}
 
 
 def parser() -> arguments.Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     result = arguments.Parser(
         reason=_reason,
         prog="jaxgen",
@@ -55,7 +55,7 @@ def parser() -> arguments.Parser:
 
 
 def _reason(flag: str) -> str:
-    """Return why the command lacks an option that exists in transformers, Python or `jaxgen train`."""
+    """Return why the command lacks an option that transformers, the Python API or `jaxgen train` has."""
     words = flag.removeprefix("--").replace("-", "_")
     option = OPTIONS.get(words) or OPTIONS.get(words.removeprefix("no_"))
     if option is not None and not option.command:
@@ -94,7 +94,7 @@ def _add_sources(command: arguments.Parser) -> None:
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
-    add("-m", "--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("-m", "--model", metavar="DIR", help="the directory of a Hugging Face checkpoint, or its id on the hub")
     add("--adapter", type=arguments.path, metavar="DIR", help="a LoRA adapter for the model, as PEFT writes it")
     add("--assistant", metavar="DIR", help="a smaller checkpoint with the same vocabulary, which drafts tokens")
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
@@ -102,7 +102,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add("--quantize", choices=CHOICES, help=bits)
     device = "cpu, gpu or tpu, or one of several: gpu:1 (default: jax's)"
     add("--device", type=arguments.device, metavar="NAME", help=device)
-    add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide rows and weights over devices, such as 1x8")
+    add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="split rows and weights across devices, such as 1x8")
     add("--distributed", action="store_true", help="join the other processes that Slurm or Cloud TPU started")
     add("--coordinator", metavar="HOST:PORT", help="join other processes: the address of process 0")
     add("--processes", type=arguments.count, metavar="N", help="how many processes there are")
@@ -112,7 +112,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
 
 
 def add_generation(command: arguments.Parser) -> None:
-    """Add the options of `GenerationConfig`; two alternative limits exclude each other."""
+    """Add the options of `GenerationConfig`; alternative limits are mutually exclusive."""
     sections = {name: command.add_argument_group(title) for name, title in _SECTIONS.items()}
     limits: dict[str, Any] = {}
     for option in OFFERED:
@@ -130,7 +130,7 @@ def _flag(name: str) -> str:
 
 
 def in_flags(message: str) -> str:
-    """Return a message about options of `GenerationConfig` with the names of the command, such as `--no-do-sample`."""
+    """Return a message with the names of options replaced by the command's flags, such as `--no-do-sample`."""
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
@@ -161,7 +161,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        InputError: an option is unknown, a value cannot be read, or options exclude each other.
+        InputError: an option is unknown, a value cannot be read, or options cannot be combined.
     """
     command = parser()
     options, rest = command.read(argv)
@@ -185,7 +185,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) -> None:
-    """Raise an error for options that do not go together."""
+    """Raise an error for options that cannot be combined."""
     if options.regex is not None and options.json_schema is not None:
         command.error("--regex and --json-schema exclude each other: choose one")
     if options.output is not None and options.input is None:
@@ -223,7 +223,7 @@ def _refuse_conflicts(command: arguments.Parser, options: argparse.Namespace) ->
 
 
 def setting(text: str) -> dict[str, Any]:
-    """Return the fields of `GenerationConfig` that "NAME VALUE" sets, the named field first; for --chat.
+    """Return the fields of `GenerationConfig` that `/set NAME VALUE` sets, with the named field first.
 
     Raises:
         InputError: the name is unknown, or the value cannot be read or does not work in a conversation.

@@ -1,4 +1,4 @@
-"""Printing of answers to one prompt."""
+"""Print the answers to one prompt."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxgen.text.streaming import TextStreamer
 
 
 class Printer(TextStreamer):
-    """Streamer that prints an answer, in the place of the status line, and remembers its text.
+    """Streamer that prints an answer in place of the status line, and stores its text.
 
-    On a terminal, lines are broken at words, except in constrained text: a newline would make a JSON string invalid.
+    On a terminal, lines break between words, except in constrained text: a newline would make a JSON string invalid.
     After `stop`, the next token raises KeyboardInterrupt.
     """
 
@@ -28,7 +28,7 @@ class Printer(TextStreamer):
         self._wrapper = Wrapper() if on_terminal and "prefix_allowed_tokens_fn" not in session.generate_kwargs else None
 
     def stop(self, *_: object) -> None:
-        """End the answer: a handler of signals."""
+        """End the answer; can be used as a signal handler."""
         self._stopped = True
 
     def put(self, value) -> None:
@@ -38,7 +38,7 @@ class Printer(TextStreamer):
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print text, and remember it."""
+        """Print and store text."""
         self.text += text
         if self._wrapper is not None:
             columns = os.get_terminal_size(sys.stdout.fileno()).columns or sys.maxsize  # 0 if unknown
@@ -63,7 +63,7 @@ def generate_and_print(session: Session, ids, printer: Printer, **more) -> Gener
     if cfg.num_return_sequences == 1 and cfg.num_beams == 1:
         try:
             return generate(session.params, ids, session.key, cfg, streamer=session.stats.watch(printer), **arguments)
-        except BaseException:  # also for Ctrl-C: print the generated text to its last word
+        except BaseException:  # including Ctrl-C: print the text that is held back
             if printer.text:
                 printer.end()
             raise

@@ -62,7 +62,7 @@ def serve(options: argparse.Namespace) -> None:
         engine = Engine(
             params,
             cfg,
-            jax.random.key(0),  # not used: each request has its own
+            jax.random.key(0),  # not used, because each request has its own key
             tokenizer=tokenizer,
             slots=options.slots,
             prompt_width=width,
@@ -95,8 +95,8 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def _load(source: Checkpoint, adapters: list[str], options: argparse.Namespace) -> tuple[Any, GenerationConfig]:
-    """Return the parameters, with the adapters, and the checkpoint's config."""
-    read_updates(adapters, source.cfg.model)  # raises for one that does not fit
+    """Return the parameters with the adapters attached, and the checkpoint's config."""
+    read_updates(adapters, source.cfg.model)  # raises an error if one does not fit the model
     terminal.show(f"loading {options.model or 'the bundled model'}")
     mesh = None if options.mesh is None else mesh_of_devices(options.mesh)
     params, loaded = load_hf(source.path, dtype=options.dtype, quantize=options.quantize, mesh=mesh)
@@ -121,7 +121,7 @@ def configured(loaded: GenerationConfig, options: argparse.Namespace, context: i
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Return a bound socket. This comes before the weights are read, so that an address in use is reported at once."""
+    """Yield a bound socket. Binding before the weights are read reports an address in use right away."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -11,7 +11,7 @@ from jaxgen.model.quantization import CHOICES
 
 
 def parser() -> arguments.Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     result = arguments.Parser(
         prog="jaxgen serve",
         usage="jaxgen serve [MODEL] [options]",
@@ -19,7 +19,7 @@ def parser() -> arguments.Parser:
         epilog="Each request sets its own generation options; the checkpoint's generation_config.json has defaults.",
     )
     add = result.add_argument
-    add("model", metavar="MODEL", nargs="?", help="a checkpoint's directory, or the id of one on the hub")
+    add("model", metavar="MODEL", nargs="?", help="the directory of a checkpoint, or its id on the hub")
     add("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=arguments.natural, default=8000, metavar="N", help="(default: 8000; 0 chooses a free one)")
     add("--name", metavar="NAME", help="the model's name in requests (default: the name of its directory)")
@@ -53,7 +53,7 @@ def parser() -> arguments.Parser:
     add("--dtype", choices=DTYPES, help="convert the weights (default: as in the checkpoint)")
     add("--quantize", choices=CHOICES, help="round the weights to 8 bits, or with none convert 8-bit weights back")
     add("--device", type=arguments.device, metavar="NAME", help="cpu, gpu or tpu, or one of several: gpu:1")
-    add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="divide rows and weights over devices, such as 1x8")
+    add("--mesh", type=arguments.mesh, metavar="DATAxMODEL", help="split rows and weights across devices, such as 1x8")
     keep = "keep compiled programs in the user's cache directory, so that the next start is fast"
     add("--compile-cache", action=argparse.BooleanOptionalAction, default=True, help=keep)
     add("--debug", action="store_true", help="show tracebacks, and which programs are compiled and why")

@@ -1,4 +1,4 @@
-"""The loaded model and its options. Fixed for a run, except for `/set`."""
+"""The loaded model and its options, which only `/set` can change during a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Arguments of `generate` (in `generate_kwargs` if they have no field here), and the statistics of the run."""
+    """The arguments of `generate` and the run's statistics; `generate_kwargs` are arguments without a field here."""
 
     params: Any
     cfg: GenerationConfig

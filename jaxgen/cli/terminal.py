@@ -1,4 +1,4 @@
-"""Messages of the command on stderr and, on a terminal, a status line that shows what the command is waiting for."""
+"""Messages on stderr and, on a terminal, a status line that shows what the command is waiting for."""
 
 import contextlib
 import os
@@ -9,18 +9,18 @@ _shown = False
 
 
 def say(kind: str, text: object) -> None:
-    """Print the command's name, `kind` and a text on one line; the text's lines are joined."""
+    """Print the command's name, `kind` and `text` on one line, joining the text's lines."""
     write(" ".join([f"jaxgen: {kind}:", *(line.strip() for line in str(text).splitlines())]))
 
 
 def write(text: str) -> None:
-    """Print a text and a newline on stderr."""
+    """Print `text` and a newline to stderr."""
     erase()
     _print(text + "\n")
 
 
 def show(text: str) -> None:
-    """Show a text in the status line, if stderr is a terminal."""
+    """Show `text` in the status line if stderr is a terminal."""
     global _shown
     if interactive():
         _shown = True

@@ -1,4 +1,4 @@
-"""Statistics of a run of the command."""
+"""Timings and counts for a run of the command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _COMPILING += ("/jax/core/compile/backend_compile_duration",)
 
 
 class Stats:
-    """Times of loading, compiling, the first token and the remaining tokens, and counts.
+    """Times for loading, compiling, the first token and the remaining tokens, and counts of tokens and failures.
 
     Attributes:
         load: seconds to load the weights from files to the device.
-        compile: total seconds of tracing and compiling.
+        compile: total seconds spent tracing and compiling.
         first: seconds from each request to its first token, including compilation.
         rest: seconds from each first token to the last.
-        tokens: the number of generated tokens, without the first tokens, which `first` covers.
+        tokens: the number of generated tokens, excluding the first tokens, which `first` covers.
         failed: the number of answers that could not be completed.
     """
 
@@ -91,6 +91,6 @@ class _Watched:
         self.streamer.put(value)
 
     def end(self) -> None:
-        """Pass the end on; the next `put` is a prompt again."""
+        """Pass on the end; the next `put` receives a prompt again."""
         self.puts = 0
         self.streamer.end()

@@ -1,4 +1,4 @@
-"""The command `jaxgen train`: fine-tune a checkpoint on a JSONL file and write a new checkpoint."""
+"""`jaxgen train`: fine-tune a checkpoint on a JSONL file and write a new checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train_and_save(options: argparse.Namespace) -> None:
         JaxgenError: the input is bad; nothing was written to --out.
         OSError: a file cannot be read or written.
     """
-    # All input is checked before the weights are read, which can take a long time.
+    # Check all input before reading the weights, which can take a long time.
     _check_out(options)
     job = _prepare(options)
     out = options.out.resolve()
@@ -66,10 +66,10 @@ def train_and_save(options: argparse.Namespace) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainJob:
-    """A checked training job, before the weights are read.
+    """A validated training job, before the weights are read.
 
-    `config` and `generation` are the JSON files of the new checkpoint, and `rows` is the data. `run` identifies
-    everything that the result depends on in addition to `model` and `cfg`.
+    `config` and `generation` are the contents of the new checkpoint's JSON files, and `rows` is the data. `run`
+    identifies everything other than `model` and `cfg` that the result depends on.
     """
 
     source: Checkpoint
@@ -89,7 +89,7 @@ class _NothingToWriteYet(Exception):
 
 
 def _check_out(options: argparse.Namespace) -> None:
-    """Raise an error now if --out cannot be written at the end."""
+    """Raise an error early if --out cannot be written."""
     if Path(options.model).is_dir() and options.out.resolve() == Path(options.model).resolve():
         raise InputError(f"--model and --out are both {options.out}: choose another --out")
     with contextlib.suppress(_NothingToWriteYet), new_directory(options.out, overwrite=options.overwrite):
@@ -164,7 +164,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 
 
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
-    """Return both configs, with the tokens that end the examples added to the eos ids.
+    """Return both configs, adding the tokens that end the examples to the eos ids.
 
     A base model's chat template may end answers with a token that is missing from its generation_config.json.
     """
@@ -195,7 +195,7 @@ def _fingerprint(source: Checkpoint, rows: TrainBatch) -> str:
 
 
 def _check_memory(job: _TrainJob) -> None:
-    """Raise an error if the weights, their moments and the logits need more memory than is free."""
+    """Raise an error if the weights, the optimizer's moments and the logits need more memory than is free."""
     count = sum(math.prod(tensor.shape) for tensor in job.source.tensors.values())
     weights = sum(tensor.nbytes for tensor in job.source.tensors.values()) if job.rank else 16 * count
     rows, width = job.batch // job.cfg.accumulate, job.rows.ids.shape[1]
@@ -206,7 +206,7 @@ def _check_memory(job: _TrainJob) -> None:
 
 
 def _trained(job: _TrainJob, work: Path, options: argparse.Namespace):
-    """Return the trained parameters in the dtypes of the source; with --save-adapter, with the updates attached."""
+    """Return the trained parameters in the source's dtypes; with --save-adapter, updates are attached, not merged."""
     frozen = load_hf(job.source.path)[0] if job.rank else None
     trained = train(
         _begin(job, frozen),

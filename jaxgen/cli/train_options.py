@@ -13,7 +13,7 @@ FULL_RATE, LORA_RATE = 1e-5, 2e-4
 
 
 def parser() -> arguments.Parser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     result = arguments.Parser(
         prog="jaxgen train",
         usage="jaxgen train --data FILE --model DIR --out DIR [options]",
@@ -25,7 +25,7 @@ def parser() -> arguments.Parser:
     add = result.add_argument
     add("--data", type=arguments.file, metavar="FILE", help='JSONL: "messages", "prompt" with "completion", or "text"')
     add("--eval-data", type=arguments.file, metavar="FILE", help="held-out data; its loss is reported before and after")
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint's directory, or the id of one on the hub")
+    add("--model", metavar="DIR", help="the directory of a Hugging Face checkpoint, or its id on the hub")
     add("--out", type=arguments.path, metavar="DIR", help="the directory to create")
     add("--overwrite", action="store_true", help="replace the checkpoint --out")
     length = result.add_mutually_exclusive_group()
@@ -53,7 +53,7 @@ def parser() -> arguments.Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options on the command line, after checks that they fit together; `words` follow "train".
+    """Return the checked options on the command line; `words` are the words after "train".
 
     Raises:
         InputError: an option is unknown or missing, or a value cannot be used.

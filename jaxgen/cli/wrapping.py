@@ -8,25 +8,25 @@ from unicodedata import category, east_asian_width
 _SPACES = " \t\u3000"
 _FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _EMOJI_STYLE = "\ufe0f"  # on some terminals, this makes the character before it two columns wide
-# Categories of characters that cannot begin a line, such as ")", "。" and accents, and of characters that cannot end
-# one, such as "(" and the joiner of emoji.
+# Unicode categories of characters that cannot begin a line, such as ")", "。" and accents, and of characters that
+# cannot end one, such as "(" and the emoji joiner.
 _NOT_FIRST = {"Pe", "Pf", "Po", "Lm", "Sk", "Mn", "Mc", "Me", "Cf"}
 _NOT_LAST = {"Ps", "Pi", "Cf"}
 
 
 class Wrapper:
-    """Wrapper for text that arrives in pieces: lines end at spaces, or next to wide characters such as Chinese ones.
+    """Wraps text that arrives in pieces: lines break at spaces, or next to wide characters such as Chinese ones.
 
-    A word is held back until it is complete, or until its line is known, so that text on the screen never moves. Spaces
-    at the end of a line are left out. The terminal itself breaks words that are longer than a line, and lines of fenced
-    code, where an added newline would do harm.
+    A word is held back until it is complete or its line is known, so that text on the screen never moves. Spaces at the
+    end of a line are dropped. Words that are longer than a line are left for the terminal to break. So are lines of
+    fenced code, where an added newline would do harm.
     """
 
     def __init__(self):
         self._restart()
 
     def put(self, text: str, columns: int) -> str:
-        """Append text; return the part that can be printed now on a terminal of `columns` columns."""
+        """Append text; return the part that can be printed now on a terminal with `columns` columns."""
         return "".join(self._put(char, columns) for char in text)
 
     def end(self) -> str:
@@ -36,14 +36,14 @@ class Wrapper:
         return word
 
     def _restart(self) -> None:
-        self._fence = ""  # the fence that opened the code block around the current line
+        self._fence = ""  # the opening fence of the code block around the current line
         self._begin_line()
 
     def _begin_line(self) -> None:
         self._line = ""  # the text of the current line
         self._column = 0  # the cursor's column
         self._spaces = self._word = ""  # text that is held back
-        self._placed = True  # the current word is returned as it arrives
+        self._placed = True  # True if the current word is returned as it arrives
 
     def _put(self, char: str, columns: int) -> str:
         line, self._line = self._line, self._line + char
@@ -63,7 +63,7 @@ class Wrapper:
         return word + (self._place(char, columns) if self._placed else self._hold(char, columns))
 
     def _release(self) -> str:
-        """Return the held-back word, which fits into the line, and the spaces before it."""
+        """Return the held-back word, which fits on the line, and the spaces before it."""
         if not self._word:
             return ""
         shown, self._spaces, self._word = self._spaces + self._word, "", ""
@@ -71,13 +71,13 @@ class Wrapper:
         return shown
 
     def _place(self, char: str, columns: int) -> str:
-        """Return the character; if the line is full, the terminal begins the next one."""
+        """Return the character; if the line is full, the terminal itself begins the next one."""
         column = _after(self._column, char)
         self._column = column if column <= columns else _after(0, char)
         return char
 
     def _hold(self, char: str, columns: int) -> str:
-        """Hold back the character with its word; once the word is too long for this line, begin a new one with it."""
+        """Add the character to the held-back word; once the word is too long for this line, put it on a new one."""
         self._word += char
         if _after(self._column, self._spaces + self._word) <= columns:
             return ""
@@ -86,10 +86,10 @@ class Wrapper:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """Return the fence of the code block that continues after a line, or the empty string; `fence` is the line's own.
+    """Return the fence of the code block that is open after a line, or ""; `fence` is the one open before it.
 
-    As in CommonMark, a code block ends at a line with only the fence's character, repeated at least as often as at the
-    start.
+    As in CommonMark, a code block ends at a line that contains only the fence's character, at least as many times as
+    the opening fence.
     """
     found = _FENCE.fullmatch(line)
     if found is None:
@@ -100,7 +100,7 @@ def _fence_after(line: str, fence: str) -> str:
 
 
 def _after(column: int, text: str) -> int:
-    """Return the cursor's column after printing a text that begins in `column`."""
+    """Return the cursor's column after printing `text`, starting at `column`."""
     for char in text:
         column += 8 - column % 8 if char == "\t" else _width(char)
     return column

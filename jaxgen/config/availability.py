@@ -1,4 +1,4 @@
-"""The options that generate() offers, and its errors about the others, all derived from the options' records."""
+"""Checks that generate() offers the given options, with errors derived from the options' records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxgen.errors import ConfigError, InputError, shown
 P = ParamSpec("P")
 T = TypeVar("T")
 _HOST = tuple(option.name for option in OPTIONS.values() if option.host)
-# Arguments of transformers' generate(), and what to do here.
+# Arguments of transformers' generate(), and what to do instead.
 _ELSEWHERE = {
     "input_ids": "pass the prompts as ids, the second argument",
     "inputs": "pass the prompts as ids, the second argument",
@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 def refuse_unavailable(cfg: GenerationConfig) -> None:
-    """Raise an error for an option that is not offered, or not with the others, by its name.
+    """Raise an error, naming the option, if an option is not offered, alone or in combination with others.
 
     Options that only other decode modes read cause a warning, as in transformers: see `warn_unused`.
     """
@@ -54,7 +54,7 @@ def refuse_unavailable(cfg: GenerationConfig) -> None:
 
 
 def with_hints(function: Callable[P, T]) -> Callable[P, T]:
-    """Let the errors of a call with missing or unknown arguments say what the function has in their place."""
+    """Make errors about missing or unknown arguments say what the function accepts instead."""
     signature = inspect.signature(function)
     required = ", ".join(name for name, entry in signature.parameters.items() if entry.default is entry.empty)
 
@@ -85,7 +85,7 @@ def _refuse_argument(function: str, name: str, known: Iterable[str]) -> NoReturn
 
 
 def check_options(cfg: GenerationConfig, prompts: int) -> None:
-    """Raise an error for values for another number of prompts, or ids that are not in the vocabulary."""
+    """Raise an error if an option has the wrong number of values, or contains ids outside the vocabulary."""
     vocab = cfg.model.vocab_size
     for name, option in OPTIONS.items():
         if name not in cfg.enabled:
@@ -127,7 +127,7 @@ def normal_form(cfg: GenerationConfig) -> GenerationConfig:
 
 
 def _first_eos(eos: Any) -> Any:
-    """Return the first eos id, with which rows are padded if there is no pad id; 0 if there is no eos id either."""
+    """Return the first eos id, which pads rows if there is no pad id; 0 if there is no eos id either."""
     if not is_tracer(eos):
         return (eos_list(eos) or [0])[0]
     ids = jnp.ravel(eos)

@@ -1,4 +1,4 @@
-"""Options that say how long a text becomes, and how its tokens are chosen from their scores; see options.py."""
+"""Options for the length of a text, and for choosing its tokens from their scores; see options.py."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ChoosingOptions:
     )
     max_time: float | None = _length(
         Seconds(),
-        "the number of seconds after which no further tokens are started",
+        "the number of seconds after which no more tokens are generated",
         hf="MaxTimeCriteria",
-        differs="checked after every few tokens; compiling counts",
+        differs="checked every few tokens; compilation counts",
         host=True,
         command=True,
     )

@@ -2,7 +2,7 @@
 
 A constraint is met once the row contains one of its alternatives, each a sequence of token ids. All constraints of an
 option are one table, `int32[C, A, W]`: constraints, alternatives, ids. Its sizes are rounded up, and unused entries are
--1, so changing the ids runs the same program.
+-1, so changing the ids does not recompile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Phrase = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class PhrasalConstraint:
-    """A phrase that the text must contain: `PhrasalConstraint` of transformers.
+    """A phrase that the text must contain: transformers' `PhrasalConstraint`.
 
     >>> PhrasalConstraint([5, 6, 7])
     PhrasalConstraint(token_ids=(5, 6, 7))
@@ -34,8 +34,8 @@ class PhrasalConstraint:
         token_ids: the ids of the phrase, in order.
 
     Raises:
-        ConfigError: no ids, or a negative one.
-        TypeError: something other than ids.
+        ConfigError: there are no ids, or one is negative.
+        TypeError: `token_ids` contains something other than ids.
     """
 
     token_ids: Sequence[int]
@@ -51,17 +51,17 @@ class PhrasalConstraint:
 
 @dataclasses.dataclass(frozen=True)
 class DisjunctiveConstraint:
-    """Phrases of which the text must contain one: `DisjunctiveConstraint` of transformers.
+    """Phrases, one of which the text must contain: transformers' `DisjunctiveConstraint`.
 
     >>> DisjunctiveConstraint([[5, 6], [7]])
     DisjunctiveConstraint(nested_token_ids=((5, 6), (7,)))
 
     Attributes:
-        nested_token_ids: the ids of each phrase. None of them is the beginning of another.
+        nested_token_ids: the ids of each phrase. No phrase may be the beginning of another.
 
     Raises:
-        ConfigError: no phrases, an empty one, one that begins another, or a negative id.
-        TypeError: something other than lists of ids.
+        ConfigError: there are no phrases, a phrase is empty or the beginning of another, or an id is negative.
+        TypeError: `nested_token_ids` is not made of lists of ids.
     """
 
     nested_token_ids: Sequence[Sequence[int]]
@@ -72,7 +72,7 @@ class DisjunctiveConstraint:
         if not isinstance(phrases, list) or not phrases:
             raise ConfigError(f"nested_token_ids must be a non-empty list of lists of ids, got {given!r}")
         alternatives = tuple(_phrase("nested_token_ids", phrase, given) for phrase in phrases)
-        ordered = sorted(alternatives)  # a phrase comes right before those that it begins
+        ordered = sorted(alternatives)  # a phrase sorts right before longer ones that begin with it
         for shorter, longer in itertools.pairwise(ordered):
             if longer[: len(shorter)] == shorter:
                 raise ConfigError(
@@ -111,7 +111,7 @@ class ConstraintKind(Kind):
         """Return the alternatives of all constraints; an empty list for a traced value."""
         if value is None or is_tracer(value):
             return []
-        # jax unflattens a config to arrays.
+        # In a config that jax has unflattened, constraints are arrays.
         constraints = map(_constraint, _untable("constraints", value)) if is_array(value) else self.constraints(value)
         return [phrase for constraint in constraints for phrase in constraint.alternatives]
 
@@ -122,7 +122,7 @@ class ForcedWords(ConstraintKind):
     type_name = "lists of ids, or lists of such lists"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of phrases and of tuples of phrases; in an array `[C, A, W]`, -1 is an unused entry."""
+        """Return a tuple of phrases and of tuples of phrases; in an array `[C, A, W]`, -1 marks an unused entry."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         words = _untable(name, value) if is_array(value) else as_lists(value)
@@ -146,7 +146,7 @@ class Constraints(ConstraintKind):
     type_name = "list of constraints"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of constraints; in an array `[C, A, W]`, -1 is an unused entry."""
+        """Return a tuple of constraints; in an array `[C, A, W]`, -1 marks an unused entry."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         if is_array(value):
@@ -181,7 +181,7 @@ def _phrase(name: str, phrase: Any, given: Any) -> Phrase:
 
 
 def _constraint(word: list) -> Constraint:
-    """Return the constraint of a list of ids or of a list of lists of ids."""
+    """Return the constraint for a list of ids or for a list of such lists."""
     return PhrasalConstraint(word) if depth(word) < 2 else DisjunctiveConstraint(word)
 
 
@@ -199,7 +199,7 @@ def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
 
 
 def _untable(name: str, table: Any) -> list:
-    """Return the phrase of each constraint of a table, or its alternatives if there are several."""
+    """Return the phrase of each constraint in a table, or its alternatives if there are several."""
     words = as_lists(table)
     if np.ndim(table) != 3:
         raise ConfigError(

@@ -2,8 +2,8 @@
 
 The config is a pytree. The values of traced options are its leaves, so changing them never recompiles. Everything that
 shapes the program (the mode, the model, static options, which options are on) is its structure. An option at its
-neutral value is off and has no leaf: a config's structure alone says which processors exist, also inside the caller's
-own jit.
+neutral value is off and has no leaf, so a config's structure alone determines which processors run, even inside the
+caller's own jit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxgen.config.values import is_array, is_tracer, thawed
 from jaxgen.errors import ConfigError, shown, warn
 from jaxgen.model.config import ModelConfig
 
-# Written by transformers in addition to the options, without effect.
+# Fields that transformers writes in addition to the options. They have no effect.
 _BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
 # The smallest repetition penalty that transformers recommends for DoLa.
 DOLA_PENALTY = 1.2
@@ -50,7 +50,7 @@ _REFUSED = tuple(option for option in OPTIONS.values() if option.refused)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Inherited:
-    """Names of the options that the checkpoint sets. All instances are equal, so that they make no other program."""
+    """Names of the options that the checkpoint sets. All instances are equal, so they do not cause recompilation."""
 
     names: frozenset[str] = frozenset()
 
@@ -63,7 +63,7 @@ class _Inherited:
 
 @jax.tree_util.register_static
 class _InRequest:
-    """Stands for a value that is not in the config but in the requests, one per prompt. It is not the neutral value."""
+    """Placeholder for values that are in the requests, one per prompt. It is not equal to a neutral value."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _InRequest)
@@ -76,7 +76,7 @@ IN_REQUEST = _InRequest()
 
 
 class _Instead:
-    """A method of transformers' `GenerationConfig` that has another name here: reading it raises an error."""
+    """A method of transformers' `GenerationConfig` with a different name here; accessing it raises an error."""
 
     def __init__(self, remedy: str):
         self.remedy = remedy
@@ -94,9 +94,9 @@ class GenerationConfig(GenerationOptions):
     """Options of `generate`. Fields, meanings and defaults are those of transformers 4.41.1's `GenerationConfig`.
 
     docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases default to None,
-    which is off. Most options accept one value for all prompts or one for each. An option that jaxgen recognizes but
-    does not offer is refused. `from_hf` accepts it, so that every checkpoint's config can be read; `generate` then
-    refuses it.
+    which means off. Most options accept one value for all prompts or one for each. An option that jaxgen recognizes but
+    does not offer is rejected. `from_hf` still accepts it, so that it can read every checkpoint's config; `generate`
+    then rejects it.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -105,11 +105,11 @@ class GenerationConfig(GenerationOptions):
     1.0
 
     Raises:
-        ConfigError: a value that is not allowed, or options that contradict each other.
-        TypeError: a value of the wrong type.
+        ConfigError: a value is not allowed, or options contradict each other.
+        TypeError: a value has the wrong type.
     """
 
-    # None until it is set. What the caller passes is checked by `model_of`, and the rest of the code can rely on it.
+    # None until it is set. `model_of` checks configs that callers pass, so the rest of the code can rely on a model.
     model: ModelConfig = None  # pyright: ignore[reportAssignmentType]
 
     from_pretrained = _Instead("load_hf(path) returns a config with the parameters, from_hf(fields) reads a dict")
@@ -141,10 +141,10 @@ class GenerationConfig(GenerationOptions):
         _check(self)
 
     def replace(self, **fields: Any) -> GenerationConfig:
-        """Return a copy with other values for some fields.
+        """Return a copy with new values for some fields.
 
         Raises:
-            ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
+            ConfigError: a field is unknown (the message suggests the nearest one), or a value is not allowed.
         """
         _refuse_unknown(fields)
         config = self._changed({"_inherited": _Inherited(self._inherited.names.difference(fields))})
@@ -155,10 +155,10 @@ class GenerationConfig(GenerationOptions):
         return config
 
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Split into what is the same for all prompts, and the other options that are on, by name.
+        """Split into a config that all prompts share, and the values of the other options that are on, by name.
 
-        A value is a pytree of arrays with one entry for all prompts or one for each. In the config, `IN_REQUEST` stands
-        for it, so that the option is still on.
+        Each value is a pytree of arrays, with one entry for all prompts or one for each. The config contains
+        `IN_REQUEST` in its place, so that the option is still on.
         """
         given = vars(self)
         values = {
@@ -179,7 +179,7 @@ class GenerationConfig(GenerationOptions):
         )
 
     def _changed(self, attributes: dict[str, Any]) -> GenerationConfig:
-        """Return a copy with other attributes; those that are computed from others are left out."""
+        """Return a copy with changed attributes, without cached properties."""
         config = object.__new__(type(self))
         kept = {name: value for name, value in vars(self).items() if name not in ("_flat", "mode")}
         vars(config).update(kept | attributes)
@@ -187,14 +187,14 @@ class GenerationConfig(GenerationOptions):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], model: ModelConfig | None = None) -> GenerationConfig:
-        """Read the dict of a generation_config.json. Bookkeeping fields of transformers are left out.
+        """Read the content of a generation_config.json, a dict. transformers' bookkeeping fields are ignored.
 
-        Ids of `eos_token_id` that are not in the model's vocabulary are kept, because some checkpoints have them;
-        elsewhere they are refused. Values that the decode mode does not read cause no warning, unless `replace` sets
-        them.
+        Ids in `eos_token_id` that are not in the model's vocabulary are accepted, because some checkpoints have them;
+        everywhere else, they are rejected. Values that the decode mode does not read cause no warning, unless `replace`
+        sets them.
 
         Raises:
-            ConfigError: an unknown field, or a value that is not allowed.
+            ConfigError: a field is unknown, or a value is not allowed.
         """
         fields = {name: value for name, value in config.items() if name not in _BOOKKEEPING}
         _refuse_unknown(fields)
@@ -204,12 +204,12 @@ class GenerationConfig(GenerationOptions):
         return result
 
     def to_hf(self) -> dict[str, Any]:
-        """Return all options of transformers that differ from their defaults, as for generation_config.json.
+        """Return transformers' options that differ from their defaults, as in a generation_config.json.
 
-        `constraints` become part of `force_words_ids`, which means the same.
+        `constraints` become part of `force_words_ids`, which has the same meaning.
 
         Raises:
-            ConfigError: a field that has one value per prompt, which transformers cannot express.
+            ConfigError: a field has one value per prompt, which transformers cannot express.
         """
         fields = {}
         for name, option in OPTIONS.items():
@@ -227,29 +227,29 @@ class GenerationConfig(GenerationOptions):
         return fields
 
     def on(self, name: str) -> bool:
-        """True if an option is on, that is, not at its neutral value.
+        """Return True if an option is on, that is, not at its neutral value.
 
         Raises:
-            KeyError: an unknown name.
+            KeyError: the name is unknown.
         """
         return OPTIONS[name].name in self.enabled
 
     @property
     def constrained(self) -> bool:
-        """True if there are `constraints` or `force_words_ids`."""
+        """True if `constraints` or `force_words_ids` is set."""
         return self.constraints is not None or self.force_words_ids is not None
 
     @property
     def records(self) -> bool:
-        """True if values of each step are requested."""
+        """True if any per-step values are requested."""
         return bool(self.output_scores or self.output_logits or self.output_attentions or self.output_hidden_states)
 
     @functools.cached_property
     def mode(self) -> str:
-        """The decode mode: `GenerationMode` of transformers, chosen as `get_generation_mode` does, or "prompt_lookup".
+        """The decode mode: transformers' `GenerationMode`, chosen as in `get_generation_mode`, or "prompt_lookup".
 
         Raises:
-            ConfigError: an option that chooses a mode, with another mode that it does not work with.
+            ConfigError: an option that chooses a mode is combined with a mode that it does not work with.
         """
         if self.constrained:
             mode = CONSTRAINED
@@ -278,18 +278,18 @@ class GenerationConfig(GenerationOptions):
         return [option for option in _OF_SOME_MODES if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):
-        """Split into the traced numbers and the static rest."""
+        """Split into the traced numbers and the static fields."""
         return self._flat
 
     @functools.cached_property
     def _flat(self) -> tuple[tuple, tuple]:
         values = vars(self)
-        # Without max_length, max_new_tokens sizes the arrays of a program that is traced with this config.
+        # Without max_length, max_new_tokens determines the array sizes of a program traced with this config.
         sized = isinstance(self.max_new_tokens, int) and self.max_length == OPTIONS["max_length"].default
         static = {"max_new_tokens": self.max_new_tokens} if sized else {}
         if isinstance(self.do_sample, bool):
             static["do_sample"] = self.do_sample
-        # In contrastive search, top_k sizes arrays too.
+        # In contrastive search, top_k also determines array sizes.
         draws_or_beams = self.on("do_sample") or self.num_beams > 1
         if self.on("penalty_alpha") and isinstance(self.top_k, int) and not draws_or_beams:
             static["top_k"] = self.top_k
@@ -303,7 +303,7 @@ class GenerationConfig(GenerationOptions):
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Build from what `tree_flatten` returned; values may be placeholders of jax and are not checked."""
+        """Rebuild from the result of `tree_flatten`. Values may be placeholders from jax and are not checked."""
         config = object.__new__(cls)
         values, sized, inherited, enabled = static
         vars(config).update(zip(_STATIC, values, strict=True), _inherited=inherited, enabled=enabled)
@@ -349,7 +349,7 @@ def model_of(cfg: GenerationConfig) -> ModelConfig:
 
 
 def endless_ids(eos_token_id: Any, model: ModelConfig) -> list[int]:
-    """Return those ids of a concrete `eos_token_id` that are not in the vocabulary: they can never end a text."""
+    """Return the ids in a concrete `eos_token_id` that are outside the vocabulary and so can never end a text."""
     return [token for token in eos_list(eos_token_id) if token >= model.vocab_size]
 
 
@@ -370,7 +370,7 @@ def _on_host(value: Any) -> Any:
 
 
 def refuse_values(cfg: GenerationConfig, names: Collection[str] = OPTIONS) -> None:
-    """Raise an error for a value that is not offered of the options `names`."""
+    """Raise an error if an option in `names` has a value that is not offered."""
     for option in _REFUSED:
         if option.name not in names:
             continue
@@ -390,9 +390,9 @@ def _refuse_unknown(fields: Mapping[str, Any]) -> None:
 
 
 def _check(cfg: GenerationConfig) -> None:
-    """Refuse combinations that `GenerationConfig.validate` of transformers refuses.
+    """Reject combinations that transformers' `GenerationConfig.validate` rejects.
 
-    Also refused, by jaxgen alone: `top_logprobs` without `output_logprobs`, and groups of beams with `do_sample`.
+    jaxgen also rejects `top_logprobs` without `output_logprobs`, and groups of beams with `do_sample`.
     """
     if cfg.top_logprobs and cfg.output_logprobs is None:
         raise ConfigError(f"top_logprobs={cfg.top_logprobs} needs output_logprobs='logits' or 'scores'")
@@ -426,9 +426,9 @@ def _check_beams(cfg: GenerationConfig) -> None:
 
 
 def warn_unused(cfg: GenerationConfig) -> None:
-    """Warn of options that were set but that the decode mode does not read, as `GenerationConfig.validate` does.
+    """Warn about options that were set but that the decode mode does not read, like `GenerationConfig.validate`.
 
-    There is no warning for a traced value, because it may be the default, nor for one that the checkpoint sets.
+    There is no warning for a traced value, which may be the default, or for a value that the checkpoint sets.
     """
     inherited = cfg._inherited.names
     values = [(option, getattr(cfg, option.name)) for option in cfg.unread() if option.name not in inherited]

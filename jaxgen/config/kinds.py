@@ -33,7 +33,7 @@ class Kind:
     Attributes:
         traced: the value is an argument of the compiled program. Otherwise it is part of the program.
         type_name: the type as the option reference shows it.
-        neutral: the neutral value, at which the option is off; of a static kind, the default.
+        neutral: the neutral value, at which the option is off; for a static kind, the default.
         per_prompt: one value per prompt is allowed.
         ranks: the number of axes of each array of the leaf when one value serves all prompts.
         optional: None is allowed and means a default other than None.
@@ -47,13 +47,13 @@ class Kind:
     optional: bool = False
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return the normal form of a value: equal values have equal forms, of Python numbers where possible.
+        """Return the normal form of a value, with Python numbers where possible; equal values have equal forms.
 
         `Option.parse` handles None where it means the default.
 
         Raises:
-            ConfigError: a value that is not allowed.
-            TypeError: a value of the wrong type.
+            ConfigError: the value is not allowed.
+            TypeError: the value has the wrong type.
         """
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class Kind:
         return value is None
 
     def leaf(self, value: Any) -> Any:
-        """Return the arrays of a traced value in normal form, of an option that is on; None if they are static."""
+        """Return the arrays in the normal form of a value whose option is on; None if the value is static."""
         return value
 
     def prompt_count(self, value: Any) -> int | None:
@@ -75,15 +75,15 @@ class Kind:
         return None
 
     def tokens(self, value: Any) -> list[int]:
-        """Return every token id of a value; an empty list for a traced value, whose ids are unknown."""
+        """Return all token ids in a value; an empty list for a traced value, whose ids are unknown."""
         return []
 
     def per_prompt_value(self, values: Iterable[Any]) -> Any:
-        """Return one option value that contains one of `values` per prompt."""
+        """Combine `values`, one per prompt, into one option value."""
         return list(values)
 
     def off_leaf(self, entries: int, width: int) -> Any:
-        """Return the leaf of one prompt for which the option is off, while it is on for others.
+        """Return the leaf of a prompt that has the option off while others have it on.
 
         Tables have `entries` entries, of `width` ids.
         """
@@ -94,7 +94,7 @@ class Kind:
 
 
 class Static(Kind):
-    """A value that is part of the program, or that the call itself uses."""
+    """A value that is part of the program, or that is used on the host."""
 
     def is_off(self, value: Any) -> bool:
         return not value
@@ -127,7 +127,7 @@ class Flag(Static):
 
 @dataclasses.dataclass(frozen=True)
 class StaticInteger(Static):
-    """A whole number of at least `least`."""
+    """An integer of at least `least`."""
 
     neutral: int | None = None
     least: int = 0
@@ -153,7 +153,7 @@ class Seconds(Static):
     type_name = "float"
 
     def is_off(self, value: Any) -> bool:
-        return value is None  # 0 seconds is a limit
+        return value is None  # 0 seconds is a valid limit
 
     @property
     def allowed(self) -> str:
@@ -188,7 +188,7 @@ class OneOf(Static):
 
 
 class Layers(Static):
-    """The lower or the higher layers, or a list of layers, without repetitions."""
+    """The lower or the higher layers, or a list of layers, without duplicates."""
 
     type_name = "'low', 'high' or list"
 
@@ -204,7 +204,7 @@ class Layers(Static):
 
 
 class Text(Static):
-    """A string or several strings; or a list that has several strings or None for each prompt."""
+    """A string or a list of strings for all prompts, or a list with a list of strings or None for each prompt."""
 
     type_name = "str or list"
     per_prompt = True
@@ -227,7 +227,7 @@ class Text(Static):
         return len(value) if isinstance(value, tuple) and not all(isinstance(x, str) for x in value) else None
 
     def sets(self, value: Any) -> tuple[Any, ...]:
-        """Return the strings of each prompt, None for one without; or those of all prompts, as the only entry."""
+        """Return the strings of each prompt (None if it has none), or those of all prompts as the only entry."""
         if self.prompt_count(value) is not None:
             return value
         return ((value,) if isinstance(value, str) else value,)
@@ -238,7 +238,7 @@ class Text(Static):
 
 @dataclasses.dataclass(frozen=True)
 class Flags(Flag):
-    """True or False, which are part of the program, or one per prompt. Leaf: bool[B], or None for all prompts."""
+    """True or False for all prompts, as part of the program; or one per prompt. Leaf: None or bool[B]."""
 
     traced = per_prompt = True
 
@@ -275,8 +275,8 @@ class _Number(Kind):
 
     Attributes:
         neutral: the neutral value.
-        also_off: another value that means off.
-        above, least, most, below: bounds; `above` and `below` are excluded.
+        also_off: a second value that means off.
+        above, least, most, below: bounds; `above` and `below` are exclusive.
         hint: advice for a value outside the bounds.
         per_prompt: one value per prompt is allowed.
         optional: None is allowed and means a default other than the neutral value.
@@ -321,8 +321,8 @@ class _Number(Kind):
             return array.astype(self.array_dtype)
         if must_be_whole and np.any((array > (limits := np.iinfo(self.array_dtype)).max) | (array < limits.min)):
             raise ConfigError(f"{name} must fit into 32 bits, got {value!r}")
-        with np.errstate(over="ignore"):  # a value that becomes infinite is refused
-            array = np.asarray(np.inf) if array.dtype == object else array.astype(self.array_dtype)  # 400 digits
+        with np.errstate(over="ignore"):  # a value that becomes infinite is rejected below
+            array = np.asarray(np.inf) if array.dtype == object else array.astype(self.array_dtype)  # a huge int
         compared = (_COMPARE[sign](array, bound) for sign, bound in self._bounds.items())
         if not all(map(np.all, (np.isfinite(array), *compared))):
             raise ConfigError(f"{name} must be {self.allowed}{self.hint and f' ({self.hint})'}, got {value!r}")
@@ -362,14 +362,14 @@ class Real(_Number):
 
 
 class Integer(_Number):
-    """A whole number, or one per prompt."""
+    """An integer, or one per prompt."""
 
     type_name = "int"
     array_dtype = np.int32
 
 
 class Unsigned(Integer):
-    """A whole number from 0 to 2**32 - 1, or one per prompt."""
+    """An integer from 0 to 2**32 - 1, or one per prompt."""
 
     array_dtype = np.uint32
 
@@ -417,5 +417,5 @@ class DecayPair(Kind):
 
 
 def _is_real(dtype: np.dtype) -> bool:
-    """Return True if a dtype is a float; numpy does not count bfloat16 as one."""
+    """Return True for floating-point dtypes, including bfloat16, which numpy does not recognize as one."""
     return dtype.kind == "f" or "float" in dtype.name

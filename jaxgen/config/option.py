@@ -23,9 +23,9 @@ ASSISTED, DOLA = "assisted_generation", "dola_generation"
 PROMPT_LOOKUP = "prompt_lookup"  # assisted generation without a draft model
 BEAMS = (BEAM, BEAM_SAMPLE, GROUP_BEAM, CONSTRAINED)
 
-# Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. Between
-# BEFORE_GRAMMAR and AFTER_GRAMMAR comes the token automaton or prefix function, after AFTER_GRAMMAR the caller's own
-# processors.
+# Stages of the scores' transform, in order; GUIDANCE runs before the transform, in `decoding.guidance`. The token
+# automaton or prefix function runs between BEFORE_GRAMMAR and AFTER_GRAMMAR, and the caller's own processors run after
+# AFTER_GRAMMAR.
 GUIDANCE, BEFORE_GRAMMAR, AFTER_GRAMMAR = "guidance", "before the grammar", "after the grammar"
 RENORMALIZE, WARP = "renormalize", "warp"
 
@@ -42,21 +42,21 @@ class Option:
     Attributes:
         name: transformers' name.
         default: transformers' default, in normal form.
-        kind: parsing, allowed values, the neutral value, the form in the program.
-        doc: its effect, in one line.
-        group: section of the option reference.
-        hf: the class of transformers 4.41.1 that implements it.
+        kind: defines parsing, the allowed values, the neutral value, and the form in the program.
+        doc: the option's effect, in one line.
+        group: the section of the option reference.
+        hf: the class in transformers 4.41.1 that implements it.
         since: "" for an option of 4.41.1, the number of a later release or "later", or "jaxgen" for jaxgen's own.
         differs: differences from transformers.
-        modes: the decode modes that read it; None for all. A mode that draws tokens also reads what `sample` reads.
+        modes: the decode modes that read it; None for all. A mode that draws tokens also reads the options of `sample`.
         stage: the stage of a logits processor or warper.
         needs: options that must be on for a processor to run.
-        of_tokens: it depends on the tokens of the prompt, so a cache must include token ids.
-        host: used on the host, not by the compiled loop.
-        command: the command offers it; a string is added to its help there.
+        of_tokens: the option depends on the prompt's tokens, so a cache must include token ids.
+        host: the option is used on the host, not by the compiled loop.
+        command: the command offers the option; a string is appended to its help text.
         instead_of: the alternative limit, cleared when this one is set on the command line.
         refused: the error text for a value that is not in `offered`, with the reason and a remedy.
-        offered: accepted values, in addition to the default, of an option with `refused`.
+        offered: for an option with `refused`, the values accepted in addition to the default.
         examples: two values; changing from the first to the second must not recompile.
     """
 
@@ -103,6 +103,6 @@ class Option:
 
 
 def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
-    """Declare a field of `GenerationOptions` by its record. The default is the kind's neutral value unless given."""
+    """Declare a field of `GenerationOptions` by its record. If not given, the default is the kind's neutral value."""
     default = kind.neutral if default is ... else default
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})

@@ -1,9 +1,9 @@
 """Every option of `GenerationConfig`, one record each; everything else about an option is derived from its record.
 
-The options of length and choice are in choosing.py, all others here.
+The options for length and for choosing tokens are in choosing.py, all others here.
 
-Records that have a `stage` are logits processors and warpers; within a stage they run in the order listed, which is
-that of transformers. CONTRIBUTING.md shows how to add one. kinds.py parses and checks the values, reference.py writes
+Records that have a `stage` are logits processors and warpers; within a stage, they run in the order listed, which is
+transformers' order. CONTRIBUTING.md shows how to add one. kinds.py parses and checks the values, reference.py writes
 docs/options.md, and cli/options.py makes the command's flags.
 
 Does not import jax.
@@ -121,7 +121,7 @@ class GenerationOptions(ChoosingOptions):
         Real(1.0, above=0),
         "above 1: discourage tokens that occurred before, in the prompt or the answer",
         hf="RepetitionPenaltyLogitsProcessor",
-        differs="padding is not penalised",
+        differs="padding is not penalized",
         of_tokens=True,
         examples=(1.1, 1.3),
     )
@@ -256,12 +256,12 @@ class GenerationOptions(ChoosingOptions):
     output_attentions: bool = _output(Flag(), "return the attention weights of all layers")
     return_dict_in_generate: bool = _output(Flag(), "no effect: the result is always a GenerateOutput", host=True)
     pad_token_id: Number | None = _output(
-        TokenId(per_prompt=False), "the id that follows a row's end; by default the first eos id", examples=(0, 1)
+        TokenId(per_prompt=False), "the id that pads a row after its end; by default the first eos id", examples=(0, 1)
     )
     bos_token_id: int | None = _output(StaticInteger(None), "the token to start from if no prompt is given", host=True)
     adapter: Any = _output(
         Integer(-1, least=-1),
-        "which of the adapters of load_adapter each prompt has; -1 for none",
+        "the adapter that each prompt uses, by its index in load_adapter; -1 for none",
         since="jaxgen",
         examples=(0, 1),
     )
@@ -285,7 +285,7 @@ class GenerationOptions(ChoosingOptions):
     )
     token_healing: bool | None = _output(
         Flag(None),
-        "take the last token of each prompt back; the answer begins with its text, spelled by any tokens",
+        "remove each prompt's last token and let the answer begin with its text, in any tokens",
         since="later",
         differs="generate() needs tokenizer=; the whole search may choose the tokens, and no other text is possible",
         host=True,
@@ -325,8 +325,8 @@ class GenerationOptions(ChoosingOptions):
     )
     early_stopping: bool | str = _beams(
         OneOf(False, True, "never"),
-        "when a search ends that has num_beams ended beams: True, at once; False, if the best running beam, at its "
-        "present length, is no better; 'never', if it cannot become better at any length",
+        "when to end a search that has num_beams ended beams: True, at once; False, once no running beam is better at "
+        "its current length; 'never', once none can become better at any length",
         command=True,
     )
     constraints: Any = _beams(
@@ -350,7 +350,7 @@ class GenerationOptions(ChoosingOptions):
     )
     penalty_alpha: Number | None = declare(
         Real(also_off=0.0, least=0),
-        "contrastive search, with top_k > 1: how much a token's similarity to earlier ones counts, against its "
+        "contrastive search, with top_k > 1: the weight of a token's similarity to earlier tokens against its "
         "probability; 0 is off, the paper uses 0.6",
         group=MODES,
         modes=(CONTRASTIVE,),
@@ -359,8 +359,8 @@ class GenerationOptions(ChoosingOptions):
     )
     prompt_lookup_num_tokens: int | None = _assisted(
         StaticInteger(None, least=1),
-        "prompt lookup: draft up to this many tokens, those that followed the row's last tokens where they occurred "
-        "first",
+        "prompt lookup: draft up to this many tokens, namely those that followed the first occurrence of the row's "
+        "last tokens",
         hf="PromptLookupCandidateGenerator",
         modes=(PROMPT_LOOKUP,),
     )
@@ -403,10 +403,10 @@ class GenerationOptions(ChoosingOptions):
     )
     # Refused by name
     assistant_lookbehind: int | None = _refused(
-        since="later", refused="is for an assistant with another tokenizer, which is not offered: leave it out"
+        since="later", refused="is for an assistant with a different tokenizer, which is not offered: leave it out"
     )
     target_lookbehind: int | None = _refused(
-        since="later", refused="is for an assistant with another tokenizer, which is not offered: leave it out"
+        since="later", refused="is for an assistant with a different tokenizer, which is not offered: leave it out"
     )
     is_assistant: bool | None = _refused(
         since="later", refused="is not needed: pass assistant=(params, cfg) to generate; leave it out", offered=(False,)

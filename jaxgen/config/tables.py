@@ -1,7 +1,7 @@
 """Options made of token ids: sets, sequences and biases, and their tables in a compiled program.
 
-The numbers of a table are traced. Its sizes are static: they are rounded up to powers of two, and unused entries are
--1. So changing the ids runs the same program, and usually adding ids does too.
+The numbers in a table are traced. Its sizes are static, but rounded up to powers of two, and unused entries are -1.
+Changing ids therefore does not recompile, and adding ids usually does not either.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxgen.config.kinds import INT32_MAX, Kind
 from jaxgen.config.values import FrozenDict, is_array, is_tracer
 from jaxgen.errors import ConfigError
 
-_LEAST = 4  # entries of a table
+_LEAST = 4  # the minimum number of entries in a table
 _LARGEST_BIAS = int(np.finfo(np.float32).max)
 
 
 def as_lists(value: Any) -> Any:
-    """Return nested lists of Python numbers for nested lists, tuples and arrays."""
+    """Convert nested lists, tuples and arrays to nested lists of Python numbers."""
     if is_array(value) or isinstance(value, np.generic):
         return np.asarray(value).tolist()
     if isinstance(value, list | tuple):
@@ -35,7 +35,7 @@ def depth(value: Any) -> int:
 
 
 def checked_id(name: str, token: Any, given: Any) -> int:
-    """Return a token id; `given` is the whole value, for the error."""
+    """Check and return a token id; `given` is the whole value, for the error message."""
     if isinstance(token, bool) or not isinstance(token, int):
         raise TypeError(f"{name} must contain token ids (whole numbers), got {given!r}")
     if not 0 <= token <= INT32_MAX:
@@ -44,12 +44,12 @@ def checked_id(name: str, token: Any, given: Any) -> int:
 
 
 def filled(row: Sequence[int], size: int) -> list[int]:
-    """Return the ids and as many -1 as make `size` entries."""
+    """Pad the ids with -1 to `size` entries."""
     return [*row, *[-1] * (size - len(row))]
 
 
 def traced_table(name: str, value: Any, *ranks: int) -> Any:
-    """Return a tracer of ids, of which only dtype and number of axes can be checked."""
+    """Return a tracer of ids after checking its dtype and its number of axes."""
     if not np.issubdtype(value.dtype, np.integer):
         raise TypeError(f"{name} must contain token ids (whole numbers), got {value.dtype}")
     if value.ndim not in ranks:
@@ -64,7 +64,7 @@ class _Table(Kind):
     rank: int
 
     def ids(self, value: Any) -> Any:
-        """Return the ids of the leaf of a value, which is not None."""
+        """Return the ids in a value's leaf; the value must not be None."""
         return self.leaf(value)
 
     def prompt_count(self, value: Any) -> int | None:
@@ -87,7 +87,7 @@ class TokenIds(_Table):
     type_name = "id or ids"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return an int, a tuple of ints, None for an empty one, or int32[B, E]; in an array -1 is an unused entry."""
+        """Return an int, a tuple of ints (None if empty), or int32[B, E]; in an array, -1 marks an unused entry."""
         if is_tracer(value):
             return traced_table(name, value, 0, 1, 2)
         padded = is_array(value)
@@ -119,12 +119,12 @@ class TokenIds(_Table):
 class TokenSequences(_Table):
     """A list of sequences of ids, or a list of such lists, one per prompt. Leaf: int32[S, W] or int32[B, S, W]."""
 
-    width: int | None = None  # of each sequence, if it is fixed
+    width: int | None = None  # the fixed width of each sequence, if any
     rank = ranks = 2
     type_name = "lists of ids"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of tuples of ints, or int32[B, S, W]; in an array -1 is an unused entry."""
+        """Return a tuple of tuples of ints, or int32[B, S, W]; in an array, -1 marks an unused entry."""
         if is_tracer(value):
             return traced_table(name, value, 2, 3)
         padded = is_array(value)
@@ -186,7 +186,7 @@ class SequenceBias(_Table):
         return self.leaf(value)[0]
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a FrozenDict of floats by tuples of ints or, per prompt, the leaf."""
+        """Return a FrozenDict from tuples of ints to floats or, with one dict per prompt, the leaf."""
         if isinstance(value, tuple) and len(value) == 2 and all(map(is_array, value)):
             return value if any(map(is_tracer, value)) else _from_leaf(*map(np.asarray, value))
         if not isinstance(value, Mapping | list | tuple) or not value:

@@ -1,6 +1,6 @@
-"""Values of options: recognizing arrays, and the hashable and JSON forms.
+"""Values of options: detecting arrays, and converting to hashable and JSON forms.
 
-Does not import jax: its arrays and tracers are recognized once it is loaded.
+Does not import jax. Its arrays and tracers are recognized only if it is already loaded.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def is_tracer(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Return True for an array of numpy or jax."""
+    """Return True for a numpy or jax array."""
     jax = sys.modules.get("jax")
     return isinstance(value, np.ndarray) or (jax is not None and isinstance(value, jax.Array))
 
 
 class FrozenDict(Mapping):
-    """A dict that cannot be changed and can be hashed."""
+    """An immutable, hashable dict."""
 
     def __init__(self, items: Any):
         self._items = dict(items)
@@ -58,7 +58,7 @@ def frozen(value: Any) -> Any:
 
 
 def thawed(value: Any) -> Any:
-    """Return JSON's lists and dicts; a dict with tuples as keys becomes the list `[[key, value], ...]`."""
+    """Return a value made of JSON's lists and dicts; a dict with tuple keys becomes the list `[[key, value], ...]`."""
     if isinstance(value, tuple):
         return [thawed(item) for item in value]
     if hasattr(value, "to_hf"):

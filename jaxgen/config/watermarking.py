@@ -27,23 +27,22 @@ _STATIC = tuple(name for name, kind in _KINDS.items() if not kind.traced)
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatermarkingConfig:
-    """Parameters of a watermark: `WatermarkingConfig` of transformers. Its numbers are traced: changing them never
-    recompiles.
+    """Parameters of a watermark: transformers' `WatermarkingConfig`. Changing its numbers never recompiles.
 
     >>> WatermarkingConfig(bias=3).to_hf()["bias"]
     3.0
 
     Attributes:
-        greenlist_ratio: the share of the vocabulary that is green, more than 0 and less than 1.
+        greenlist_ratio: the fraction of the vocabulary that is green, greater than 0 and less than 1.
         bias: added to the scores of green tokens.
-        hashing_key: the secret, from 0 to 2**32 - 1.
-        seeding_scheme: "lefthash": the green tokens depend on the last token. "selfhash": they depend on the last
+        hashing_key: the secret key, from 0 to 2**32 - 1.
+        seeding_scheme: with "lefthash", the green tokens depend on the last token; with "selfhash", on the last
             `context_width` tokens, including the green token itself.
         context_width: rows with fewer tokens than this are not marked.
 
     Raises:
-        ConfigError: a value that is not allowed.
-        TypeError: a value of the wrong type.
+        ConfigError: a value is not allowed.
+        TypeError: a value has the wrong type.
     """
 
     greenlist_ratio: Number = 0.25
@@ -64,7 +63,7 @@ class WatermarkingConfig:
         """Read a dict with the fields of transformers' class.
 
         Raises:
-            ConfigError: an unknown field, with the nearest known one, or a value that is not allowed.
+            ConfigError: a field is unknown (the message suggests the nearest one), or a value is not allowed.
         """
         for name in config:
             if name not in _KINDS:
@@ -79,13 +78,13 @@ class WatermarkingConfig:
         return {name: np.asarray(value).item() if name in _TRACED else value for name, value in fields.items()}
 
     def tree_flatten(self):
-        """Split into the traced numbers and the static rest."""
+        """Split into the traced numbers and the static fields."""
         leaves = tuple(_KINDS[name].leaf(getattr(self, name)) for name in _TRACED)
         return leaves, tuple(getattr(self, name) for name in _STATIC)
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Build from what `tree_flatten` returned; values may be placeholders of jax and are not checked."""
+        """Rebuild from the result of `tree_flatten`. Values may be placeholders from jax and are not checked."""
         config = object.__new__(cls)
         for name, value in zip((*_STATIC, *_TRACED), (*static, *leaves), strict=True):
             object.__setattr__(config, name, value)

@@ -1,4 +1,4 @@
-"""The tokens that the model reads in one pass, with padding only after them."""
+"""The tokens that the model reads in one pass, left-aligned in their rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxgen.shapes import put
 
 @flax.struct.dataclass
 class Tokens:
-    """Tokens to read, of the prompts or of one decode step: token i of a row is in column i.
+    """Tokens to read, from the prompts or from one decode step. Token i of a row is in column i.
 
     Attributes:
-        ids: int32[B, T]; `UNKNOWN` for tokens given as embeddings only.
+        ids: int32[B, T]; `UNKNOWN` for tokens that are given only as embeddings.
         mask: bool[B, T], False after a row's last token.
-        embeds: `[B, T, D]`, read by the model in place of ids, or None.
+        embeds: `[B, T, D]`, which the model reads instead of the ids, or None.
     """
 
     ids: jax.Array
@@ -25,7 +25,7 @@ class Tokens:
 
     @classmethod
     def align(cls, ids: jax.Array, mask: jax.Array, embeds: jax.Array | None = None) -> Tokens:
-        """Move the tokens of `ids int32[B, T]` to the left, so that padding comes last."""
+        """Move the tokens in `ids int32[B, T]` to the left, so that padding comes last."""
         order = jnp.where(mask, jnp.cumsum(mask, axis=-1) - 1, ids.shape[1])
         length = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         return cls(
@@ -36,16 +36,16 @@ class Tokens:
 
     @classmethod
     def of_length(cls, ids: jax.Array, length: jax.Array) -> Tokens:
-        """Return the first `length int32[B]` of `ids int32[B, T]`."""
+        """Return the first `length int32[B]` tokens of each row of `ids int32[B, T]`."""
         return cls(ids, jnp.arange(ids.shape[1])[None, :] < length[:, None])
 
     @property
     def length(self) -> jax.Array:
-        """int32[B], the number of tokens of each row."""
+        """int32[B], the number of tokens in each row."""
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def after(self, other: Tokens) -> Tokens:
-        """Return the tokens of `other` followed by these. Both have embeddings or neither has."""
+        """Return the tokens of `other` followed by these. Either both have embeddings, or neither does."""
         embeds = None
         if self.embeds is not None and other.embeds is not None:
             embeds = jnp.concatenate([other.embeds.astype(self.embeds.dtype), self.embeds], axis=1)
@@ -54,5 +54,5 @@ class Tokens:
         )
 
     def last(self) -> jax.Array:
-        """int32[B, 1]: the id of each row's last token."""
+        """Return the id of each row's last token, int32[B, 1]."""
         return jnp.take_along_axis(self.ids, jnp.maximum(self.length - 1, 0)[:, None], axis=1)

@@ -1,12 +1,12 @@
-"""Assisted generation (speculative decoding): `GenerationMixin._assisted_decoding` of transformers, for any batch.
+"""Assisted generation (speculative decoding): transformers' `GenerationMixin._assisted_decoding`, for any batch size.
 
 A cheap drafter proposes the next tokens of each row (`drafting`), and the model reads all of them in one pass. Each row
-then chooses its tokens exactly as without a draft, and accepts drafted tokens until the first one that it would not
-have chosen.
+then chooses its tokens exactly as it would without a draft, and accepts drafted tokens up to the first one that it
+would not have chosen.
 
-The result is therefore the same as that of greedy search or sampling with the same key, in fewer passes. Draft and
-model draw with the same random numbers, and so often draw the same token. transformers instead accepts drafted tokens
-at random: the distribution of the text is the same, the draws are not.
+The result is therefore the same as in greedy search or sampling with the same key, but takes fewer passes. The drafter
+and the model draw with the same random numbers, so they often draw the same token. transformers instead accepts drafted
+tokens at random, which leads to the same distribution of texts, but not to the same text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AssistedState:
         sample: rows and cache, as in sampling.
         drafter: state of the drafter.
         drafted: int32[B], the number of drafted tokens that the model has read.
-        accepted: int32[B], how many of the drafted tokens were chosen.
+        accepted: int32[B], the number of drafted tokens that were accepted.
     """
 
     sample: SampleState
@@ -63,14 +63,14 @@ class Assisted(Mode):
         return AssistedState(sample, drafter_of(run).begin(run, sample.rows), none, none)
 
     def step(self, run: Run, state: AssistedState) -> AssistedState:
-        """Draft tokens, read them, and append to each row the tokens that the model chooses."""
+        """Draft tokens, run them through the model, and append the tokens that the model chooses to each row."""
         before, drafter = state.sample.rows, drafter_of(run)
         with jax.named_scope("draft"):
             draft, drafting = drafter.propose(run, before, state.drafter)
         read, rows = _read(run, state.sample, draft)
         rows, accepted = _append_chosen(run, rows, read, draft)
         added = rows.history.step - before.history.step
-        # The model has read the row's last token and the draft; the cache keeps all but the newest of the chosen ones.
+        # The model has read each row's last token and the draft. All chosen tokens but the newest stay in the cache.
         rejected = jnp.where(before.live, 1 + draft.count - jnp.maximum(added, 1), 0)
         return AssistedState(
             sample=SampleState(rows, read.cache.drop_last(guidance.stack(run.cfg, rejected))),
@@ -80,7 +80,7 @@ class Assisted(Mode):
         )
 
     def finish(self, run: Run, state: AssistedState) -> Decoded:
-        """Return the tokens, and how many drafted tokens were accepted."""
+        """Return the tokens and the number of accepted drafted tokens."""
         decoded = Sample().finish(run, state.sample)
         return dataclasses.replace(decoded, drafted=state.drafted, accepted=state.accepted)
 
@@ -99,10 +99,10 @@ def _read(run: Run, sample: SampleState, draft: Draft) -> tuple[Forward, Rows]:
 
 
 def _append_chosen(run: Run, rows: Rows, read: Forward, draft: Draft) -> tuple[Rows, jax.Array]:
-    """Append the drafted tokens up to the first one that would not be chosen, and one more, to each row.
+    """Append the accepted drafted tokens to each row, and one more token that the model chooses.
 
     Returns:
-        The rows, and how many drafted tokens were chosen, int32[B].
+        The rows, and the number of accepted drafted tokens, int32[B].
     """
     width = draft.tokens.shape[1]
 

@@ -1,9 +1,9 @@
-"""Beam search and beam sampling: `GenerationMixin._beam_search` and `BeamSearchScorer` of transformers.
+"""Beam search and beam sampling: transformers' `GenerationMixin._beam_search` and `BeamSearchScorer`.
 
-A search has k running beams, in consecutive rows, and a list of its k best hypotheses: beams that have ended. In each
-step the best continuations of the running beams are the candidates, best first. A candidate that ends becomes a
-hypothesis if it is among the first k. The first k of those that do not end are the next running beams. A prompt has one
-search, or several (`group_beam`).
+A search has k running beams, in consecutive rows, and a list of its k best hypotheses, which are beams that have ended.
+In each step, the best continuations of the running beams become the candidates, best first. A candidate that ends
+becomes a hypothesis if it is among the first k. The first k candidates that do not end become the next running beams.
+A prompt has one search, or several (`group_beam`).
 
 The rows of a prompt share the slots that they write to, so reordering beams moves no keys or values.
 """
@@ -34,17 +34,17 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k
 from jaxgen.shapes import repeat_rows, take
 
-# Before the first step all beams of a search are the same. All but the first begin with this score.
+# Before the first step, all beams of a search are identical. All but the first start with this score.
 _REPEATED = -1e9
 
 
 @flax.struct.dataclass
 class Hypotheses:
-    """The best ended beams of each search, best first: k places, of which some may be empty.
+    """The best ended beams of each search, best first, in k places, some of which may be empty.
 
     Attributes:
         scores: float32[S, k], with the length penalty; -inf for an empty place.
-        rows: S*k rows, with the token that ended each.
+        rows: S*k rows, each including the token that ended it.
         origins: int32[S*k, N], as in `Beams`.
     """
 
@@ -60,7 +60,7 @@ class Beams:
     Attributes:
         scores: float32[S, k], the sum of the scores of each running beam's tokens.
         rows: S*k rows, without the records of the run.
-        origins: int32[S*k, N], for each generated token, the place in the search of the beam that it was added to.
+        origins: int32[S*k, N], for each generated token, the index within the search of the beam that it extended.
         hypotheses: the best ended beams.
         complete: bool[S], True if the hypotheses are final.
     """
@@ -73,7 +73,7 @@ class Beams:
 
     @classmethod
     def begin(cls, rows: Rows, count: int, capacity: int) -> Beams:
-        """Begin searches of `count` beams each, in which all beams are the same."""
+        """Begin searches of `count` identical beams each."""
         searches = rows.count // count
         scores = jnp.full((searches, count), _REPEATED).at[:, 0].set(0.0)
         origins = jnp.zeros((rows.count, capacity), jnp.int32)
@@ -87,8 +87,8 @@ class BeamState:
 
     Attributes:
         beams: the searches of all prompts.
-        cache: keys and values of all of the rows' tokens but the last.
-        recording: the records of the run. As in transformers, a record's row is the place that a beam had in the step.
+        cache: keys and values of all tokens of the rows except the last.
+        recording: the records of the run. As in transformers, each step is recorded in the row that the beam had then.
         cache_ids: as in `Rows`.
         keys: key[B], or None without sampling.
     """
@@ -109,7 +109,7 @@ class BeamSearch(Mode):
     """Beam search, and beam sampling if there is a key. Each prompt has one search."""
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """One row per beam."""
+        """Request one row per beam."""
         return Needs(sequences=cfg.num_beams)
 
     def begin(self, run: Run, prefilled: Prefilled) -> BeamState:
@@ -128,7 +128,7 @@ class BeamSearch(Mode):
         return self._extend(run, state, read)
 
     def step(self, run: Run, state: BeamState) -> BeamState:
-        """Run each beam's last token through the model and choose the next beams."""
+        """Run the last token of each beam through the model, and choose the next beams."""
         rows = state.beams.rows
         tokens = Tokens(rows.history.last(1), rows.live[:, None])
         read, rows = run_model(run, rows, tokens, state.cache)
@@ -137,14 +137,14 @@ class BeamSearch(Mode):
         return self._extend(run, dataclasses.replace(state, beams=beams, cache=read.cache, recording=recording), read)
 
     def finish(self, run: Run, state: BeamState) -> Decoded:
-        """Return the best hypotheses of each prompt; until a search is complete, running beams count too."""
+        """Return the best hypotheses of each prompt. Running beams of incomplete searches count too."""
         beams, hypotheses = state.beams, state.beams.hypotheses
         count = beams.scores.shape[1]
         prompts, rows = beams.rows.count // run.cfg.num_beams, beams.rows
         running = beams.scores / _divisors(run, rows, rows.history.step[::count])
         running = jnp.where(self.count_as_results(run, beams), running, -jnp.inf)
         first = repeat_rows(jnp.arange(0, rows.count, count, dtype=jnp.int32), rows.count)[:, None]
-        # Running beams come first: of equal scores the first wins, and an empty place has the score -inf.
+        # Running beams come first because the first entry wins a tie, and an empty place has a score of -inf.
         scores, of_searches = _best(
             count,
             (running, (_ended(rows), beams.origins + first)),
@@ -153,7 +153,7 @@ class BeamSearch(Mode):
         scores, (best, chosen_from) = _best(run.cfg.num_return_sequences, (scores.reshape(prompts, -1), of_searches))
         best = dataclasses.replace(best, recording=state.recording, cache_ids=state.cache_ids)
         step = best.history.step
-        # A token's keys and values are in the slot of the row that the next token was chosen from.
+        # A token's keys and values are in the cache row from which the next token was chosen.
         owners = jnp.pad(chosen_from[:, 1:], ((0, 0), (0, 1))) % run.cfg.num_beams
         owners, length = guidance.stack(run.cfg, (owners, jnp.maximum(step - 1, 0)))
         decoded = Decoded.from_rows(run, best, dataclasses.replace(state.cache, owners=owners, length=length))
@@ -163,18 +163,18 @@ class BeamSearch(Mode):
         )
 
     def progress(self, run: Run, state: BeamState) -> Progress:
-        """Return no tokens: all of them may still change."""
+        """Return no tokens, because any of them may still change."""
         rows = state.beams.rows.count
         tokens = jnp.zeros((rows, run.capacity), jnp.int32)
         none = jnp.zeros((), jnp.int32)
         return Progress(tokens, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool), none, state.finished)
 
     def beams_per_search(self, run: Run) -> int:
-        """Return the number of beams of one search, k."""
+        """Return the number of beams per search, k."""
         return run.cfg.num_beams
 
     def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
-        """Return the running beams that count as results in the end, bool[S, k]."""
+        """Return which running beams count as results at the end, bool[S, k]."""
         return jnp.broadcast_to(~beams.complete[:, None], beams.scores.shape)
 
     def grow(
@@ -185,12 +185,12 @@ class BeamSearch(Mode):
         Args:
             run: the constants.
             beams: the beams.
-            logits: float32[rows, V], as the model returned them.
-            log_probs: float32[rows, V], before any processor.
+            logits: float32[rows, V], the model's logits.
+            log_probs: float32[rows, V], before any processors.
             keys: key[B], or None without sampling.
 
         Returns:
-            The beams, the row that each continues, int32[rows], and the scores to record, float32[rows, V].
+            The next beams, the row that each one continues, int32[rows], and the scores to record, float32[rows, V].
         """
         scores = process(run, beams.rows, log_probs)
         beams, parents = choose_beams(run, beams, logits, scores, keys)
@@ -208,12 +208,12 @@ class BeamSearch(Mode):
 
 @flax.struct.dataclass
 class Continuations:
-    """Running beams with a token each, n for each of S searches.
+    """Running beams extended by one token: n continuations for each of S searches.
 
     Attributes:
-        totals: float32[S, n], the sum of the scores of the beam's tokens, including this one.
+        totals: float32[S, n], the sum of the scores of the beam's tokens, including the new one.
         parents: int32[S, n], the rows of the beams.
-        tokens: int32[S, n].
+        tokens: int32[S, n], the new tokens.
     """
 
     totals: jax.Array
@@ -221,19 +221,19 @@ class Continuations:
     tokens: jax.Array
 
     def take(self, places: jax.Array) -> Continuations:
-        """Return those in `places int32[S, m]`."""
+        """Return the continuations at `places int32[S, m]`."""
         return jax.tree.map(lambda x: jnp.take_along_axis(x, places, axis=1), self)
 
     def first(self, count: int) -> Continuations:
-        """Return the first `count` of each search."""
+        """Return the first `count` continuations of each search."""
         return jax.tree.map(lambda x: x[:, :count], self)
 
     def only(self, kept: jax.Array) -> Continuations:
-        """Set the totals of all but the `kept bool[S, n]` to -inf."""
+        """Set the totals of all continuations except `kept bool[S, n]` to -inf."""
         return dataclasses.replace(self, totals=jnp.where(kept, self.totals, -jnp.inf))
 
     def join(self, other: Continuations) -> Continuations:
-        """Return these followed by others."""
+        """Return these continuations followed by `other`."""
         return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), self, other)
 
 
@@ -244,11 +244,11 @@ class Step:
     Attributes:
         run: the constants.
         beams: the searches before the step.
-        logits: float32[rows, V], as the model returned them.
-        scores: float32[rows, V], processed.
-        totals: float32[S, k, V], the sum of the scores of each beam and a token.
-        live: bool[S], the searches that take part.
-        failed: int32[S], a `StopReason` for a search that cannot continue; else NONE.
+        logits: float32[rows, V], the model's logits.
+        scores: float32[rows, V], the processed scores.
+        totals: float32[S, k, V], the score of each beam plus that of each next token.
+        live: bool[S], the searches that take this step.
+        failed: int32[S], a `StopReason` for each search that cannot continue, otherwise NONE.
     """
 
     run: Run
@@ -261,7 +261,7 @@ class Step:
 
     @classmethod
     def begin(cls, run: Run, beams: Beams, logits: jax.Array, scores: jax.Array) -> Step:
-        """Begin a step; `logits` and processed `scores` are float32[rows, V]."""
+        """Begin a step. `logits` and the processed `scores` are float32[rows, V]."""
         searches, count = beams.scores.shape
         totals = (scores + beams.scores.reshape(-1, 1)).reshape(searches, count, -1)
         failed = failure(jnp.max(totals, axis=(1, 2)))
@@ -269,9 +269,9 @@ class Step:
         return cls(run, beams, logits, scores, totals, live, failed)
 
     def candidates(self, keys: jax.Array | None) -> Continuations:
-        """Return the best continuations of each search, best first, or with `keys key[S]` drawn ones.
+        """Return the best continuations of each search, or draw them if there are `keys key[S]`; best first.
 
-        There are enough for k beams that do not end with an eos id. A search that is finished keeps its rows.
+        They include at least k that do not end with an eos id. In a finished search, each row continues itself.
         """
         searches, count, vocab = self.totals.shape
         total, index = _candidates(self, keys)
@@ -281,40 +281,40 @@ class Step:
         return Continuations(total, parents, index % vocab)
 
     def best(self, continuations: Continuations) -> jax.Array:
-        """int32[S, k]: the places of the k best continuations, best first; of a finished search, the first k."""
+        """Return the places of the k best continuations, int32[S, k], best first; 0 to k - 1 in finished searches."""
         count = self.totals.shape[1]
         places = lax.top_k(continuations.totals, count)[1]
         return jnp.where(self.live[:, None], places, jnp.arange(count, dtype=jnp.int32)[None, :])
 
     def extend(self, continuations: Continuations) -> Rows:
-        """Return the S * n rows of continuations, without log-probabilities."""
+        """Return the rows of continuations, S * n, without log-probabilities."""
         parents = continuations.parents.reshape(-1)
         rows, added = self.beams.rows.select(parents, self.live.size), repeat_rows(self.live, parents.size)
         return rows.append(self.run, continuations.tokens.reshape(-1), added, self._take(self.scores, parents))
 
     def _take(self, x: jax.Array, parents: jax.Array) -> jax.Array:
-        """Return the rows `parents int32[S * n]` of `x [rows, ...]`, each of its own search."""
+        """Return the rows `parents int32[S * n]` of `x [rows, ...]`. Each search selects only its own rows."""
         return take(x, parents, self.live.size)
 
     def ended(self, rows: Rows) -> jax.Array:
-        """bool[S, n]: the continuations that are not running beams any more, where `rows` are the S * n rows."""
+        """Return which continuations are no longer running beams, bool[S, n]. `rows` are their S * n rows."""
         ended = (rows.reasons != StopReason.NONE) & (rows.reasons != StopReason.LENGTH)
         return self.live[:, None] & ended.reshape(self.live.size, -1)
 
     def finish(self, results: Continuations, running: Continuations, best: jax.Array) -> tuple[Beams, jax.Array]:
-        """Return the next beams, and the row that each continues, int32[rows].
+        """Return the next beams, and the row that each one continues, int32[rows].
 
         Args:
             results: k ended beams of each search; those with a total of -inf do not count.
             running: k beams of each search that have not ended.
-            best: float32[S], the best total of any continuation.
+            best: float32[S], the best total of all continuations.
         """
         run, rows, hypotheses = self.run, self.beams.rows, self.beams.hypotheses
         count = self.totals.shape[1]
         divisors = _divisors(run, rows, rows.history.step[::count] + 1)
         result_rows, result_origins = self._rows(results)
-        # The best continuation may be one of the results and is compared with it. So both scores come from one
-        # division, which XLA must not compute in two ways.
+        # The best continuation is compared with the results and may be one of them. Both scores are computed by one
+        # division, because XLA could round two divisions differently.
         scores = lax.optimization_barrier(jnp.concatenate([results.totals, best[:, None]], axis=1) / divisors)
         scores, attained = jnp.where(results.totals > -jnp.inf, scores[:, :-1], -jnp.inf), scores[:, -1]
         kept, (kept_rows, kept_origins) = _best(
@@ -352,7 +352,7 @@ class Step:
 def choose_beams(
     run: Run, beams: Beams, logits: jax.Array, scores: jax.Array, keys: jax.Array | None
 ) -> tuple[Beams, jax.Array]:
-    """Choose the next beams from processed scores: `BeamSearchScorer.process`; see `BeamSearch.grow`."""
+    """Choose the next beams from processed scores, as in `BeamSearchScorer.process`; see `BeamSearch.grow`."""
     count = beams.scores.shape[1]
     with jax.named_scope("choose"):
         step = Step.begin(run, beams, logits, scores)
@@ -363,7 +363,7 @@ def choose_beams(
 
 
 def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates of each search, best first: totals float32[S, C] and places int32[S, C] in k * V."""
+    """Return the candidates of each search, best first: totals float32[S, C] and indices int32[S, C] into k * V."""
     run, rows, (_, count, vocab) = step.run, step.beams.rows, step.totals.shape
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
     most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
@@ -377,14 +377,14 @@ def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Arra
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
-    """Return the searches whose hypotheses are final, bool[S]: `BeamHypotheses.is_done`.
+    """Return which searches have final hypotheses, bool[S], as in `BeamHypotheses.is_done`.
 
     Args:
         run: the constants.
         rows: the running beams.
         kept: float32[S, k], the scores of the hypotheses, best first.
         best: float32[S], the score of the best candidate, without the length penalty.
-        attained: float32[S], its score with the length penalty.
+        attained: float32[S], the same score with the length penalty.
     """
     full = kept[:, -1] > -jnp.inf
     stopping = run.cfg.early_stopping
@@ -404,24 +404,24 @@ def _divisors(run: Run, rows: Rows, length: jax.Array) -> jax.Array:
 
 
 def _length_penalty(run: Run, rows: Rows) -> jax.Array:
-    """float32[rows]."""
+    """Return the length penalty of each row, float32[rows]."""
     if not run.cfg.on("length_penalty"):
         return jnp.ones(rows.count, jnp.float32)
     return RowOptions(run.cfg, rows.options).value("length_penalty")
 
 
 def _ended(rows: Rows) -> Rows:
-    """Return only what the output needs of rows that have ended."""
+    """Return ended rows with only the fields that the output needs."""
     history = dataclasses.replace(rows.history, seen=None, prompt_seen=None, grammar=None)
     return dataclasses.replace(rows, history=history, options={}, stop_strings=None, constraints=None, hook=())
 
 
 def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-    """Merge pools and return the `count` best entries of each group, best first; of equal scores the first.
+    """Merge pools, and return the `count` best entries of each group, best first. In a tie, the first entry wins.
 
     Args:
-        count: how many.
-        pools: scores float32[groups, n], and a tree of arrays `[groups * n, ...]`.
+        count: the number of entries to return.
+        pools: pairs of scores float32[groups, n] and a tree of arrays `[groups * n, ...]`.
     """
     groups = pools[0][0].shape[0]
     scores, index = lax.top_k(jnp.concatenate([scores for scores, _ in pools], axis=1), count)

@@ -1,7 +1,7 @@
 """Decoding in chunks of steps. Between chunks, the host adds and cancels prompts.
 
-`Continuous` alone decodes a fixed list of prompts. Here the list stays open: each chunk begins with the `Arrivals`
-since the last one, and returns a `Journal` of what happened in it.
+`Continuous` by itself decodes a fixed list of prompts. Here, the list stays open: each chunk starts with the `Arrivals`
+since the previous chunk, and returns a `Journal` of what happened in it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Arrivals:
 
     Attributes:
         request: M prompts, complete except for their keys.
-        number: int32[M], the number of each prompt; `NOBODY` after the last.
-        sequences: int32[M], how many sequences each prompt gets.
+        number: int32[M], the number of each prompt; `NOBODY` after the last prompt.
+        sequences: int32[M], the number of sequences of each prompt.
         key_data: uint32[M, ...], the key data of each prompt.
-        index: uint32[M], folded into the key.
-        own_key: bool[M], True for a prompt whose key is used unchanged.
+        index: uint32[M], a number to fold into each key.
+        own_key: bool[M], True if the prompt's key is used unchanged.
         cancelled: int32[C], the numbers of cancelled prompts, padded with `NOBODY`.
-        prefixes: where the prompts' first chunks are in the store of prefixes; None without a store.
+        prefixes: the places of the prompts' first chunks in the store of prefixes; None without a store.
     """
 
     request: Request
@@ -49,15 +49,15 @@ class Arrivals:
 
 
 def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, steps: int, stored: int, key_impl: str):
-    """Return the state in which all slots are free and no prompt waits.
+    """Return the initial state, in which all slots are free and no prompt is waiting.
 
     Args:
         run: the constants, with everything that rows may need.
-        arrivals: an example with the shapes of later arrivals; its prompts are ignored.
+        arrivals: an example with the same shapes as later arrivals; its prompts are ignored.
         mode: the mode.
         places: the maximum number of waiting prompts.
         steps: the maximum number of steps in a chunk.
-        stored: how many chunks of prefixes the store has space for; 0 for no store.
+        stored: the number of chunks of prefixes that the store has space for; 0 for no store.
         key_impl: the implementation of random keys.
     """
     one = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
@@ -74,8 +74,8 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
     The queue must have space for the waiting prompts and the new ones.
 
     Returns:
-        The state, and int32[E + 1, C]: a first row with the number of entries in the journal, of waiting prompts and of
-        steps since the beginning, followed by the entries.
+        The state, and int32[E + 1, C]. The first row contains the number of journal entries, the number of waiting
+        prompts, and the total number of steps so far; the journal entries follow.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
     begun = {"results": state.results.clear(), "last": state.steps + steps, "finished": jnp.zeros((), bool)}
@@ -102,7 +102,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
     queue, count = state.queue, arrivals.number.shape[0]
     order = jnp.arange(count, dtype=jnp.int32)
     given = arrivals.number != NOBODY
-    # Each dropped prompt gets its own place, because the scatter promises unique indices.
+    # Each dropped prompt gets a different place, because the scatter promises unique indices.
     place = jnp.where(given, queue.place(queue.waiting + order), queue.places + order)
     request = dataclasses.replace(arrivals.request, key=_keys(arrivals, key_impl))
 
@@ -121,7 +121,7 @@ def _admit(state: ContinuousState, arrivals: Arrivals, key_impl: str) -> Continu
 
 
 def _cancel(state: ContinuousState, cancelled: jax.Array) -> ContinuousState:
-    """Cancel prompts: those still waiting are skipped, and rows in the loop end."""
+    """Cancel prompts: skip the waiting ones, and end the rows of those in the loop."""
 
     def remaining(number: jax.Array) -> jax.Array:
         hit = jnp.any(number[:, None] == cancelled[None, :], axis=1)

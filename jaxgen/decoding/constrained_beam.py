@@ -1,8 +1,8 @@
-"""Beam search under constraints: `_constrained_beam_search` and `ConstrainedBeamSearchScorer` of transformers.
+"""Beam search under constraints: transformers' `_constrained_beam_search` and `ConstrainedBeamSearchScorer`.
 
-In addition to the best continuations, each beam proposes the tokens that make progress with the constraints, however
+In addition to the best continuations, each beam proposes the tokens that make progress on the constraints, however
 unlikely they are. Continuations with equal progress form a bank. The next beams are the best of each bank, then the
-second best of each, and so on.
+second best of each bank, and so on.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
 
-# As in transformers, continuations are sorted by their bank times this, plus their score.
+# As in transformers, continuations are sorted by bank times this weight plus score.
 _BANK_WEIGHT = 100
 
 
 class ConstrainedBeamSearch(BeamSearch):
-    """Beam search whose results meet all constraints, if the budget allows. Each prompt has one search."""
+    """Beam search in which the results meet all constraints, budget permitting. Each prompt has one search."""
 
     def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
-        """Return the running beams that count as results at the end, bool[S, k].
+        """Return which running beams count as results at the end, bool[S, k].
 
-        Beams that do not meet all constraints count only if too few beams meet them to return all sequences.
+        Beams that do not meet all constraints count only if there are too few others to return all sequences.
         """
-        # In transformers, a beam with a banned token counts too, and can then be the result.
+        # In transformers, a beam with a banned token also counts, and can become the result.
         met = _state(beams.rows).complete.reshape(beams.scores.shape) & (beams.scores > -jnp.inf)
         few = jnp.sum(met, axis=1, keepdims=True) < run.cfg.num_return_sequences
         return ~beams.complete[:, None] & (met | few)
@@ -49,7 +49,7 @@ class ConstrainedBeamSearch(BeamSearch):
             banks = _banks(step, table, _state(rows), proposals.tokens.shape[1])
         searches, number = candidates.tokens.shape
         open_places = step.best(candidates.only(~ended[:, :number]))
-        # As in transformers, a candidate that ends its text counts only if it is among the first k.
+        # As in transformers, a candidate that ends counts only if it is among the first k.
         first = jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32)[None, :], (searches, number))
         with jax.named_scope("constrain"):
             known = jnp.concatenate([first[:, :count], open_places], axis=1)
@@ -63,10 +63,10 @@ class ConstrainedBeamSearch(BeamSearch):
 
 
 def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
-    """Return the proposals of all beams, k * C * A per search; the token is -1 where there is no proposal."""
+    """Return the proposals of all beams, k * C * A per search. The token is -1 where there is no proposal."""
     searches, count, vocab = step.totals.shape
     tokens = table.proposals(_state(step.beams.rows)).reshape(searches * count, -1)
-    # One token may begin several constraints.
+    # The same token may begin several constraints.
     rows, number = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     given = jnp.where(tokens < 0, vocab, tokens)
     none = jnp.full(vocab, tokens.shape[1], jnp.int32)
@@ -79,7 +79,7 @@ def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
 
 
 def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, proposed: int) -> jax.Array:
-    """int32[S, n]: the banks of continuations with the given state; each search's last `proposed` are proposals."""
+    """Return the banks of continuations in a given state, int32[S, n]. The last `proposed` columns are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]
     before = _state(step.beams.rows)
@@ -89,9 +89,9 @@ def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, propo
 
 
 def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
-    """bool[S, n]: True for a proposal that has a token and whose text is not among the `known` ones.
+    """Return which proposals have a token and a text that differs from all `known` continuations, bool[S, n].
 
-    Several beams may have the same text, as all do at first. Only the first of them counts.
+    Several beams may have the same text, as all of them do initially. Only the first of them counts.
     """
     history, (searches, count, _) = step.beams.rows.history, step.totals.shape
     text = history.generated(step.run.capacity, jnp.int32(-1)).reshape(searches, count, -1)
@@ -105,9 +105,9 @@ def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.
 
 
 def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.Array) -> jax.Array:
-    """int32[S, k]: the places of the next beams: the best of each bank, then the second best of each, and so on.
+    """Return the places of the next beams, int32[S, k]: the best of each bank, then the second best of each, and so on.
 
-    Without proposals, the best candidates are returned.
+    Without new proposals, return the best candidates.
 
     Args:
         joined: the candidates, then the proposals.
@@ -124,7 +124,7 @@ def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.
 
     order = jnp.lexsort((-scores, ~valid), axis=-1)
     valid, banks, places_in_order = (jnp.take_along_axis(x, order, axis=1) for x in (valid, banks, places))
-    # Very unlikely tokens may mix up the order of banks. As in transformers, a new bank begins wherever it changes.
+    # Very unlikely tokens can break the order of banks. As in transformers, a new bank begins at each change.
     changes = jnp.pad(banks[:, 1:] != banks[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     number = jnp.arange(banks.shape[1], dtype=jnp.int32)[None, :]
     rank = jnp.where(valid, number - lax.cummax(jnp.where(changes, number, 0), axis=1), banks.shape[1])

@@ -1,9 +1,9 @@
-"""Progress of rows through the constraints of beam search: `ConstraintListState` of transformers.
+"""Progress of rows through the constraints of beam search: transformers' `ConstraintListState`.
 
-A constraint has alternatives, none of which is a prefix of another; a phrase has one. The tokens of a row, including
-its prompt, meet constraints one after the other: at most one is in progress. A token that begins a pending constraint
-puts it in progress. The first token that continues none of its alternatives sends it back to the end of the queue of
-pending constraints. That token does not begin another constraint.
+A constraint has one or more alternatives, none of which is a prefix of another; a phrase has one. The tokens of a row,
+including its prompt, meet constraints one at a time, so at most one is in progress. A token that begins a pending
+constraint puts it in progress. The first token that does not continue any of its alternatives sends it back to the end
+of the queue of pending constraints. Such a token does not begin a different constraint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxgen.shapes import where
 
 @flax.struct.dataclass
 class ConstraintState:
-    """Progress of each row.
+    """Progress of each row through the constraints.
 
     Attributes:
         queue: int32[rows, C], the order in which pending constraints are tried, smallest first; -1 if not pending.
         current: int32[rows], the constraint in progress, or -1.
-        alternative: int32[rows], the first alternative of this constraint that begins with the matched tokens.
+        alternative: int32[rows], the first alternative of the current constraint that starts with the matched tokens.
         matched: int32[rows], the number of matched tokens.
         met: int32[rows], the number of constraints met.
     """
@@ -53,7 +53,7 @@ class ConstraintAutomaton:
 
     @classmethod
     def from_config(cls, cfg: GenerationConfig) -> ConstraintAutomaton:
-        """Return the constraints of a config, which must have some; its values are arrays."""
+        """Return the constraints of a config, which must have at least one. Its values are arrays."""
         tables = [jnp.asarray(ids) for ids in (cfg.constraints, cfg.force_words_ids) if ids is not None]
         _, alternatives, width = (max(sizes) for sizes in zip(*(ids.shape for ids in tables), strict=True))
 
@@ -74,7 +74,7 @@ class ConstraintAutomaton:
         used, none = jnp.any(self.lengths > 0, axis=-1), jnp.zeros(rows, jnp.int32)
         queue = jnp.where(used, jnp.arange(used.shape[0], dtype=jnp.int32), -1)
         state = ConstraintState(jnp.broadcast_to(queue[None, :], (rows, queue.size)), none - 1, none, none, none)
-        # Columns in which nothing can begin, in any row, are skipped while nothing is in progress.
+        # While no constraint is in progress, skip columns in which no row can begin one.
         column = jnp.arange(width, dtype=jnp.int32)
         within = column[None, :] < length[:, None]
         begins = jnp.any(within & jnp.isin(ids, self.ids[:, :, 0]), axis=0)
@@ -90,7 +90,7 @@ class ConstraintAutomaton:
         return lax.while_loop(lambda carry: carry[0] < width, push, (following[0], state))[1]
 
     def push(self, state: ConstraintState, tokens: jax.Array, live: jax.Array) -> ConstraintState:
-        """Append `tokens int32[rows]` to the rows that are `live bool[rows]`; the others are left unchanged."""
+        """Append `tokens int32[rows]` to the rows that are `live bool[rows]`, and leave the others unchanged."""
         busy = state.current >= 0
         continues = self._following(state, state.alternative, state.matched) == tokens[:, None]  # [rows, A]
         begins = (self.ids[None, :, :, 0] == tokens[:, None, None]) & (state.queue >= 0)[:, :, None]  # [rows, C, A]
@@ -115,13 +115,13 @@ class ConstraintAutomaton:
         return where(live, pushed, state)
 
     def banks(self, state: ConstraintState) -> jax.Array:
-        """int32[rows]: the progress of each row; a constraint in progress counts by its longest alternative."""
+        """Return each row's progress, int32[rows]. A constraint in progress is measured by its longest alternative."""
         return self._banks(state.met, jnp.where(state.current >= 0, self._progress(state.current, state.matched), 0))
 
     def proposals(self, state: ConstraintState) -> jax.Array:
-        """int32[rows, C, A]: the tokens that make progress, -1 for none.
+        """Return the tokens that make progress, int32[rows, C, A]; -1 for none.
 
-        They continue the constraint in progress; without one, they begin a pending constraint.
+        These tokens continue the constraint in progress. If there is none, they begin a pending constraint.
         """
         busy = (state.current >= 0)[:, None, None]
         current = (jnp.arange(self.ids.shape[0])[None, :] == state.current[:, None])[:, :, None]
@@ -130,13 +130,13 @@ class ConstraintAutomaton:
         return jnp.where(busy, jnp.where(current, continues, -1), begins)
 
     def proposed_banks(self, state: ConstraintState, banks: jax.Array) -> jax.Array:
-        """int32[rows, C, A]: the banks by which proposals are sorted.
+        """Return the banks by which proposals are sorted, int32[rows, C, A].
 
-        In transformers, the copies of a constraint in progress share one list of matched tokens. Each proposal is
+        In transformers, all copies of a constraint in progress share one list of matched tokens. Each proposal is
         therefore compared with a list that includes earlier proposals, and counts only if it continues that list.
 
         Args:
-            state: the rows before.
+            state: the rows before the proposals.
             banks: int32[rows, C, A], the banks of the rows with their proposals.
         """
         (rows, _, most), width = banks.shape, self.ids.shape[2]
@@ -170,9 +170,9 @@ class ConstraintAutomaton:
         return jnp.where((state.current >= 0)[:, None, None], shared[:, None, :], banks)
 
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
-        """int32[rows, A]: the next token of each alternative of the constraint in progress, -1 for none.
+        """Return the next token of each alternative of the constraint in progress, int32[rows, A]; -1 for none.
 
-        Only alternatives that agree with `alternative int32[rows]` in the first `matched int32[rows]` tokens have one.
+        Only alternatives that match `alternative int32[rows]` in the first `matched int32[rows]` tokens have one.
         """
         alternatives = self.ids[state.current]  # [rows, A, W]
         width = alternatives.shape[-1]
@@ -182,7 +182,7 @@ class ConstraintAutomaton:
         return jnp.where(agree & (matched < width)[:, None], token, -1)
 
     def _progress(self, constraint: jax.Array, matched: jax.Array) -> jax.Array:
-        """int32[rows]: the length of the longest constraint, minus what is left of this one's longest alternative."""
+        """Return the longest constraint's length minus the rest of this one's longest alternative, int32[rows]."""
         longest = jnp.max(self.lengths, axis=-1)
         return jnp.max(longest) - longest[constraint] + matched
 

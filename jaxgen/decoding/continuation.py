@@ -1,4 +1,4 @@
-"""The state from which another run can continue: a cache, and the ids of the tokens in it."""
+"""The state from which a later run can continue: a cache, and the ids of its tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Continuation:
     """A cache that `generate(..., cache=)` continues from.
 
     Attributes:
-        kv: keys and values. On a mesh there may be more than B rows; rows after the first B are padding.
-        tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for one given as an embedding; None if
-            the ids are not known, as in a cache that `CausalLM` filled.
-        count: int32[B], the number of tokens of each row. This is one more than in `kv` if the model has not read the
-            last generated token yet.
+        kv: keys and values. On a mesh, there may be more than B rows; rows after the first B are padding.
+        tokens: int32[B, W], the ids of each row's tokens in order, `UNKNOWN` for tokens given as embeddings; None if
+            the ids are not known, as for a cache filled by `CausalLM`.
+        count: int32[B], the number of tokens in each row. This is one more than in `kv` if the model has not yet read
+            the last generated token.
     """
 
     kv: KVCache
@@ -32,11 +32,11 @@ class Continuation:
 
     @classmethod
     def from_cache(cls, cache: KVCache) -> Continuation:
-        """Wrap a cache of the model; its tokens are not known."""
+        """Wrap a cache filled by the model; its token ids are not known."""
         return cls(cache, None, cache.total_length)
 
     def __repr__(self) -> str:
-        """The sizes."""
+        """Show only the sizes."""
         return f"Continuation({self.rows} rows, {self.slots} slots)"
 
     @property
@@ -46,22 +46,22 @@ class Continuation:
 
     @property
     def slots(self) -> int:
-        """The number of slots per row, including the prefix's."""
+        """The number of slots per row, including those of the prefix."""
         return self.kv.offset + self.kv.slots
 
     def pending(self) -> tuple[jax.Array, jax.Array]:
-        """Return each row's last token, int32[B], and True if the model has not read it yet, bool[B]."""
+        """Return each row's last token, int32[B], and whether the model has yet to read it, bool[B]."""
         if self.tokens is None:
             return jnp.zeros(self.rows, jnp.int32), jnp.zeros(self.rows, bool)
         last = jnp.take_along_axis(self.tokens, jnp.maximum(self.count - 1, 0)[:, None], axis=1)[:, 0]
         return last, self.count > self.kv.total_length[: self.rows]
 
     def without_padding(self) -> Continuation:
-        """Return the cache without the rows that a mesh adds."""
+        """Return the continuation without the rows that pad the batch for a mesh."""
         return self if self.kv.rows == self.rows else self.reorder(jnp.arange(self.rows))
 
     def crop(self, length: jax.Array | int) -> Continuation:
-        """Keep at most the first `length` tokens of each row, int32[] or int32[B], as a copy.
+        """Return a copy with at most the first `length` tokens of each row, int32[] or int32[B].
 
         A negative length removes that many tokens from the end, as in transformers: `cache.crop(-5)` removes the
         last five tokens, and the next run continues from there.
@@ -75,7 +75,7 @@ class Continuation:
         return dataclasses.replace(self, kv=kv.crop(kept), count=kept)
 
     def reorder(self, rows: jax.Array) -> Continuation:
-        """Return a copy in which row i is row `rows[i]`, int32[n]; a row may occur several times or not at all.
+        """Return a copy in which row i is row `rows[i]`, int32[n]. Rows may be repeated or left out.
 
         Raises:
             InputError: `rows` is not a list of row numbers.
@@ -88,7 +88,7 @@ class Continuation:
     def expand(self, copies: int) -> Continuation:
         """Return a copy with each row repeated `copies` times, like `repeat_interleave`.
 
-        `generate` does not need this: prompts that share a row read it from one place.
+        `generate` does not need this, because prompts can share a row without copying it.
 
         Raises:
             InputError: `copies` is not a positive integer.

@@ -1,8 +1,8 @@
-"""Continuous batching: many sequences in a few slots. When a sequence ends, the next one takes its slot.
+"""Continuous batching: decode many sequences in a few slots. When a sequence ends, the next one takes its slot.
 
 A round reads prompts if a slot is free and no prompt is ready, lets sequences enter, and takes steps until a slot can
-be filled. Each of these is its own loop inside the loop over rounds, because XLA may copy a cache that passes through a
-`lax.cond` in every round.
+be filled. Each of these is a separate loop inside the loop over rounds, because XLA may copy a cache that passes
+through a `lax.cond` in every round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxgen.decoding.stopping import StopReason
 from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import repeat_rows
 
-_STEPS = 4  # maximum per round, so that a streamer does not wait for the end of a row
+_STEPS = 4  # maximum per round, so that a streamer need not wait until a row ends
 
 
 @flax.struct.dataclass
@@ -40,7 +40,7 @@ class Sequences:
 
     Attributes:
         number: int32[n], the number of the prompt; `NOBODY` for no sequence.
-        copy: int32[n], which of the prompt's sequences it is.
+        copy: int32[n], the index of the sequence among those of its prompt.
     """
 
     number: jax.Array
@@ -51,26 +51,26 @@ class Results(Protocol):
     """The results of the sequences. All functions are pure."""
 
     def has_space(self) -> jax.Array:
-        """bool[], False if no more steps can be taken before the results have been read."""
+        """Return False if no more steps can be taken until the results have been read, bool[]."""
         ...
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Any:
-        """Return the results after a step of some rows; `before` is None for rows that have just entered."""
+        """Return the results after a step of the rows. `before` is None for rows that have just entered."""
         ...
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Any:
-        """Return the results after some rows have left their slots."""
+        """Return the results after the rows have left their slots."""
         ...
 
 
 @flax.struct.dataclass
 class Answers(RowState):
-    """The results of all sequences, those of prompt 0 first; empty for a sequence that has not begun.
+    """The results of all sequences, starting with those of prompt 0. Sequences that have not begun have empty results.
 
     Attributes:
-        tokens: int32[rows, N], the generated tokens, then the pad id.
+        tokens: int32[rows, N], the generated tokens, followed by pad ids.
         lengths: int32[rows], the number of generated tokens.
-        reasons: int32[rows], a `StopReason` each.
+        reasons: int32[rows], the `StopReason` of each row.
         logprobs: `[rows, N, ...]`; None unless requested.
     """
 
@@ -81,7 +81,7 @@ class Answers(RowState):
 
     @classmethod
     def from_rows(cls, run: Run, rows: Rows) -> Answers:
-        """Return the results so far of some rows."""
+        """Return the results of the rows so far."""
         tokens = rows.history.generated(run.capacity, run.pad_id)
         return cls(tokens, rows.history.step, rows.reasons, rows.logprobs)
 
@@ -102,17 +102,17 @@ class Answers(RowState):
         return jax.tree.map(lambda x: repeat_rows(x, count), none)
 
     def has_space(self) -> jax.Array:
-        """Always true: there is a place for each sequence."""
+        """Return True: there is a place for each sequence."""
         return jnp.ones((), bool)
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Answers:
-        """Return the results unchanged: the rows record their steps themselves."""
+        """Return the results unchanged, because the rows record their own steps."""
         return self
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
         """Store the results of sequences, except those numbered `NOBODY`."""
         count = self.lengths.shape[0]
-        # Each dropped sequence gets its own index, because the scatter promises unique indices.
+        # Each dropped sequence gets a different index, because the scatter promises unique indices.
         dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
         place = sequences.number * run.needs.sequences + sequences.copy
         place = jnp.where(sequences.number == NOBODY, dropped, place)
@@ -128,13 +128,13 @@ class ContinuousState:
     """State of continuous batching.
 
     Attributes:
-        rows: the state of the mode, with one row per slot; slots whose row has ended are free.
-        sequences: the last sequence in each slot.
+        rows: the state of the mode, with one row per slot. Slots whose row has ended are free.
+        sequences: the latest sequence in each slot.
         pool: the prompts that are about to enter.
         results: the results of the sequences.
         queue: the waiting prompts.
         steps: int32[], the number of steps so far.
-        last: int32[], the number of steps after which the host reads what happened.
+        last: int32[], the number of steps after which the host reads the results.
         finished: bool[], True when all sequences have ended.
     """
 
@@ -155,23 +155,23 @@ class ContinuousState:
 
 @dataclasses.dataclass(frozen=True)
 class Continuous(Mode):
-    """Wraps a mode so that rows can leave and enter. The wrapped mode must have `refills` set."""
+    """Wrapper around a mode that lets rows leave and enter. The wrapped mode must have `refills` set."""
 
     mode: Any
     slots: int
     watched = 1
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Return what the mode needs."""
+        """Return the needs of the wrapped mode."""
         return self.mode.needs(cfg)
 
     def start(self, run: Run, request: Request) -> ContinuousState:
-        """Return the state in which all slots are free and all prompts wait."""
+        """Return the state in which all slots are free and all prompts are waiting."""
         state = self.open(run, Queue.from_request(run, request.complete()))
         return dataclasses.replace(state, results=Answers.empty(run, state.pool.rows))
 
     def open(self, run: Run, queue: Queue, stored: int = 0) -> ContinuousState:
-        """Return the state in which all slots are free, without results, with space for `stored` chunks of prefixes."""
+        """Return a state without results, with all slots free and space for `stored` chunks of prefixes."""
         slots = rows_on(run.mesh, self.slots)
         pool = Pool.open(run, queue, slots, stored)
         nobody = jnp.full(slots, NOBODY, jnp.int32)
@@ -187,15 +187,15 @@ class Continuous(Mode):
         )
 
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Not used: prompts are read only when slots are free, not all at once."""
+        """Raise an error: prompts are read when slots become free, not all at once."""
         raise NotImplementedError("continuous batching starts with `start`")
 
     def step(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take a round."""
+        """Run one round."""
         return self._advance(run, self._fill(run, self._read(run, state)))
 
     def _read(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Read a chunk of each prompt in the pool, if a slot is free and no prompt is ready."""
+        """Read one chunk of each prompt in the pool if a slot is free and no prompt is ready."""
         pool, queue = state.pool, state.queue
         wanted = jnp.any(state.free) & ~jnp.any(pool.ready(run))
 
@@ -234,7 +234,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled, and at least one, so that no row waits for more than one chunk."""
+        """Take steps until a slot can be filled, but at least one, so that rows never wait for more than one chunk."""
         someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:
@@ -255,7 +255,7 @@ class Continuous(Mode):
         return dataclasses.replace(state, rows=rows, results=results, steps=state.steps + steps, finished=finished)
 
     def finish(self, run: Run, state: ContinuousState) -> Decoded:
-        """Return the results, without a cache: the keys and values of most sequences have been replaced."""
+        """Return the results without a cache, because the keys and values of most sequences have been overwritten."""
         answers = _all_answers(run, state)
         return Decoded(answers.tokens, answers.lengths, answers.reasons, Recording(), None, answers.logprobs)
 

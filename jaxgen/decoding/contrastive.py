@@ -1,10 +1,10 @@
-"""Contrastive search (arXiv 2202.06417): `GenerationMixin._contrastive_search` of transformers.
+"""Contrastive search (arXiv 2202.06417): transformers' `GenerationMixin._contrastive_search`.
 
-In each step the model reads the k most likely tokens of each row, its candidates. The row continues with a candidate
-that is likely and whose hidden state differs from those of the row's earlier tokens. The model has therefore already
-read every chosen token, including the last one.
+In each step, the model reads the k most likely next tokens of each row, the candidates. The row continues with a
+candidate that is likely and whose hidden state differs from those of the row's earlier tokens. The model has therefore
+already read every chosen token, including the last one.
 
-A prompt's candidates write to the same slots, so choosing one does not move keys or values.
+The candidates of a prompt write to the same slots, so choosing one does not move any keys or values.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ContrastiveState:
 
     Attributes:
         rows: one row per prompt.
-        cache: keys and values of all tokens of the rows, with k rows per prompt, one for each candidate.
-        read: the model's output for each row's last token, without its cache, records and hidden states.
-        context: float32[rows, W, D], the hidden states of each row's tokens, normed and then scaled to length 1.
+        cache: keys and values of all tokens in the rows, with k rows per prompt, one for each candidate.
+        read: the model's output for each row's last token, without cache, records and hidden states.
+        context: float32[rows, W, D], the normed hidden states of each row's tokens, scaled to length 1.
     """
 
     rows: Rows
@@ -68,7 +68,7 @@ class ContrastiveSearch(Mode):
     )
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """As many candidates as the largest `top_k`, which determines array sizes and so cannot be traced."""
+        """Request as many candidates as the largest `top_k`, which cannot be traced because it sets array sizes."""
         if is_tracer(cfg.top_k):
             raise ConfigError(
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
@@ -78,7 +78,7 @@ class ContrastiveSearch(Mode):
         return Needs(candidates=max(1, candidates), final_states=True)
 
     def begin(self, run: Run, prefilled: Prefilled) -> ContrastiveState:
-        """Return the rows before anything is generated: the first step chooses the first token."""
+        """Return the rows before any token is generated. The first step chooses the first token."""
         hidden = prefilled.read.hidden
         assert hidden is not None
         hidden = guidance.conditional_part(run.cfg, hidden)
@@ -90,7 +90,7 @@ class ContrastiveSearch(Mode):
         )
 
     def step(self, run: Run, state: ContrastiveState) -> ContrastiveState:
-        """Run the candidates of each row through the model and append the best one."""
+        """Run the candidates of each row through the model, and append the best one."""
         logits, scores, rows = observe(run, state.rows, state.read, 0, state.rows.live)
         scores = process(run, rows, scores)
         failed = failure(jnp.max(scores, axis=-1))
@@ -103,7 +103,7 @@ class ContrastiveSearch(Mode):
             similarity = _similarity(hidden, state.context, rows.history.total_length)
             alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
-            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # the most likely one in a tie
+            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely one
 
         # int32[rows], indices of the candidates' rows
         best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen
@@ -133,14 +133,14 @@ class ContrastiveSearch(Mode):
 
 
 def _carried(read: Forward) -> Forward:
-    """Return the part of the model's output that the next step reads."""
+    """Return the part of the model's output that the next step needs."""
     return dataclasses.replace(read, out=None, cache=None, hidden=None)
 
 
 def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the candidates of each row, most likely first: tokens int32[rows, k] and probabilities float32[rows, k].
 
-    The third value is bool[rows, k], False for a token that is banned, or beyond the row's own `top_k`.
+    The third value is bool[rows, k], False for tokens that are banned or beyond the row's own `top_k`.
     """
     count = run.needs.candidates
     with jax.named_scope("candidates"):
@@ -152,10 +152,10 @@ def _candidates(run: Run, rows: Rows, scores: jax.Array) -> tuple[jax.Array, jax
 
 
 def _read(run: Run, rows: Rows, tokens: jax.Array, live: jax.Array, cache: KVCache) -> tuple[Forward, Rows]:
-    """Run the candidates `tokens int32[rows, k]` of the live rows through the model, each as a row of its own.
+    """Run the candidates `tokens int32[rows, k]` of the live rows through the model, each in a separate row.
 
     Returns:
-        The model's output for k rows per row, and these rows with the hook's new state.
+        The model's output for k candidate rows per row, and these candidate rows with the hook's new state.
     """
     count = tokens.shape[1]
     candidates = dataclasses.replace(rows, recording=Recording(), cache_ids=None).fork(count)
@@ -174,12 +174,12 @@ def _direction(hidden: jax.Array) -> jax.Array:
 
 
 def _similarity(hidden: jax.Array, context: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the largest cosine between each candidate and the tokens before it, float32[rows, k].
+    """Return the largest cosine similarity of each candidate to the tokens before it, float32[rows, k].
 
     Args:
-        hidden: float32[rows, k, D], the candidates' hidden states, scaled to length 1.
-        context: float32[rows, W, D], those of the rows' tokens.
-        length: int32[rows], the number of tokens of each row.
+        hidden: float32[rows, k, D], the hidden states of the candidates, scaled to length 1.
+        context: float32[rows, W, D], the hidden states of the rows' tokens, scaled to length 1.
+        length: int32[rows], the number of tokens in each row.
     """
     cosine = jnp.einsum("bkd,bsd->bks", hidden, context, precision=lax.Precision.HIGHEST)
     filled = jnp.arange(context.shape[1], dtype=jnp.int32)[None, :] < length[:, None]

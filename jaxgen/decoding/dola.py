@@ -1,7 +1,7 @@
-"""DoLa (arXiv 2309.03883): a token's score is its log-probability minus that of an earlier layer.
+"""DoLa (arXiv 2309.03883): a token's score is its log-probability minus its log-probability in an earlier layer.
 
-`GenerationMixin._dola_decoding` of transformers 4.45.2, except that each row chooses its own layer. The hidden states
-of an earlier layer go through the head without the final norm.
+This follows `GenerationMixin._dola_decoding` in transformers 4.45.2, except that each row chooses its own layer. The
+hidden states of an earlier layer pass through the head without the final norm.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from jaxgen.decoding.sample import Sample, append, process
 from jaxgen.errors import ConfigError
 from jaxgen.model.causal_lm import head
 
-# Tokens whose probability is below this fraction of the highest one are banned.
+# Tokens with a probability below this fraction of the highest probability are banned.
 _RELATIVE_TOP = 0.1
 # In models with more layers than _DEEP, "low" and "high" use only the first and last _DEEP_REACH of them.
 _DEEP, _DEEP_REACH = 40, 20
 
 
 class Dola(Sample):
-    """Greedy search or sampling by contrasted scores."""
+    """Greedy search or sampling with contrasted scores."""
 
     takes_draft = replays = False
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """The states of all layers; the head is applied to the candidates too."""
+        """Request the states of all layers, because the head is also applied to the candidate layers."""
         return Needs(sequences=cfg.num_return_sequences, layer_states=True)
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-        """Choose each row's token by its contrasted scores, and append it to the live rows."""
+        """Choose a token for each row from its contrasted scores, and append it to the live rows."""
         logits, scores, rows = observe(
             run, rows, read, column, live, functools.partial(contrast, run, rows.options.get("adapter"))
         )
@@ -50,10 +50,10 @@ class Dola(Sample):
 
 
 def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
-    """Return the layers that `dola_layers` stands for; 0 is the embeddings.
+    """Return the candidate layers that `dola_layers` selects. Layer 0 is the embeddings.
 
     Raises:
-        ConfigError: the model lacks one of the layers, or no layer is left.
+        ConfigError: the model does not have one of the layers, or no layer is left.
     """
     model = cfg.model
     layers, given = model.num_hidden_layers, cfg.dola_layers
@@ -80,11 +80,11 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
 
 
 def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tuple[jax.Array, ...]) -> jax.Array:
-    """Return the contrasted scores of the first stream, and the unchanged logits of the others.
+    """Return the contrasted scores of the first stream and the unchanged logits of the others.
 
     Args:
         run: the constants.
-        adapter: int32[rows], the adapter of each row; None for none.
+        adapter: int32[rows], the adapter of each row, or None.
         logits: float32[streams * rows, V].
         states: L + 1 arrays `[streams * rows, D]`.
     """
@@ -98,7 +98,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
 
 
 def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
-    """Subtract the log-probabilities of the layer that differs most, in each row; ban unlikely tokens.
+    """Subtract the log-probabilities of the layer that differs most in each row, and ban unlikely tokens.
 
     Args:
         mature: float32[rows, V], the model's logits.
@@ -115,18 +115,18 @@ def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
 def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -> jax.Array:
     """Return the processed scores, float32[rows, V], or those of `without_dola` in rows with no token left.
 
-    DoLa leaves only likely tokens. Processors or a grammar may ban all of them; transformers then chooses token 0.
+    DoLa keeps only likely tokens. If processors or a grammar ban all of them, transformers chooses token 0.
     """
     banned = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
     return lax.cond(jnp.any(banned), lambda: jnp.where(banned, without_dola(), processed), lambda: processed)
 
 
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
-    """float32[C, rows]: how far each layer's distribution is from the mature one.
+    """Return how far the distribution of each layer is from the mature one, float32[C, rows].
 
-    This is transformers' form of the Jensen-Shannon divergence: the mean of the average distribution's divergences from
-    both. Tokens that a hook has banned are not counted. `log_mature` is float32[1, rows, V], `log_premature`
-    float32[C, rows, V].
+    This is transformers' variant of the Jensen-Shannon divergence: the mean of the divergences of the average
+    distribution from both. Tokens that a hook has banned are not counted. `log_mature` is float32[1, rows, V], and
+    `log_premature` is float32[C, rows, V].
     """
     average = 0.5 * (jnp.exp(log_mature) + jnp.exp(log_premature))
     log_average = jnp.log(jnp.where(average > 0, average, 1))

@@ -1,6 +1,6 @@
-"""Drafts for assisted generation: from a smaller model, or by looking up the row's last tokens in the row itself.
+"""Drafts for assisted generation, from a smaller model or by looking up a row's last tokens in the row itself.
 
-A drafter is a few pure functions over its own state (`Drafter`). A draft never changes what is generated.
+A drafter consists of pure functions on a state of its own (`Drafter`). A draft never changes the generated text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxgen.decoding.sample import choose, process
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.model.cache import KVCache
 
-# The heuristic schedule drafts at most this multiple of `num_assistant_tokens`; it sets the width of the model's pass.
+# The heuristic schedule drafts at most this multiple of `num_assistant_tokens`. It limits the width of a model pass.
 _GROWTH = 2
 
 
@@ -31,7 +31,7 @@ class Draft:
     """Drafted tokens.
 
     Attributes:
-        tokens: int32[B, T].
+        tokens: int32[B, T], the drafted tokens of each row.
         count: int32[B], the number of drafted tokens; 0 for a finished row.
     """
 
@@ -43,15 +43,15 @@ class Drafter(Protocol):
     """A source of drafts."""
 
     def begin(self, run: Run, rows: Rows) -> Any:
-        """Return the state for these rows, which already have their first token."""
+        """Return the initial state for these rows, which already contain their first generated token."""
         ...
 
     def propose(self, run: Run, rows: Rows, state: Any) -> tuple[Draft, Any]:
-        """Draft the next tokens of each row, leaving at least one token of its budget for the model to choose."""
+        """Draft the next tokens of each row, leaving at least one token of its budget to the model."""
         ...
 
     def update(self, run: Run, state: Any, rows: Rows, accepted: jax.Array) -> Any:
-        """Return the state after each row was extended by `accepted int32[B]` drafted tokens and one more."""
+        """Return the state after each row has been extended by `accepted int32[B]` drafted tokens and one more."""
         ...
 
 
@@ -61,16 +61,16 @@ def drafter_of(run: Run) -> Drafter:
 
 
 class PromptLookup:
-    """Drafts what followed an earlier occurrence of the row's last tokens: `PromptLookupCandidateGenerator`.
+    """Drafter that copies text after an earlier occurrence of the last tokens, like `PromptLookupCandidateGenerator`.
 
-    Uses the first occurrence of the longest n-gram at the row's end that also occurs earlier.
+    It uses the first occurrence of the longest n-gram at the end of the row that also occurs earlier.
     """
 
     def begin(self, run: Run, rows: Rows) -> None:
         """Return no state."""
 
     def propose(self, run: Run, rows: Rows, state: None) -> tuple[Draft, None]:
-        """Draft up to `prompt_lookup_num_tokens` tokens, copied from the row."""
+        """Draft up to `prompt_lookup_num_tokens` tokens by copying them from the row."""
         assert run.cfg.prompt_lookup_num_tokens is not None
         history, width = rows.history, _within(run, run.cfg.prompt_lookup_num_tokens)
         start = first_occurrence(history.ids, history.length, run.cfg.max_matching_ngram_size or 2)
@@ -86,8 +86,8 @@ class DraftState:
     """State of a draft model.
 
     Attributes:
-        cache: its keys and values, for all known tokens of a row except the last one or two.
-        wanted: int32[B], how many tokens to draft next.
+        cache: the draft model's keys and values for all tokens of a row except the last one or two.
+        wanted: int32[B], the number of tokens to draft next.
     """
 
     cache: KVCache
@@ -95,9 +95,9 @@ class DraftState:
 
 
 class DraftModel:
-    """Drafts with the model of `run.draft`: `AssistedCandidateGenerator`.
+    """Drafter that uses the model of `run.draft`, like `AssistedCandidateGenerator`.
 
-    It uses the processors, warpers, stopping rules and random numbers of the run.
+    It applies the processors, warpers, stopping rules and random numbers of the run.
     """
 
     def begin(self, run: Run, rows: Rows) -> DraftState:
@@ -111,7 +111,7 @@ class DraftModel:
         return DraftState(read.cache.grow(run.capacity), wanted)
 
     def propose(self, run: Run, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
-        """Draft each row's wanted number of tokens, fewer if its text ends or the draft model is not confident."""
+        """Draft the wanted number of tokens for each row; fewer if the row ends or the draft model is not confident."""
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
         threshold, length = rows.options.get("assistant_confidence_threshold"), rows.history.length
@@ -135,7 +135,7 @@ class DraftModel:
         return draft, dataclasses.replace(state, cache=cache)
 
     def update(self, run: Run, state: DraftState, rows: Rows, accepted: jax.Array) -> DraftState:
-        """Drop the rejected tokens; draft more next time if all were accepted, otherwise fewer."""
+        """Drop the rejected tokens. Draft more tokens next time if all were accepted, otherwise fewer."""
         surplus = jnp.maximum(state.cache.total_length - (rows.history.length - 1), 0)
         wanted = state.wanted
         if _draft_of(run).cfg.num_assistant_tokens_schedule != "constant":
@@ -144,12 +144,12 @@ class DraftModel:
 
 
 def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
-    """Find where the last tokens of each row occurred first.
+    """Find the first occurrence of the last tokens of each row.
 
     Args:
-        ids: int32[B, W], of which the first `length` belong to the row.
-        length: int32[B].
-        most: the maximum number of tokens to compare; if they do not occur, fewer are compared.
+        ids: int32[B, W], the tokens of each row, padded.
+        length: int32[B], the number of tokens in each row.
+        most: the maximum number of tokens to match; if there is no match, fewer tokens are tried.
 
     Returns:
         int32[B], the column after the occurrence; `length` if not even the last token occurs earlier.
@@ -170,7 +170,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """int32[B]: how many tokens may be drafted, one less than the remaining budget; 0 for a finished row."""
+    """Return how many tokens may be drafted, int32[B]: one less than the remaining budget; 0 for a finished row."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 
@@ -187,12 +187,12 @@ def _width(run: Run) -> int:
 
 
 def _within(run: Run, count: int) -> int:
-    """Clip a number of tokens to draft to what a row can generate after its first token, but at least 1."""
+    """Limit the number of tokens to draft to what a row can generate after its first token, but to at least 1."""
     return max(min(count, run.capacity - 1), 1)
 
 
 def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tokens:
-    """Return the tokens that are not in the draft model's cache: the last one or two of each row."""
+    """Return the tokens that are not yet in the draft model's cache: the last one or two of each row."""
     missing = rows.history.length - cache.total_length
     last, number = rows.history.last(2), jnp.arange(2)[None, :]
     ids = jnp.where((missing == 2)[:, None], last, last[:, ::-1])
@@ -200,12 +200,12 @@ def _unread(drafting: Run, rows: Rows, cache: KVCache, active: jax.Array) -> Tok
 
 
 def _known(drafting: Run, ids: jax.Array) -> jax.Array:
-    """Clip ids to the draft model's vocabulary, which may be padded less than the model's."""
+    """Clip ids to the draft model's vocabulary, which may have less padding than the model's."""
     return jnp.clip(ids, 0, drafting.model.vocab_size - 1)
 
 
 def _resized(logits: jax.Array, vocab: int) -> jax.Array:
-    """Return logits over the model's vocabulary, `[B, vocab]`; the draft model's may be padded differently."""
+    """Resize the draft model's logits to the model's vocabulary, `[B, vocab]`, which may be padded differently."""
     missing = max(vocab - logits.shape[1], 0)
     return jnp.pad(logits[:, :vocab], ((0, 0), (0, missing)), constant_values=-jnp.inf)
 

@@ -1,4 +1,4 @@
-"""The caller's additions to a run: processors, criteria, a grammar, stop strings, a hook."""
+"""The caller's additions to a run: processors, criteria, a grammar, stop strings and a hook."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Extensions:
     Attributes:
         processors: functions `(History, scores float32[rows, V]) -> scores`.
         criteria: functions `(History, scores float32[rows, V]) -> bool[rows]`, called after a token is appended.
-        allowed: determines which tokens may follow; None for all.
-        stop_strings: their automaton, or None.
-        hook: called around the model's forward pass, or None.
+        allowed: the automaton or function that determines which tokens may follow; None allows all tokens.
+        stop_strings: the automaton of the stop strings, or None.
+        hook: an object that is called before and after each pass of the model, or None.
     """
 
     processors: tuple[Any, ...] = ()
@@ -39,7 +39,7 @@ class Extensions:
 
 @jax.tree_util.register_pytree_node_class
 class StaticCallable:
-    """Wraps a non-pytree object as a leafless pytree; compared by identity. The object is part of the program."""
+    """A non-pytree object, wrapped as a pytree without leaves. It is part of the program, and compared by identity."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -52,7 +52,7 @@ class StaticCallable:
         return getattr(self.value, name)
 
     def tree_flatten(self):
-        """No leaves."""
+        """Return no leaves."""
         return (), self.value
 
     @classmethod
@@ -62,13 +62,13 @@ class StaticCallable:
 
 
 def as_pytree(value: Any) -> Any:
-    """Return a function or object itself if it is a pytree, else wrapped in a pytree without leaves."""
+    """Return a function or object unchanged if it is a pytree; otherwise wrap it in a pytree without leaves."""
     leaves = jax.tree.leaves(value)
     return StaticCallable(value) if len(leaves) == 1 and leaves[0] is value else value
 
 
 def functions(name: str, given: Sequence[Callable]) -> tuple[Any, ...]:
-    """Check a list of functions and return pytrees that can be called."""
+    """Check a list of functions, and return them as callable pytrees."""
     if callable(given):
         raise TypeError(f"{name} must be a list of functions: pass [function]")
     if not isinstance(given, Sequence) or not all(map(callable, given)):
@@ -98,9 +98,9 @@ def check_arguments(name: str, function: Any, *arguments: str) -> None:
 
 @flax.struct.dataclass
 class HostFunction:
-    """`prefix_allowed_tokens_fn`, called on the host in every step for every row that is not finished.
+    """`prefix_allowed_tokens_fn`, called on the host in every step for every unfinished row.
 
-    The compiled program identifies it by a number, so that a different function does not recompile.
+    The compiled program identifies the function by a number, so a different function does not cause a recompilation.
     """
 
     number: jax.Array | np.ndarray
@@ -108,7 +108,7 @@ class HostFunction:
     beams: int = flax.struct.field(pytree_node=False, default=1)
 
     def __call__(self, history: History) -> jax.Array:
-        """bool[rows, V]: the tokens that the function allows."""
+        """Return the tokens that the function allows, bool[rows, V]."""
         shape = jax.ShapeDtypeStruct((history.ids.shape[0], self.vocab), np.dtype(bool))
         ask = functools.partial(_ask, self.vocab, self.beams)
         return jax.pure_callback(ask, shape, self.number, history.ids, history.length, history.done)
@@ -119,11 +119,11 @@ _CALLED: dict[int, HostCalls] = {}
 
 
 class HostCalls:
-    """A function that compiled programs may call by number.
+    """A function that compiled programs can call by number.
 
-    In an eager call of generate(), an exception in the function is stored in `error` and every row ends; the number is
-    released at the end of the call. Under the caller's own jit, the number is part of the program and stays valid, and
-    an exception in the function surfaces as a JAX error.
+    In an eager call of generate(), an exception in the function is stored in `error` and every row ends. The number is
+    released at the end of the call. Under the caller's jit, the number is part of the program and stays valid, and an
+    exception in the function surfaces as a JAX error.
     """
 
     def __init__(self, function: Callable[[int, np.ndarray], Sequence[int]], vocab: int, beams: int, eager: bool):
@@ -134,7 +134,7 @@ class HostCalls:
 
     @property
     def pytree(self) -> HostFunction:
-        """The argument to the compiled program."""
+        """The function as an argument of a compiled program."""
         return HostFunction(np.asarray(self.number, np.int32), self.vocab, self.beams)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class HostCalls:
         _CALLED.pop(self.number, None)
 
     def allowed(self, row: int, ids: np.ndarray) -> np.ndarray:
-        """Return the allowed ids of a row, int[n], after checking what the function returns."""
+        """Call the function for a row, check its result, and return the allowed ids, int[n]."""
         tokens = list(self.function(row, ids))
         if not tokens:
             raise InputError(f"prefix_allowed_tokens_fn returned no token for row {row}: it must allow at least one")
@@ -159,7 +159,7 @@ def _ask(vocab: int, beams: int, number, ids, length, done) -> np.ndarray:
     result = np.zeros((len(ids), vocab), bool)
     ids, length, done = (np.asarray(x) for x in (ids, length, done))
     if calls.error is not None:
-        return result  # no token for any row: the run ends, and generate() raises the error
+        return result  # allow no tokens, so that the run ends and generate() raises the error
     for row in np.flatnonzero(~done):
         try:
             result[row, calls.allowed(int(row) // beams, ids[row, : length[row]])] = True

@@ -1,4 +1,4 @@
-"""The model's pass over the rows of a run: over the prompts, whole or in chunks, or over each row's newest tokens."""
+"""Run the model over the prompts, at once or in chunks, or over the newest tokens of each row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxgen.model.cache import KVCache
 from jaxgen.model.causal_lm import ModelOutput, embed, forward
 from jaxgen.shapes import pad_axis, where
 
-# Scores float32[streams * rows, V] from logits of that shape and the layers' states, L + 1 of `[streams * rows, D]`.
+# A function from logits float32[streams * rows, V] and L + 1 hidden states `[streams * rows, D]` to scores.
 Score = Callable[[jax.Array, tuple[jax.Array, ...]], jax.Array]
 
 
@@ -33,9 +33,9 @@ class ModelInputs:
     Attributes:
         mask: bool[streams * rows, T], True for tokens.
         ids: int32[streams * rows, T], or None.
-        inputs_embeds: `[streams * rows, T, D]` in place of ids, or None.
-        position_ids: int32[streams * rows, T], or None for each token's index in its row.
-        key_mask: bool[streams * rows, W], which tokens of the row may be attended to, or None for all.
+        inputs_embeds: `[streams * rows, T, D]` instead of ids, or None.
+        position_ids: int32[streams * rows, T], or None to use each token's index in its row.
+        key_mask: bool[streams * rows, W], the tokens of the row that may be attended to, or None for all.
         adapter: int32[streams * rows], the adapter of each row, or None for none.
     """
 
@@ -48,11 +48,11 @@ class ModelInputs:
 
     @property
     def length(self) -> jax.Array:
-        """int32[streams * rows], the number of tokens of each row."""
+        """int32[streams * rows], the number of tokens in each row."""
         return jnp.sum(self.mask, axis=-1, dtype=jnp.int32)
 
     def columns(self, first: jax.Array, size: int) -> ModelInputs:
-        """Return `size` columns from column `first` on, int32[] or int32[rows]; columns past a row's end are masked."""
+        """Return `size` columns starting at `first`, int32[] or int32[rows]. Columns past the end are masked."""
         if first.ndim:
             column = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
             within = column < self.mask.shape[1]
@@ -76,12 +76,12 @@ class Forward:
     """Result of one pass over T tokens per row.
 
     Attributes:
-        logits: float32[streams * rows, n, V], of all T positions or of the last one.
-        states: L + 1 arrays `[streams * rows, n, D]` for these positions, for the hook and `Needs.layer_states`;
+        logits: float32[streams * rows, n, V], at all T positions or at the last one.
+        states: L + 1 arrays `[streams * rows, n, D]` at these positions, for the hook and `Needs.layer_states`;
             otherwise empty.
-        out: hidden states and attention weights of all T positions, if asked for.
+        out: hidden states and attention weights at all T positions, if requested.
         cache: the cache, with the tokens added.
-        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states of all T positions, for
+        hidden: `[streams * rows, T, D]`, the last layer's normed hidden states at all T positions, for
             `Needs.final_states`; otherwise None.
     """
 
@@ -95,14 +95,14 @@ class Forward:
 def run_prompts(
     run: Run, rows: Rows, tokens: Tokens, cache: KVCache, *, cache_is_empty: bool, following: int = 0
 ) -> tuple[Forward, Rows]:
-    """Run the prompts through the model, whole or in chunks; return the logits of each row's last token.
+    """Run the prompts through the model, at once or in chunks, and return the logits at each row's last token.
 
     Args:
         run: the constants.
-        rows: returned with the hook's new state.
+        rows: the rows, which are returned with the hook's new state.
         tokens: the prompts, in all streams.
-        cache: the preceding tokens; extended by `tokens`.
-        cache_is_empty: there are no preceding tokens; this lets the CPU path skip keys after the last query.
+        cache: a cache of the preceding tokens, to which `tokens` are added.
+        cache_is_empty: there are no preceding tokens. On a CPU, keys after the last query can then be skipped.
         following: the number of slots that generation will add, for the hook's attention mask.
     """
     inputs, rows = inputs_of(run, rows, tokens, cache, following)
@@ -120,10 +120,10 @@ def run_model(
 
     Args:
         run: the constants.
-        rows: returned with the hook's new state.
+        rows: the rows, which are returned with the hook's new state.
         tokens: the tokens to read, a few for each row.
-        cache: the preceding tokens; extended by `tokens`.
-        all_logits: return the logits of all positions, not only those of each row's last token.
+        cache: a cache of the preceding tokens, to which `tokens` are added.
+        all_logits: return the logits at all positions, not only at each row's last token.
     """
     if run.guided:
         tokens = guidance.stack(run.cfg, tokens)
@@ -132,9 +132,9 @@ def run_model(
 
 
 def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: int = 0) -> tuple[ModelInputs, Rows]:
-    """Return the inputs for `tokens`, which the hook may change, and the rows with its new state.
+    """Return the inputs for `tokens`, which the hook may change, and the rows with the hook's new state.
 
-    Arguments are those of `run_prompts`.
+    The arguments are as in `run_prompts`.
     """
     if run.extensions.hook is not None:
         inputs, rows = _before(run, rows, tokens, cache, following)
@@ -147,10 +147,10 @@ def inputs_of(run: Run, rows: Rows, tokens: Tokens, cache: KVCache, following: i
 def observe(
     run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array, score: Score | None = None
 ) -> tuple[jax.Array, jax.Array, Rows]:
-    """Return the logits of a column, float32[rows, V], the processors' input scores, and the rows.
+    """Return the logits in a column, float32[rows, V], the scores to be processed, and the rows.
 
-    The scores are the logits, or the result of `score`, after guidance. The hook sees the column first and may change
-    its logits; the hook's state changes only in the rows that are `live bool[rows]`.
+    The scores are the logits or the result of `score`, after guidance. The hook sees the column first and may change
+    its logits. The hook's state changes only in the rows that are `live bool[rows]`.
     """
     logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
     hook = run.extensions.hook
@@ -179,7 +179,7 @@ def begin_hook(run: Run, rows: Rows) -> Rows:
 
 
 def _with_hook(run: Run, rows: Rows, state: Any, live: jax.Array) -> Rows:
-    """Return the rows with the hook's new state; rows that are not live keep theirs."""
+    """Return the rows with the hook's new state. Rows that are not live keep their old state."""
     split = guidance.split(run.cfg, state)
     return dataclasses.replace(rows, hook=where(live, split, rows.hook))
 
@@ -210,9 +210,9 @@ def _pair(name: str, result: Any, kind: type) -> tuple[Any, Any]:
 def in_one_pass(
     run: Run, inputs: ModelInputs, cache: KVCache, column: jax.Array | None, start: int | None = None
 ) -> Forward:
-    """Run all tokens at once, from slot `start` on; return the logits of `column int32[rows]`, or of all columns.
+    """Run all tokens at once, starting at slot `start`; return the logits in `column int32[rows]`, or in all columns.
 
-    Without `start`, each row's tokens follow the tokens in its cache.
+    Without `start`, the tokens of each row follow those in its cache.
     """
     if inputs.mask.shape[1] == 1:
         column = None
@@ -242,7 +242,7 @@ def in_one_pass(
 
 
 def _in_chunks(run: Run, inputs: ModelInputs, cache: KVCache, last: jax.Array, chunk: int) -> Forward:
-    """Run the tokens in chunks of columns; return the logits of column `last int32[rows]`."""
+    """Run the tokens in chunks of columns, and return the logits in column `last int32[rows]`."""
     model = run.model
     rows, width = inputs.mask.shape
     inputs = inputs.padded(-(-width // chunk) * chunk)

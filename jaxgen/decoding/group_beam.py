@@ -1,7 +1,7 @@
-"""Diverse beam search (arXiv 1610.02424): `GenerationMixin._group_beam_search` of transformers.
+"""Diverse beam search (arXiv 1610.02424): transformers' `GenerationMixin._group_beam_search`.
 
-Each prompt has one search per group of beams. In each step, the groups choose one after the other, and
-`diversity_penalty` lowers the scores of the tokens that earlier groups have chosen.
+Each prompt has one search per group of beams. In each step, the groups choose their tokens one after the other, and
+`diversity_penalty` lowers the scores of tokens that earlier groups have chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class GroupBeamSearch(BeamSearch):
     """Diverse beam search. Each prompt has one search per group, in consecutive rows."""
 
     def beams_per_search(self, run: Run) -> int:
-        """Return the number of beams of one group, k."""
+        """Return the number of beams per group, k."""
         return run.cfg.num_beams // run.cfg.num_beam_groups
 
     def grow(
@@ -50,7 +50,7 @@ class GroupBeamSearch(BeamSearch):
 
 
 def _of_group(x: jax.Array, prompts: int, groups: int, group: int) -> jax.Array:
-    """Return the part of `x [prompts * groups * n, ...]` that belongs to a group, `[prompts * n, ...]`."""
+    """Return the part of `x [prompts * groups * n, ...]` for one group, `[prompts * n, ...]`."""
     return x.reshape(prompts, groups, -1, *x.shape[1:])[:, group].reshape(-1, *x.shape[1:])
 
 

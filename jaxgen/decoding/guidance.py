@@ -1,7 +1,7 @@
 """Classifier-free guidance (arXiv 2306.17806): the model reads each row in two streams, with and without its prompt.
 
-`UnbatchedClassifierFreeGuidanceLogitsProcessor` of transformers, in one forward pass: the streams are stacked, with the
-rows that have the prompt first. `StepHook` documents that order; the recording and the result's cache use these rows.
+This is transformers' `UnbatchedClassifierFreeGuidanceLogitsProcessor` in a single pass: the streams are stacked, and
+the rows with the prompt come first, as documented in `StepHook`. Only these rows are recorded and kept in the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def streams(cfg: GenerationConfig) -> int:
 
 
 def stack(cfg: GenerationConfig, tree: Any) -> Any:
-    """Repeat arrays `[rows, ...]` for each stream: `[streams * rows, ...]`."""
+    """Repeat arrays `[rows, ...]` once per stream: `[streams * rows, ...]`."""
     count = streams(cfg)
     return tree if count == 1 else jax.tree.map(lambda x: jnp.concatenate([x] * count), tree)
 
@@ -45,7 +45,7 @@ def join(trees: tuple[Any, ...]) -> Any:
 
 
 def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
-    """Append the negative prompts as rows; by default, a prompt's last token is its negative prompt."""
+    """Append the negative prompts as rows. By default, the last token of a prompt is its negative prompt."""
     negative = Tokens(prompt.last(), jnp.ones((prompt.ids.shape[0], 1), bool))
     if request.negative_ids is not None and request.negative_mask is not None:
         negative = run.pad(Tokens.align(request.negative_ids, request.negative_mask))
@@ -61,12 +61,12 @@ def with_negative(run: Run, request: Request, prompt: Tokens) -> Tokens:
 
 
 def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
-    """Return a cache with the rows of `kv`, repeated for the prompts, and an empty row for each negative prompt."""
+    """Return a cache with the rows of `kv`, repeated for all prompts, and an empty row for each negative prompt."""
     return jax.tree.map(lambda x: pad_axis(x, 0, 2 * prompts), kv.expand(prompts // kv.rows))
 
 
 def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
-    """Return the rows with the prompt, `[rows, ...]`, of `x [streams * rows, ...]`."""
+    """Return the rows of `x [streams * rows, ...]` that have the prompt, `[rows, ...]`."""
     return split(cfg, x)[0]
 
 
@@ -74,14 +74,14 @@ def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> ja
     """Return the guided scores, float32[rows, V], from the scores of both streams."""
     conditional, unconditional = split(cfg, scores)
     scale = RowOptions(cfg, options).number("guidance_scale")
-    # A scale of 1 means no guidance: with one scale per prompt, such a prompt keeps its scores.
+    # A scale of 1 means no guidance. With one scale per prompt, such a prompt keeps its scores.
     return jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
 
 
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
-    """Return the cache rows, in all streams, that belong to rows `rows int32[m]` out of `count`.
+    """Return the cache rows, in all streams, for rows `rows int32[m]` out of `count`.
 
-    A row number of `count` or more becomes one past the cache's rows.
+    A row number of `count` or more becomes a number past the end of the cache.
     """
     parts = streams(cfg)
     first = jnp.arange(parts, dtype=jnp.int32)[:, None] * count
@@ -89,5 +89,5 @@ def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Arr
 
 
 def conditional(cfg: GenerationConfig, kv: KVCache) -> KVCache:
-    """Return the cache of the rows with the prompt."""
+    """Return the cache of the rows that have the prompt."""
     return kv.take_rows(kv.rows // streams(cfg))

@@ -1,4 +1,4 @@
-"""The user's own functions around every step, which can change the model's inputs and its logits."""
+"""User-defined functions that run before and after every step, and can change the model's inputs and logits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxgen.shapes import short_repr
 
 @flax.struct.dataclass
 class StepInputs:
-    """Inputs of the model in a step: T = 1 token per row, or all tokens of the prompts in the first step.
+    """Inputs of the model in a step: all tokens of the prompts in the first step, and one token per row after that.
 
     Attributes:
-        ids: int32[rows, T], the tokens, read-only: the model reads `inputs_embeds`.
-        inputs_embeds: `[rows, T, D]`, their embeddings.
-        position_ids: int32[rows, T], their positions, for RoPE.
-        attention_mask: bool[rows, W], which tokens of the row may be attended to, starting with its first token.
+        ids: int32[rows, T], the tokens; read-only, because the model reads `inputs_embeds`.
+        inputs_embeds: `[rows, T, D]`, the embeddings of the tokens.
+        position_ids: int32[rows, T], the positions of the tokens, for RoPE.
+        attention_mask: bool[rows, W], the tokens of the row that may be attended to, starting with its first token.
         real: bool[rows, T], False for padding, which follows the tokens of each prompt; read-only.
     """
 
@@ -37,8 +37,8 @@ class StepOutput:
     """Outputs of the model for the last token of each row.
 
     Attributes:
-        logits: float32[rows, V], before any processor.
-        hidden_states: L + 1 arrays `[rows, D]`, the embedding first; the last one is normed; read-only.
+        logits: float32[rows, V], before any processors.
+        hidden_states: L + 1 arrays `[rows, D]`, embeddings first; the last one is normed. Read-only.
     """
 
     logits: jax.Array
@@ -50,14 +50,14 @@ class StepOutput:
 class StepHook:
     """Base class of hooks, which `generate(..., hook=)` calls around each step.
 
-    Hooks replace overriding `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation` of transformers'
-    models. Override the methods that you need with pure functions. The state is your own pytree. The first axis of all
-    its arrays is the rows, so that it can be repeated and reordered with them: the first step has one row per prompt,
-    later steps have one per sequence. With `guidance_scale`, the rows without the prompt come after the others. With
-    `slots`, a call has a few prompts while they are read, one row when a sequence enters, and then one row per slot.
+    Hooks replace transformers' `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation`. Override
+    the methods that you need with pure functions. The state can be any pytree in which the first axis of every array is
+    the rows, so that it can be repeated and reordered with them. The first step has one row per prompt, and later steps
+    have one row per sequence. With `guidance_scale`, the rows without the prompt come last. With `slots`, there are
+    rows for a few prompts during prefill, for one sequence when it enters, and then for all slots.
 
-    A hook that contains arrays should be a `flax.struct.dataclass`, so that they are arguments of the compiled program
-    and not constants in it. Any other hook is part of the program, and a new object triggers recompilation.
+    A hook that contains arrays should be a `flax.struct.dataclass`, so that the arrays are arguments of the compiled
+    program and not constants. Any other hook is part of the program, so a new object triggers a recompilation.
     """
 
     def init(self, history: History) -> Any:
@@ -65,9 +65,9 @@ class StepHook:
         return ()
 
     def before(self, state: Any, history: History, inputs: StepInputs) -> tuple[StepInputs, Any]:
-        """Change the model's inputs."""
+        """Optionally change the model's inputs."""
         return inputs, state
 
     def after(self, state: Any, history: History, output: StepOutput) -> tuple[StepOutput, Any]:
-        """Inspect the output, and change the logits."""
+        """Inspect the model's output, and optionally change the logits."""
         return output, state

@@ -1,4 +1,4 @@
-"""The tokens and ends of rows in order of occurrence, for a host that reads them from time to time."""
+"""A journal of new tokens and ended rows in chronological order, which the host reads periodically."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jaxgen.decoding.queue import NOBODY
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 
-NO_TOKEN = -1  # in an entry that only ends a sequence
+NO_TOKEN = -1  # the token in an entry that only ends a sequence
 
 
 @flax.struct.dataclass
 class Journal:
-    """Entries since the journal was last cleared, each a row of numbers.
+    """Entries since the journal was last cleared. Each entry is a row of numbers.
 
     The columns are the prompt's number, the sequence's number within the prompt, the token or `NO_TOKEN`, and the
-    `StopReason` or 0. If log-probabilities are recorded, the next columns are the bits of the token's log-probability,
+    `StopReason` or 0. If log-probabilities are recorded, more columns follow: the bits of the token's log-probability,
     the ids of the most likely tokens, and the bits of their log-probabilities.
 
     Attributes:
-        entries: int32[E, C].
+        entries: int32[E, C], the entries, followed by unused rows.
         count: int32[], the number of entries.
-        rows: the number of entries that one step may add, static.
+        rows: the maximum number of entries that one step adds, static.
     """
 
     entries: jax.Array
@@ -49,11 +49,11 @@ class Journal:
         return dataclasses.replace(self, count=jnp.zeros((), jnp.int32))
 
     def has_space(self) -> jax.Array:
-        """bool[], True if the entries of another step fit."""
+        """Return True if there is space for the entries of one more step, bool[]."""
         return self.count + self.rows <= self.entries.shape[0]
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Journal:
-        """Add an entry for each row that got a token or ended; `before` is None for rows that have just entered."""
+        """Add an entry for each row that gained a token or ended. `before` is None for rows that have just entered."""
         added, ended = after.history.step > 0, after.history.done
         if before is not None:
             added, ended = after.history.step > before.history.step, ended & ~before.history.done
@@ -66,19 +66,19 @@ class Journal:
         if after.logprobs is not None:
             columns += _logprobs(after)
         told = (added | ended) & (sequences.number != NOBODY)
-        # Each dropped entry gets its own index, because the scatter promises unique indices.
+        # Each dropped entry gets a different index, because the scatter promises unique indices.
         dropped = self.entries.shape[0] + jnp.arange(after.count, dtype=jnp.int32)
         place = jnp.where(told, self.count + jnp.cumsum(told, dtype=jnp.int32) - 1, dropped)
         entries = self.entries.at[place].set(jnp.stack(columns, axis=1), mode="drop", unique_indices=True)
         return dataclasses.replace(self, entries=entries, count=self.count + jnp.sum(told, dtype=jnp.int32))
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Journal:
-        """Return the journal unchanged: it already has the whole sequence."""
+        """Return the journal unchanged, because it already contains the whole sequence."""
         return self
 
 
 def _logprobs(rows: Rows) -> list[jax.Array]:
-    """Return the columns for the newest token of each row, int32[rows] each."""
+    """Return the log-probability columns for the newest token of each row, int32[rows] each."""
     assert rows.logprobs is not None
     column = jnp.maximum(rows.history.step - 1, 0)
     newest = jax.tree.map(lambda x: jax.vmap(lambda row, at: row[at])(x, column), rows.logprobs)

@@ -1,7 +1,7 @@
 """The loop that all decode modes share: prefill, then steps of the mode until every row is finished.
 
-A mode is a few pure functions over its own state (`Mode`). A step may append any number of tokens to each row, reorder
-rows or replace them. No token runs through the model twice, and a row's last token never does.
+A mode consists of pure functions on a state of its own (`Mode`). A step may append any number of tokens to each row,
+reorder rows or replace them. No token runs through the model twice. Only contrastive search reads a row's last token.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from jaxgen.shapes import repeat_rows, resize_axis
 
 
 class Mode(abc.ABC):
-    """A decode mode: how rows are extended. Each mode has its own file.
+    """Base class of decode modes, which determine how rows are extended. Each mode is in a separate file.
 
-    The mode's state is a pytree with `finished`, bool[], True when no row needs another step.
+    The state of a mode is a pytree with an attribute `finished`, bool[], True when no row needs another step.
 
     Attributes:
-        takes_draft: a draft model may be passed; the mode is then replaced by `Assisted`.
+        takes_draft: a draft model may be passed, in which case `Assisted` replaces the mode.
         drafts: the mode reads drafted tokens.
-        replays: `score(of="scores")` can recompute the scores: they depend only on the row's tokens.
-        refills: rows may leave, and others take their place; the mode then has `empty`, `enter` and `insert`.
-        watched: with a streamer or `max_time`, the number of steps after which the host sees the tokens.
-        no_cache: why the mode cannot begin with a cache; empty if it can.
+        replays: `score(of="scores")` can recompute the scores, because they depend only on the row's tokens.
+        refills: rows can leave and be replaced. The mode must then have the methods `empty`, `enter` and `insert`.
+        watched: the number of steps after which the host reads the tokens if there is a streamer or `max_time`.
+        no_cache: the reason why the mode cannot start from a cache; empty if it can.
     """
 
     takes_draft: bool = False
@@ -67,15 +67,15 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Return the state after the prompts have been read; it may include the first token of each row."""
+        """Return the state after the prompts have been read. It may include the first token of each row."""
 
     @abc.abstractmethod
     def step(self, run: Run, state: Any) -> Any:
-        """Return the state after another step, which appends 0 to n tokens to each row."""
+        """Return the state after one more step, which appends any number of tokens to each row."""
 
     @abc.abstractmethod
     def finish(self, run: Run, state: Any) -> Decoded:
-        """Return the result; rows may be unfinished."""
+        """Return the result. Some rows may be unfinished."""
 
     @abc.abstractmethod
     def progress(self, run: Run, state: Any) -> Progress:
@@ -87,8 +87,8 @@ class Prefilled:
     """The prompts after the model has read them.
 
     Attributes:
-        rows: one row per prompt, before anything is generated.
-        read: the model's output for each prompt's last token, and the cache with the prompts.
+        rows: one row per prompt, before any token is generated.
+        read: the model's output for the last token of each prompt, and the cache that contains the prompts.
     """
 
     rows: Rows
@@ -100,9 +100,9 @@ class Progress:
     """Progress of a run as a streamer sees it.
 
     Attributes:
-        tokens: int32[rows, N], the tokens generated so far, then the pad id.
+        tokens: int32[rows, N], the tokens generated so far, followed by pad ids.
         lengths: int32[rows], the number of generated tokens in each row.
-        ended: bool[rows], True for a row that gets no more tokens.
+        ended: bool[rows], True for rows that get no more tokens.
         steps: int32[], the number of columns of `tokens` that are final.
         finished: bool[], True when no row needs another step.
     """
@@ -128,16 +128,16 @@ class Decoded:
     """The result of a run. Rows are the R sequences of prompt 0, then those of prompt 1, and so on.
 
     Attributes:
-        tokens: int32[rows, N], the generated tokens, then the pad id.
-        lengths: int32[rows], the number of generated tokens, eos included.
-        reasons: int32[rows], a `StopReason` each.
+        tokens: int32[rows, N], the generated tokens, followed by pad ids.
+        lengths: int32[rows], the number of generated tokens, including eos.
+        reasons: int32[rows], the `StopReason` of each row.
         recording: the per-step records that the config requests.
-        logprobs: of the generated tokens, `[rows, N, ...]`; None unless requested.
+        logprobs: `[rows, N, ...]`, the log-probabilities of the generated tokens; None unless requested.
         continuation: the cache to continue from; None if rows were replaced.
         sequences_scores: float32[rows], for beam search; otherwise None.
         beam_indices: int32[rows, N], for beam search; otherwise None.
         drafted: int32[rows], the number of drafted tokens, for assisted generation; otherwise None.
-        accepted: int32[rows], how many of the drafted tokens were chosen.
+        accepted: int32[rows], the number of drafted tokens that were accepted.
     """
 
     tokens: jax.Array
@@ -153,7 +153,7 @@ class Decoded:
 
     @classmethod
     def from_rows(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
-        """Return the result of rows whose cache has all of their tokens except the last."""
+        """Return the result of rows from a cache that contains all of their tokens except the last."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
         kv = guidance.conditional(run.cfg, cache) if run.guided else cache
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
@@ -162,12 +162,12 @@ class Decoded:
 
 
 def decode(run: Run, request: Request, mode: Mode) -> Decoded:
-    """Run a mode from the prompts to the end."""
+    """Run a mode from prefill until every row is finished."""
     return finish(run, advance(run, mode.start(run, request), mode), mode)
 
 
 def finish(run: Run, state: Any, mode: Mode) -> Decoded:
-    """Return the result for the prompts of the request; the parts that every process needs are on all devices."""
+    """Return the result for the prompts of the request. The parts that every process needs are on all devices."""
     decoded = mode.finish(run, state)
     if run.mesh is None:
         return decoded
@@ -182,7 +182,7 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
 
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
-    """Drop the mesh's padding from the tokens; keys and values stay where they are."""
+    """Drop the rows that pad the batch for the mesh from the tokens, but not from the keys and values."""
     tokens, count = run.cut((continuation.tokens, continuation.count))
     tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
     return dataclasses.replace(continuation, tokens=tokens, count=count)
@@ -199,7 +199,7 @@ def progress(run: Run, state: Any, mode: Mode) -> Progress:
 
 
 def advance(run: Run, state: Any, mode: Mode, steps: int | None = None) -> Any:
-    """Take steps until every row is finished, at most `steps` of them."""
+    """Take steps until every row is finished, but at most `steps`."""
 
     def unfinished(carry: tuple[jax.Array, Any]) -> jax.Array:
         step, state = carry
@@ -229,22 +229,22 @@ def prefill(run: Run, request: Request) -> Prefilled:
 
 
 def continuation_of(run: Run, request: Request) -> Continuation:
-    """Run the prompts through the model and return the cache, with nothing generated."""
+    """Run the prompts through the model, and return the cache without generating any tokens."""
     prefilled = prefill(run, request)
     return _cut(run, Continuation(prefilled.read.cache, prefilled.rows.cache_ids, prefilled.rows.history.total_length))
 
 
 def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
-    """Return the tokens to read, the cache to add them to, and the rows before anything is generated.
+    """Return the tokens to read, the cache to add them to, and the rows before any token is generated.
 
-    `request` is complete. With guidance, the tokens and the cache have rows for both streams.
+    `request` must be complete. With guidance, the tokens and the cache have rows for both streams.
     """
     read = known = prompt = Tokens.align(request.ids, request.mask, request.embeds)
     cache_ids, total = prompt.ids, prompt.length
     if request.cache is not None:
         read, (cache_ids, total) = _after_pending(run, request.cache, prompt), _all_tokens(run, request.cache, prompt)
         known = prompt if cache_ids is None else Tokens.of_length(cache_ids, total)
-    if known.embeds is not None or request.cache is not None:  # processors see no embeddings
+    if known.embeds is not None or request.cache is not None:  # processors do not see embeddings
         known = Tokens.align(known.ids, known.mask & (known.ids != UNKNOWN))
     rows = Rows.begin(run, request, known, cache_ids, total)
     if run.mesh is not None:
@@ -255,9 +255,9 @@ def open_prompts(run: Run, request: Request) -> tuple[Tokens, KVCache, Rows]:
 
 
 def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Array | None, jax.Array]:
-    """Return the ids of all tokens of each prompt, int32[B, W], and their number, int32[B]; cached tokens come first.
+    """Return the ids of all tokens of each prompt, int32[B, W], and their number, int32[B]. Cached tokens come first.
 
-    The ids are None if those in the cache are not known.
+    The ids are None if the ids of the cached tokens are not known.
     """
     prompts = prompt.ids.shape[0]
     count = repeat_rows(given.count, prompts)
@@ -269,7 +269,7 @@ def _all_tokens(run: Run, given: Continuation, prompt: Tokens) -> tuple[jax.Arra
 
 
 def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
-    """Prepend the pending token, if any: the last generated one, which the model has not read yet."""
+    """Prepend the pending token, if any: the last generated token, which the model has not read yet."""
     if given.tokens is None:
         return prompt
     rows = prompt.ids.shape[0]
@@ -279,7 +279,7 @@ def _after_pending(run: Run, given: Continuation, prompt: Tokens) -> Tokens:
 
 
 def _cache_for(run: Run, given: Continuation | None, prompts: int, shape: tuple[int, ...]) -> KVCache:
-    """Return a cache with space for the prompts, whose `shape` is (rows, width)."""
+    """Return a cache with space for prompts of `shape` (rows, width)."""
     rows, width = shape
     if given is None:
         return KVCache.create(run.model, rows, width, run.cfg.cache_dtype)

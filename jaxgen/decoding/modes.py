@@ -1,4 +1,4 @@
-"""The decode modes, by their names in `GenerationConfig.mode`. docs/architecture.md shows how to add one."""
+"""The decode modes by their names in `GenerationConfig.mode`. docs/architecture.md shows how to add one."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ MODES: dict[str, Mode] = {
 
 
 def mode_of(cfg: GenerationConfig, assisted: bool = False) -> Mode:
-    """Return the decode mode of a config, or the one that drafts with an assistant."""
+    """Return the decode mode of a config, or assisted generation if there is an assistant."""
     return MODES[ASSISTED if assisted else cfg.mode]

@@ -1,4 +1,4 @@
-"""Requirements of a decode mode, read by the shared loop."""
+"""Requirements of a decode mode, which the shared loop reads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Requirements of a decode mode with the options of a config; all of them static.
+    """Requirements of a decode mode with the options of a config. All of them are static.
 
     Attributes:
-        sequences: rows in the loop per prompt.
-        candidates: tokens that the model reads per row and step, to choose one of them.
+        sequences: the number of rows in the loop per prompt.
+        candidates: the number of tokens per row and step that the model reads before one of them is chosen.
         layer_states: the mode reads the hidden states of all layers at each row's last token.
         final_states: the mode reads the last layer's normed hidden states of all tokens.
     """

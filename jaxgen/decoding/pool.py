@@ -1,4 +1,4 @@
-"""Prompts on their way into the loop: read a few at a time, in chunks, they then wait for a free slot."""
+"""Prompts on their way into the loop. They are read a few at a time, in chunks, and then wait for a free slot."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from jaxgen.model.causal_lm import ModelOutput
 from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import where
 
-_TOKENS = 512  # read between two steps, over all prompts
-_CHUNK = 128  # maximum read from one prompt, unless `prefill_chunk_size` is set
+_TOKENS = 512  # maximum number of tokens to read between steps, over all prompts
+_CHUNK = 128  # maximum number of tokens to read from one prompt, unless `prefill_chunk_size` is set
 
 
 @flax.struct.dataclass
 class Pool:
-    """R places for prompts. Each pass reads the next chunk of prompts that have not been read to the end.
+    """R places for prompts. Each pass reads the next chunk of prompts that have not been fully read.
 
     The number of places and the size of a chunk depend only on the prompts' width, `slots`, `prefill_chunk_size` and
-    the mesh. The other prompts therefore have no effect on how a prompt is read.
+    the mesh. Other prompts therefore do not affect how a prompt is read.
 
     Attributes:
-        number: int32[R], the number of the prompt in each place, `NOBODY` in an empty one.
+        number: int32[R], the number of the prompt in each place; `NOBODY` in an empty place.
         sequences: int32[R], the number of sequences per prompt.
-        taken: int32[R], how many of these sequences have been taken.
-        read: int32[streams * R], how many of the prompt's tokens the model has read.
+        taken: int32[R], the number of these sequences that have entered the loop.
+        read: int32[streams * R], the number of the prompt's tokens that the model has read.
         inputs: all tokens of the prompts.
-        rows: one row per place, before anything is generated.
-        logits: float32[streams * R, 1, V], for the last token of each prompt that has been read.
-        states: the layers' hidden states at that token; see `Forward`.
-        cache: the tokens read so far.
-        keep: int32[R, J], where to store the chunks of each prompt; see `Places`. None without a store.
+        rows: one row per place, before any token is generated.
+        logits: float32[streams * R, 1, V], at the last token of each prompt that has been fully read.
+        states: the hidden states of all layers at this token; see `Forward`.
+        cache: a cache of the tokens read so far.
+        keep: int32[R, J], the places where chunks of each prompt are stored; see `Places`. None without a store.
         store: the store of prefixes, with a row for each chunk; or None.
     """
 
@@ -68,7 +68,7 @@ class Pool:
             run: the constants.
             queue: the waiting prompts.
             most: the maximum number of places.
-            stored: how many chunks the store has space for; 0 for no store.
+            stored: the number of chunks that the store has space for; 0 for no store.
         """
         chunk = chunk_size(run.cfg, _width(queue.request))
         places = rows_on(run.mesh, min(most, max(_TOKENS // chunk, 1)))
@@ -94,27 +94,27 @@ class Pool:
         return dataclasses.replace(pool, keep=keep, store=store)
 
     def ready(self, run: Run) -> jax.Array:
-        """bool[R], the places whose prompt has been read to the end."""
+        """Return the places whose prompt has been fully read, bool[R]."""
         ended = jnp.stack(guidance.split(run.cfg, self.read >= self.inputs.length))
         return (self.number != NOBODY) & jnp.all(ended, axis=0)
 
     def has_unread(self, run: Run) -> jax.Array:
-        """bool[], True if a prompt has not been read to the end."""
+        """Return True if any prompt has not been fully read, bool[]."""
         return jnp.any((self.number != NOBODY) & ~self.ready(run))
 
     def can_load(self, queue: Queue) -> jax.Array:
-        """bool[], True if a place is empty and a prompt waits."""
+        """Return True if a place is empty and a prompt is waiting, bool[]."""
         return jnp.any(self.number == NOBODY) & (queue.waiting > 0)
 
     def load(self, run: Run, queue: Queue) -> tuple[Pool, Queue]:
-        """Put the next prompts of the queue into the empty places."""
+        """Move the next prompts from the queue to the empty places."""
         empty = self.number == NOBODY
         order = jnp.cumsum(empty, dtype=jnp.int32) - 1
         given, place = empty & (order < queue.waiting), queue.place(order)
         number = jnp.where(given, queue.number[place], NOBODY)
         loaded = number != NOBODY
         inputs, rows, cache = _open(run, queue.request, place)
-        before, keep = cache.length, self.keep  # the same part may also have a prefix shared by all prompts
+        before, keep = cache.length, self.keep  # the cache may already contain a shared prefix
         if self.store is not None and queue.prefixes is not None:
             cache = copy_from(self.store, cache, queue.prefixes.have[place])
             keep = where(loaded, queue.prefixes.keep[place], keep)
@@ -131,7 +131,7 @@ class Pool:
             read=jnp.where(of_streams, cache.length - before, self.read),
             inputs=where(of_streams, inputs, self.inputs),
             rows=where(loaded, rows, self.rows),
-            # Erase the previous prompt's keys and values: a NaN would spread even though nothing attends to it.
+            # Erase the previous prompt's keys and values, because a NaN would spread even if nothing attends to it.
             cache=dataclasses.replace(where(of_streams, own(cache), own(self.cache)), prefix=self.cache.prefix),
             keep=keep,
         )
@@ -140,8 +140,8 @@ class Pool:
     def read_chunk(self, run: Run) -> Pool:
         """Read the next chunk of each prompt that has one.
 
-        Prompts are read one after the other, so that no time is spent on empty places. On a mesh, which divides the
-        places, they are read all at once.
+        Prompts are read one at a time, so that no time is spent on empty places. On a mesh, which divides the places,
+        all prompts are read at once.
         """
         if run.mesh is not None:
             return self._read_places(run, jnp.arange(self.number.shape[0], dtype=jnp.int32))
@@ -186,7 +186,7 @@ class Pool:
         )
 
     def take(self, run: Run, place: jax.Array) -> tuple[Pool, Prefilled]:
-        """Take the next sequence of the prompt in `place int32[1]`; the last sequence leaves the place empty."""
+        """Take the next sequence of the prompt in `place int32[1]`. Taking the last sequence empties the place."""
         rows = self.rows.take(place).sequence(self.taken[place])
         at = guidance.rows_of_cache(run.cfg, place, self.number.shape[0])
         logits, states = jax.tree.map(lambda x: x[at], (self.logits, self.states))
@@ -212,5 +212,5 @@ def _width(request: Request) -> int:
 
 
 def chunk_size(cfg: GenerationConfig, width: int) -> int:
-    """Return the maximum number of tokens, padding included, that a pass reads of a prompt of `width` tokens."""
+    """Return the maximum number of tokens, including padding, that one pass reads from a prompt of `width` tokens."""
     return min(cfg.prefill_chunk_size or _CHUNK, width)

@@ -1,7 +1,7 @@
-"""A store of prefixes: keys and values of whole chunks of prompts, as the pool has read them.
+"""A store of prefixes: the keys and values of whole chunks of prompts that the pool has read.
 
-A chunk's keys and values depend on its tokens and on those before it. Prompts that begin with the same chunks can
-therefore copy them from the store; the copy is bit-identical to what reading the chunks would give. The store is a
+The keys and values of a chunk depend only on its tokens and the tokens before it. Prompts that start with the same
+chunks can therefore copy them from the store, and the result is bit-identical to reading the chunks. The store is a
 cache with one row per chunk.
 """
 
@@ -22,11 +22,11 @@ NOWHERE = -1  # the place of a chunk that is not in the store
 
 @flax.struct.dataclass
 class Places:
-    """Where the first J chunks of some prompts are in the store.
+    """Places in the store of the first J chunks of n prompts.
 
     Attributes:
-        have: int32[n, J], the places from which chunks are copied; `NOWHERE` for chunks that the model must read.
-        keep: int32[n, J], the places where chunks are stored once they have been read, or `NOWHERE`.
+        have: int32[n, J], the places to copy chunks from; `NOWHERE` for chunks that the model must read.
+        keep: int32[n, J], the places to store chunks in once they have been read, or `NOWHERE`.
     """
 
     have: Array
@@ -34,7 +34,7 @@ class Places:
 
 
 def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
-    """Fill an empty cache of R rows with the chunks stored at `have int32[R, J]`."""
+    """Fill an empty cache of R rows with the chunks at places `have int32[R, J]` of the store."""
     rows, chunks = have.shape
     known = have != NOWHERE
     width = chunks * store.slots
@@ -52,8 +52,8 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
 
 
 def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
-    """Store chunk number `chunk int32[R]` of each row of a cache at place `keep int32[R]`; return the store."""
-    # Each dropped chunk gets its own place, because the scatter promises unique indices.
+    """Store chunk number `chunk int32[R]` of each row of a cache in place `keep int32[R]`, and return the store."""
+    # Each dropped chunk gets a different place, because the scatter promises unique indices.
     place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
 
     def put(stored: jax.Array, x: jax.Array) -> jax.Array:

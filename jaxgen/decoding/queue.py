@@ -1,4 +1,4 @@
-"""Numbered prompts that wait to be read, in a ring of places."""
+"""A ring buffer of numbered prompts that are waiting to be read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.run import Run
 
-NOBODY = -1  # the number of no prompt
+NOBODY = -1  # the number where there is no prompt
 
 
 @flax.struct.dataclass
 class Queue:
-    """Ring of Q places. Waiting prompts occupy consecutive places from `first` on, continuing at place 0.
+    """Ring of Q places. Waiting prompts occupy consecutive places starting at `first`, wrapping around to place 0.
 
     Attributes:
         request: the prompts in all places, complete.
-        number: int32[Q], the number of each prompt, which identifies its sequences; `NOBODY` for a prompt to skip.
+        number: int32[Q], the number of each prompt, which identifies its sequences; `NOBODY` for prompts to skip.
         sequences: int32[Q], the number of sequences per prompt.
         first: int32[], the place of the next prompt.
         waiting: int32[], the number of waiting prompts.
-        prefixes: where the prompts' first chunks are in the store of prefixes; None without a store.
+        prefixes: the places of the prompts' first chunks in the store of prefixes; None without a store.
     """
 
     request: Request
@@ -37,7 +37,7 @@ class Queue:
 
     @classmethod
     def from_request(cls, run: Run, request: Request) -> Queue:
-        """Return the queue of all prompts of a run, numbered from 0; the request is complete."""
+        """Return the queue of all prompts of a run, numbered from 0. The request must be complete."""
         prompts = run.sizes.prompts
         number = jnp.arange(prompts, dtype=jnp.int32)
         sequences = jnp.full(prompts, run.needs.sequences, jnp.int32)
@@ -49,7 +49,7 @@ class Queue:
         return self.number.shape[0]
 
     def place(self, order: jax.Array) -> jax.Array:
-        """Return the place of the prompt that is `order int32[...]` places after the next one."""
+        """Return the place that is `order int32[...]` places after `first`."""
         return (self.first + order) % self.places
 
     def drop(self, count: jax.Array) -> Queue:

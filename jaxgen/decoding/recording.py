@@ -1,4 +1,4 @@
-"""Per-step records: scores, logits, hidden states, attention weights."""
+"""Per-step records of scores, logits, hidden states and attention weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxgen.shapes import put, short_repr
 
 @flax.struct.dataclass
 class LayerRecording(RowState):
-    """Values of the model's layers, for the prompts' tokens and for each generated token that went through the model.
+    """Values from the model's layers for the prompts' tokens and for each generated token that the model has read.
 
-    Token axes use the columns of `GenerateOutput.sequences`, zero at padding.
+    Axes over tokens use the columns of `GenerateOutput.sequences`, with zeros for padding.
 
     Attributes:
-        prefill: one array per layer: hidden states `[B, P, D]`, attention weights float32[B, A, P, P].
-        decode: one array per layer: `[N - 1, rows, D]`, float32[N - 1, rows, A, P + N]. The first step, which runs the
-            prompt, is not included; steps that a row never took are zero. Inside the loop, the first two axes are
+        prefill: one array per layer: hidden states `[B, P, D]` or attention weights float32[B, A, P, P].
+        decode: one array per layer: `[N - 1, rows, D]` or float32[N - 1, rows, A, P + N]. The first step, which reads
+            the prompt, is not included. Steps that a row never took are zero. Inside the loop, the first two axes are
             swapped: `[rows, N - 1, ...]`.
     """
 
@@ -38,8 +38,8 @@ class LayerRecording(RowState):
     def trim(self, width: int, new_tokens: int, tokens: int | None) -> LayerRecording:
         """Return the record of `new_tokens` steps after prompts of `width` columns, with the steps on the first axis.
 
-        Columns that rounding up added on the left are removed. If the last axis is also columns (attention weights),
-        `tokens` is how many generated tokens to keep there; otherwise None.
+        Columns that rounding up added on the left are removed. For attention weights, whose last axis is also columns,
+        `tokens` is the number of generated tokens to keep on that axis; otherwise, it is None.
         """
         bucket = self.prefill[0].shape[-2]
 
@@ -54,24 +54,24 @@ class LayerRecording(RowState):
         return LayerRecording(prefill, decode)
 
     def put(self, step: jax.Array, live: jax.Array, layers: Sequence[jax.Array]) -> LayerRecording:
-        """Record `layers [rows, ...]` of the step that follows `step int32[rows]` generated tokens, where `live`."""
+        """Record `layers [rows, ...]` in the step after `step int32[rows]` generated tokens, for `live` rows."""
         decode = tuple(put_step(buffer, step - 1, live, x) for buffer, x in zip(self.decode, layers, strict=True))
         return dataclasses.replace(self, decode=decode)
 
 
 def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
-    """int32[B, P]: the index of the prefilled token in each column of the prompt, -1 for padding.
+    """Return the index of the prefilled token in each column of the prompt, int32[B, P]; -1 for padding.
 
     Args:
         mask: bool[B, P], True for the prompt's tokens.
-        length: int32[B], the number of prefilled tokens. If it exceeds the mask's, the additional tokens come first.
+        length: int32[B], the number of prefilled tokens. If it exceeds that in the mask, the extra tokens come first.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
 
 
 def _in_columns(x: jax.Array, columns: jax.Array, axis: int) -> jax.Array:
-    """Put the tokens along an axis of `x [rows, ...]` into columns int32[rows, P]."""
+    """Arrange the tokens along an axis of `x [rows, ...]` in `columns int32[rows, P]`, with zeros for padding."""
     shape = [1] * x.ndim
     shape[0], shape[axis] = columns.shape
     columns = columns.reshape(shape)
@@ -83,11 +83,11 @@ class Recording(RowState):
     """The records that the config requests; the others are None.
 
     Attributes:
-        scores: float32[rows, N, V], the scores from which each token was chosen; zeros in steps never taken.
-        logits: float32[rows, N, V], as the model returned them.
-        hidden_states: L + 1 layers, the embeddings first.
-        attentions: L layers.
-        columns: int32[rows, P], see `columns_of`.
+        scores: float32[rows, N, V], the scores from which each token was chosen; zeros for steps that were not taken.
+        logits: float32[rows, N, V], the model's logits.
+        hidden_states: the hidden states of L + 1 layers, embeddings first.
+        attentions: the attention weights of L layers.
+        columns: int32[rows, P]; see `columns_of`.
     """
 
     scores: jax.Array | None = None
@@ -98,7 +98,7 @@ class Recording(RowState):
 
     @classmethod
     def begin(cls, cfg: GenerationConfig, capacity: int, out: ModelOutput, columns: jax.Array) -> Recording:
-        """Allocate `capacity` steps for each prompt, and record its prefill `out`; for `columns` see `columns_of`."""
+        """Allocate `capacity` steps for each prompt, and record the prefill `out`. For `columns`, see `columns_of`."""
         prompts, width = columns.shape
         everything = (prompts, capacity, cfg.model.vocab_size)
         later = max(capacity - 1, 1)  # steps after the first; at least one, so that no array is empty
@@ -119,7 +119,7 @@ class Recording(RowState):
         )
 
     def put(self, step: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Recording:
-        """Record step `step int32[rows]` where `live bool[rows]`; logits and scores are float32[rows, V]."""
+        """Record `logits` and `scores`, float32[rows, V], in step `step int32[rows]` of each `live bool[rows]` row."""
         return dataclasses.replace(
             self,
             scores=None if self.scores is None else put_step(self.scores, step, live, scores),
@@ -131,7 +131,7 @@ class Recording(RowState):
     ) -> Recording:
         """Record the layers' values for the `step`-th token of each live row, which is in `column` of the output.
 
-        `offset` is the number of slots in the cache's prefix. If it is 0, a row's generated tokens follow its prompt.
+        `offset` is the number of slots in the cache's prefix. If it is 0, the generated tokens follow the prompt.
         """
         hidden, attentions, columns = self.hidden_states, self.attentions, self.columns
         rows = step.shape[0]
@@ -147,6 +147,6 @@ class Recording(RowState):
 
 
 def put_step(buffer: jax.Array, step: jax.Array, live: jax.Array, values: jax.Array) -> jax.Array:
-    """Write `values [rows, ...]` into column `step int32[rows]` of `buffer [rows, N, ...]`, where `live`."""
+    """Write `values [rows, ...]` to column `step int32[rows]` of `buffer [rows, N, ...]`, for `live` rows."""
     column = jnp.where(live & (step >= 0), step, buffer.shape[1])
     return put(buffer, column, values)

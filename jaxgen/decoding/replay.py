@@ -24,10 +24,10 @@ from jaxgen.shapes import repeat_rows
 
 @flax.struct.dataclass
 class Replay:
-    """Everything, except the model, that determines the choice of a token.
+    """Everything that determines which token is chosen, except the model.
 
     Attributes:
-        cfg: greedy search or sampling, without guidance.
+        cfg: a config for greedy search or sampling, without guidance.
         extensions: processors and an automaton.
         new_tokens: int32[] or one per prompt, the maximum number of new tokens in a row.
         longest: int32[], the maximum number of tokens in a row, including its prompt.
@@ -39,7 +39,7 @@ class Replay:
     longest: Array
 
     def begin(self, ids: jax.Array, mask: jax.Array, width: int) -> History:
-        """Return the history of the first `width` columns of `ids int32[rows, L]`, with space for the others."""
+        """Return the history of the first `width` columns of `ids int32[rows, L]`, with space for the other columns."""
         rows, columns = ids.shape
         prompt = Tokens.align(ids[:, :width], mask[:, :width])
         budget = jnp.minimum(repeat_rows(jnp.atleast_1d(self.new_tokens), rows), self.longest - prompt.length)
@@ -49,15 +49,15 @@ class Replay:
         return History.begin(self.cfg, room, prompt.length, budget, grammar)
 
     def run(self, history: History, logits: jax.Array, tokens: jax.Array, live: jax.Array, reduce_column: Callable):
-        """Score the next T tokens of each row, one column at a time; the backward pass recomputes the scores.
+        """Score the next T tokens of each row, one column at a time. The backward pass recomputes the scores.
 
         Args:
             history: the preceding tokens.
-            logits: float32[rows, T, V], as the model returned them.
+            logits: float32[rows, T, V], the model's logits.
             tokens: int32[rows, T], the chosen tokens.
             live: bool[rows, T], False after a row's end.
-            reduce_column: a function of one column, `(scores float32[rows, V], tokens, live) -> pytree` of
-                `[rows, ...]`.
+            reduce_column: a function to apply to each column, `(scores float32[rows, V], tokens, live) -> pytree` of
+                arrays `[rows, ...]`.
 
         Returns:
             The history extended by the tokens, and the results of `reduce_column`, `[rows, T, ...]`.

@@ -19,19 +19,19 @@ Array = Any  # jax.Array inside a program, np.ndarray before
 
 @flax.struct.dataclass
 class Request:
-    """The prompts of a run with everything that belongs to each: checked, rounded up in an eager call, all traced.
+    """The prompts of a run and their options, after checking and, in an eager call, rounding. Everything is traced.
 
     Attributes:
-        ids: int32[B, P], padded on any side; `UNKNOWN` throughout if only embeddings were given.
+        ids: int32[B, P], padded on either side; all `UNKNOWN` if only embeddings were given.
         mask: bool[B, P], True for tokens.
         budget: int32[B], the maximum number of tokens to generate per prompt.
-        options: values of the enabled options, each for all prompts or `[B, ...]`; see `GenerationConfig.split`.
+        options: values of the enabled options, either one for all prompts or `[B, ...]`; see `GenerationConfig.split`.
         grammar: int32[] or int32[B], the first state of the token automaton; None without one.
         stop_strings: int32[] or int32[B], the first state of the stop strings' automaton; None without stop strings.
-        unusual: bool[B], prompts with options that are not in `Run.usual`; None without it.
-        logged: bool[B], prompts whose log-probabilities are recorded; None for all.
-        key: one key, `key[B]`, or None for greedy search.
-        cache: the tokens before the prompts; its number of rows is B or a divisor of B. Or None.
+        unusual: bool[B], True for prompts with options that are not in `Run.usual`; None without `Run.usual`.
+        logged: bool[B], True for prompts whose log-probabilities are recorded; None for all.
+        key: a single key, `key[B]`, or None for greedy search.
+        cache: a cache of the tokens before the prompts, with B rows or a divisor of B, or None.
         embeds: `[B, P, D]`, or None.
         negative_ids: int32[B, Q], the negative prompts of guidance, or None.
         negative_mask: bool[B, Q], or None.
@@ -52,7 +52,7 @@ class Request:
     negative_mask: Array | None = None
 
     def select(self, prompts: jax.Array) -> Request:
-        """Return the prompts numbered `prompts int32[n]` of a complete request; all must share the cache."""
+        """Return prompts `prompts int32[n]` of a complete request. All prompts must share the cache."""
         selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
         return dataclasses.replace(selected, cache=self.cache)
 

@@ -1,4 +1,4 @@
-"""Random keys of rows: a row draws the same numbers in every batch.
+"""Random keys of rows. With the same key, a row draws the same numbers in any batch.
 
 `draw` in sample.py folds in the step, that is, the number of tokens that the row has generated.
 """
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 
 def prompt_keys(key: jax.Array, prompts: int) -> jax.Array:
-    """Return the row keys, `key[prompts]`: prompt b uses `fold_in(key, b)`; per-prompt keys are used unchanged."""
+    """Return one key per prompt, `key[prompts]`: `fold_in(key, b)` for prompt b, or the per-prompt keys unchanged."""
     return key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(prompts))
 
 
 def sequence_keys(keys: jax.Array, copies: int) -> jax.Array:
-    """Return `key[rows * copies]`: sequence r of the `copies` of each row uses `fold_in(row_key, r)`."""
+    """Return `key[rows * copies]`, where sequence r of each row uses `fold_in(row_key, r)`."""
     fold = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))
     return fold(keys, jnp.arange(copies)).reshape(keys.shape[0] * copies)

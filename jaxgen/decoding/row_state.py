@@ -1,4 +1,4 @@
-"""Trees of per-row arrays, some of which belong to prompts instead of sequences."""
+"""Trees of arrays with one row per sequence or, in some fields, one row per prompt."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ State = TypeVar("State", bound="RowState")
 
 
 class RowState:
-    """Base of pytree dataclasses whose arrays have one row per sequence, on the first axis.
+    """Base class of pytree dataclasses whose arrays have one row per sequence on the first axis.
 
     Attributes:
-        of_prompts: names of the fields whose arrays have one row per prompt, shared by all its sequences.
+        of_prompts: the names of fields whose arrays have one row per prompt, shared by all sequences of the prompt.
     """
 
     of_prompts: ClassVar[tuple[str, ...]] = ()
 
     def map_rows(self: State, of_sequences: Callable, *others: Any, of_prompts: Callable = lambda x, *_: x) -> State:
-        """Map the arrays of sequences; the arrays of prompts stay unchanged unless `of_prompts` is passed.
+        """Map the arrays of sequences. Arrays of prompts stay unchanged unless `of_prompts` is passed.
 
         The functions also receive the arrays of `others`, which have the same structure.
         """

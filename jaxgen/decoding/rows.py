@@ -1,8 +1,8 @@
-"""The state of a row: its tokens, options, key, grammar, stop strings, constraints, hook and records.
+"""The state of rows: tokens, options, keys, grammar, stop strings, constraints, hook and records.
 
-The operations on every part are: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select`
-rows (reorder them, as beams do) and `insert` rows (replace a finished row by another prompt). The first axis of every
-array is the rows, or the prompts where that is declared, so each operation is one map; see `RowState`.
+Every part supports the same operations: `begin` with the prompts, `fork` rows into sequences, `push` a token, `select`
+rows (reorder them, as beams do) and `insert` rows (replace a finished row with a new prompt). The first axis of every
+array is the rows, or the prompts where declared, so each operation is a single map; see `RowState`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Tree = TypeVar("Tree")
 
 @flax.struct.dataclass
 class Rows(RowState):
-    """All per-row state except keys and values. Each row has its own step.
+    """All per-row state except keys and values. Each row counts its own steps.
 
     Attributes:
         history: the row's tokens, as processors see them.
-        reasons: int32[rows], a `StopReason` each.
+        reasons: int32[rows], the `StopReason` of each row.
         options: the options of the row's prompt, by name.
         keys: key[rows], or None for greedy search.
         stop_strings: int32[rows], the states of the stop strings' automaton; None without stop strings.
-        unusual: bool[rows], rows with options that are not in `Run.usual`; None without it.
-        logged: bool[rows], rows whose log-probabilities are recorded; None for all.
+        unusual: bool[rows], True for rows with options that are not in `Run.usual`; None without `Run.usual`.
+        logged: bool[rows], True for rows whose log-probabilities are recorded; None for all.
         constraints: progress through the constraints of beam search; None without constraints.
-        hook: the state of the user's hook, one tree per stream of rows that the model reads (two with guidance).
-        logprobs: of the generated tokens and the most likely ones, `[rows, N, ...]`; None unless requested.
+        hook: the state of the user's hook, one tree per stream (two with guidance).
+        logprobs: `[rows, N, ...]`, log-probabilities of the generated and most likely tokens; None unless requested.
         recording: the per-step records of the output.
         cache_ids: int32[B, W], the ids in the cache before generation, `UNKNOWN` for embeddings; None if they are not
             known.
@@ -77,8 +77,8 @@ class Rows(RowState):
         Args:
             run: the constants.
             request: the prompts, complete.
-            known: the tokens of each prompt whose ids are known, including those in its cache.
-            cache_ids: int32[B, W], as in the attributes.
+            known: the tokens of each prompt whose ids are known, including those in the cache.
+            cache_ids: int32[B, W]; see the attribute.
             total: int32[B], the number of tokens of each prompt, including those without known ids.
         """
         prompts, budget = request.ids.shape[0], jnp.minimum(request.budget, run.capacity)
@@ -121,12 +121,12 @@ class Rows(RowState):
         return ~self.history.done
 
     def pad(self, run: Run) -> Rows:
-        """Add finished rows until there are as many as prompts in the loop."""
+        """Add finished rows up to the number of prompts in the loop."""
         rows = run.pad(self)
         return rows.end(jnp.arange(rows.count) >= run.sizes.prompts, jnp.int32(StopReason.LENGTH))
 
     def fork(self, copies: int) -> Rows:
-        """Return `copies` sequences of each row, each with its own key."""
+        """Return `copies` sequences of each row, each with a different key."""
         forked = dataclasses.replace(self, keys=None).map_rows(lambda x: repeat_rows(x, x.shape[0] * copies))
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
@@ -136,24 +136,24 @@ class Rows(RowState):
         return dataclasses.replace(self, keys=keys)
 
     def select(self, rows: jax.Array, groups: int = 1) -> Rows:
-        """Return the state with row `rows[i]` in place of row i, int32[rows]; both must belong to the same prompt.
+        """Return the state with row `rows[i]` in place of row i, int32[rows]. Both must have the same prompt.
 
-        The rows consist of `groups` equal parts, and each row is taken from its own part; see `shapes.take`.
+        The rows consist of `groups` equal parts, and each row is replaced by one from its part; see `shapes.take`.
         """
         return self.map_rows(lambda x: take(x, rows, groups))
 
     def take(self, rows: jax.Array) -> Rows:
-        """Return rows `rows int32[n]` with the arrays of their prompts; no two rows belong to the same prompt."""
+        """Return rows `rows int32[n]` with the arrays of their prompts. No two rows may have the same prompt."""
         return jax.tree.map(lambda x: x[rows], self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
         """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
 
-        A row number of `count` or more inserts nothing; the others must be distinct. `source` has the same structure
-        and sizes. If prompts have several sequences, all sequences of a prompt must be replaced by those of another, in
-        order, because the state that they share is replaced too.
+        Row numbers of `count` or more are ignored; the others must be distinct. `source` must have the same structure
+        and sizes. If prompts have several sequences, all sequences of a prompt must be replaced by those of a different
+        prompt, in order, because their shared state is replaced too.
         """
-        # Each dropped row gets its own number, because the scatter promises unique indices.
+        # Each dropped row gets a different number, because the scatter promises unique indices.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -168,30 +168,30 @@ class Rows(RowState):
     def push(
         self, run: Run, tokens: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array, failed: jax.Array
     ) -> Rows:
-        """Append a token to each live row, record the step and set the reasons of the rows that end.
+        """Append a token to each live row, record the step, and set the stop reasons of the rows that end.
 
         Args:
             run: the constants.
-            tokens: int32[rows].
-            live: bool[rows], the rows that take part; finished rows never do.
-            logits: float32[rows, V], as the model returned them.
-            scores: float32[rows, V], from which the tokens were chosen.
-            failed: int32[rows], a `StopReason` for a row for which no token could be chosen; otherwise NONE.
+            tokens: int32[rows], the chosen tokens.
+            live: bool[rows], the rows to extend; finished rows are never extended.
+            logits: float32[rows, V], the model's logits.
+            scores: float32[rows, V], the scores from which the tokens were chosen.
+            failed: int32[rows], a `StopReason` for rows in which no token could be chosen, otherwise NONE.
         """
         live &= self.live
         added = live & (failed == StopReason.NONE)
         rows = self.append(run, tokens, added, scores)
         if run.cfg.output_logprobs is not None:
             rows = rows.with_logprobs(run, added, logits, scores)
-        if run.cfg.records:  # failed steps are recorded too: their scores show the reason
+        if run.cfg.records:  # failed steps are recorded too, because their scores show the reason
             recording = self.recording.put(self.history.step, live, logits, scores)
             rows = dataclasses.replace(rows, recording=recording)
         return rows.end(live & ~added, failed)
 
     def append(self, run: Run, tokens: jax.Array, added: jax.Array, scores: jax.Array) -> Rows:
-        """Append a token to each row where `added bool[rows]` is True, and set the reasons of the rows that end.
+        """Append a token to each row where `added bool[rows]` is True, and set the stop reasons of the rows that end.
 
-        Arguments are those of `push`.
+        The other arguments are as in `push`.
         """
         with jax.named_scope("stop"):
             history = self.history.push(tokens, added)
@@ -210,7 +210,7 @@ class Rows(RowState):
             return rows.end(added, first_reason(**stops, **ends))
 
     def _read_texts(self, run: Run, tokens: jax.Array, added: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the states of grammar and stop strings after the tokens, and which rows end: bool[rows] by reason."""
+        """Return the new states of the grammar and the stop strings, and which rows end: bool[rows] for each reason."""
         grammar, stop_strings = self.history.grammar, self.stop_strings
 
         def read() -> tuple[Any, Any, dict[str, Any]]:
@@ -220,7 +220,7 @@ class Rows(RowState):
                 eos = RowOptions(run.cfg, self.options).eos(self.count)
                 following = jnp.where(added, automaton.push(grammar, tokens, eos), grammar)
                 endless = ~jnp.any(eos, axis=-1)  # rows without an eos id
-                # If the budget is empty and another token could follow, the row ends with the reason LENGTH.
+                # If the budget is used up and another token could follow, the row ends with the reason LENGTH.
                 remaining = jnp.maximum(self.history.budget - self.history.step - added.astype(jnp.int32), 1)
                 ends["COMPLETE"] = endless & automaton.exhausted(following, remaining)
             if strings is not None and stop_strings is not None:
@@ -235,13 +235,13 @@ class Rows(RowState):
         return lax.cond(in_use, read, lambda: (grammar, stop_strings, ends))
 
     def end(self, mask: jax.Array, reason: jax.Array) -> Rows:
-        """Set the reason, int32[rows], of the rows in `mask bool[rows]`; with a reason other than NONE it ends."""
+        """Set the `reason int32[rows]` of the rows in `mask bool[rows]`. Any reason except NONE ends the row."""
         reasons = jnp.where(mask, reason, self.reasons)
         history = dataclasses.replace(self.history, done=self.history.done | (reasons != StopReason.NONE))
         return dataclasses.replace(self, history=history, reasons=reasons)
 
     def with_logprobs(self, run: Run, added: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
-        """Record the log-probability of the newest token of each `added` row; arguments are those of `push`."""
+        """Record the log-probability of the newest token in each `added` row. The other arguments are as in `push`."""
         assert self.logprobs is not None
         source = logits if run.cfg.output_logprobs == "logits" else scores
 
@@ -258,7 +258,7 @@ class Rows(RowState):
         return dataclasses.replace(self, logprobs=logprobs)
 
     def all_tokens(self, capacity: int) -> jax.Array | None:
-        """int32[rows, W + N]: the ids of all tokens of each row in order, N = `capacity`; None if not known."""
+        """Return the ids of all tokens of each row in order, int32[rows, W + capacity], or None if not known."""
         if self.cache_ids is None:
             return None
         before, history = repeat_rows(self.cache_ids, self.count), self.history

@@ -28,7 +28,7 @@ class Sizes:
     Attributes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
-        slots: slots for the tokens of `Request.cache` and, unless its rows are shared, the prompts; 0 without a cache.
+        slots: slots for the tokens of `Request.cache` and, unless prompts share rows, the prompts; 0 without a cache.
         needs: the requirements of the decode mode.
     """
 
@@ -39,30 +39,30 @@ class Sizes:
 
 
 def is_expanded(rows: int, prompts: int, mesh: Mesh | None) -> bool:
-    """Return True if a cache of `rows` rows is expanded to one row per prompt, instead of being shared.
+    """Return True if a cache of `rows` rows must be expanded to one row per prompt instead of being shared.
 
-    Otherwise, padding the prompts for a mesh could leave a number that is not a multiple of the cache's rows.
+    Otherwise, after padding for a mesh, the number of prompts might not be a multiple of the number of cache rows.
     """
     return 1 < rows <= prompts < rows_on(mesh, prompts)
 
 
 @flax.struct.dataclass
 class Run:
-    """The constants of a run: the same in every step and for every row.
+    """The constants of a run, which are the same in every step and for every row.
 
     Attributes:
         params: the model's parameters.
-        cfg: the model's config, and which options are on. The values that belong to a prompt are in `Request.options`
-            and `Rows.options`.
-        usual: the config with the options that most rows have; None if all rows have all options of `cfg`. A step in
-            which no row is unusual applies only these options. State 0 of the automata is then the state of rows
-            without a grammar or stop strings.
+        cfg: the model's config, and which options are on. Per-prompt values of options are in `Request.options` and
+            `Rows.options`.
+        usual: a config with only the options that most rows use; None if all rows use all options of `cfg`. A step in
+            which no row is unusual applies only these options. Rows without a grammar or stop strings are then in
+            state 0 of the automata.
         extensions: processors, criteria, grammar, stop strings and hook.
         sizes: the static sizes.
         context: the context of every pass.
-        draft: in assisted generation, the run of the model that drafts tokens; otherwise None. Only its model and its
-            drafting settings are used: tokens are chosen by this run.
-        mesh: the mesh that the parameters are divided over, or None.
+        draft: in assisted generation, the run of the model that drafts tokens; otherwise None. Only its model and
+            drafting settings are used, because tokens are chosen with the settings of this run.
+        mesh: the mesh over which the parameters are divided, or None.
     """
 
     params: Any
@@ -112,18 +112,15 @@ class Run:
 
     @property
     def prompts(self) -> int:
-        """The number of prompts in the loop: rounded up to a multiple of the mesh's axis `data`."""
+        """The number of prompts in the loop, rounded up to a multiple of the mesh's axis `data`."""
         return rows_on(self.mesh, self.sizes.prompts)
 
     def of_prompts(self, prompts: int) -> Run:
-        """Return the run with another number of prompts."""
+        """Return the run with a different number of prompts."""
         return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, prompts=prompts))
 
     def pad(self, tree: Any) -> Any:
-        """Pad arrays `[B, ...]` to the number of prompts in the loop, and divide them over the mesh.
-
-        The added rows are copies of the first.
-        """
+        """Pad arrays `[B, ...]` with copies of row 0 to the loop's number of prompts, and divide them over the mesh."""
         given, wanted = self.sizes.prompts, self.prompts
         if given < wanted:
             row = jnp.arange(wanted)
@@ -131,6 +128,6 @@ class Run:
         return constrain(tree, self.mesh, ROWS)
 
     def cut(self, tree: Any) -> Any:
-        """Drop the padding: return the rows of the caller's prompts, `[B * n, ...]`."""
+        """Drop the padding, and return the rows of the caller's prompts, `[B * n, ...]`."""
         given, padded = self.sizes.prompts, self.prompts
         return tree if given == padded else jax.tree.map(lambda x: x[: x.shape[0] * given // padded], tree)

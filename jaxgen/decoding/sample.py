@@ -29,9 +29,9 @@ class Selection:
     """The next token of each row, and the scores from which it was chosen.
 
     Attributes:
-        token: int32[rows].
+        token: int32[rows], the chosen tokens.
         scores: float32[rows, V], after all processors and warpers.
-        failed: int32[rows], a `StopReason` for a row for which no token can be chosen; otherwise NONE.
+        failed: int32[rows], a `StopReason` for rows in which no token can be chosen, otherwise NONE.
     """
 
     token: jax.Array
@@ -41,7 +41,7 @@ class Selection:
 
 @flax.struct.dataclass
 class SampleState:
-    """Rows, and the keys and values of all their tokens except the last."""
+    """Rows, and the keys and values of all of their tokens except the last."""
 
     rows: Rows
     cache: KVCache
@@ -53,7 +53,7 @@ class SampleState:
 
 
 class Sample(Mode):
-    """Sampling, or greedy search if there is no key: `GenerationMixin._sample` and `_greedy_search`."""
+    """Sampling (`GenerationMixin._sample`), or greedy search (`_greedy_search`) if there is no key."""
 
     takes_draft = replays = refills = True
 
@@ -70,13 +70,13 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), cache.fork(copies, run.capacity))
 
     def enter(self, run: Run, prefilled: Prefilled) -> SampleState:
-        """Choose the first token of rows that already are sequences and do not share their prompts' slots."""
+        """Choose the first token of rows that are already sequences and do not share the slots of their prompts."""
         rows, read = prefilled.rows, prefilled.read
-        # With all slots in one part, a step has fewer and larger products.
+        # With all slots in one array, a step needs fewer but larger matrix products.
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache.grow(run.capacity))
 
     def empty(self, run: Run, rows: Rows, cache: KVCache, count: int) -> SampleState:
-        """Return the state of `count` ended rows, with the same structure as entering `rows` with `cache`."""
+        """Return the state of `count` ended rows, with the structure that `enter` returns for `rows` and `cache`."""
         ended = rows.take(jnp.zeros(count, jnp.int32)).end(jnp.ones(count, bool), jnp.int32(StopReason.LENGTH))
         slots = cache.empty_rows(count * guidance.streams(run.cfg), cache.slots + run.capacity)
         return SampleState(constrain(ended, run.mesh, ROWS), slots)
@@ -87,7 +87,7 @@ class Sample(Mode):
         return SampleState(state.rows.insert(source.rows, rows), state.cache.insert(source.cache, of_cache))
 
     def step(self, run: Run, state: SampleState) -> SampleState:
-        """Run each row's last token through the model and choose the next."""
+        """Run the last token of each row through the model, and choose the next token."""
         rows = state.rows
         # A finished row reads nothing, so its cache stays unchanged.
         tokens = Tokens(rows.history.last(1), rows.live[:, None])
@@ -97,7 +97,7 @@ class Sample(Mode):
         return SampleState(self.extend(run, rows, read, 0, rows.live), read.cache)
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
-        """Choose each row's token from a column of the model's output, and append it to the live rows."""
+        """Choose a token for each row from one column of the model's output, and append it to the live rows."""
         logits, scores, rows = observe(run, rows, read, column, live)
         return append(run, rows, live, logits, process(run, rows, scores))
 
@@ -126,7 +126,7 @@ def record_layers(rows: Rows, read: Forward, column: int | jax.Array, live: jax.
 
 
 def choose(rows: Rows, scores: jax.Array) -> Selection:
-    """Choose the next token of each row from its processed scores, `scores float32[rows, V]`."""
+    """Choose the next token of each row from its processed `scores float32[rows, V]`."""
     with jax.named_scope("choose"):
         keys, step, samples = rows.keys, rows.history.step, rows.options.get("do_sample")
         if keys is None:
@@ -165,8 +165,8 @@ def greedy(scores: jax.Array) -> jax.Array:
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token from softmax(scores) in each row, int32[rows].
 
-    First a block of tokens is drawn by its total probability, then a token within the block. The distribution is the
-    same, but random numbers are needed only for the blocks and one block's tokens, not for the whole vocabulary.
+    First, a block of tokens is drawn by its total probability, then a token within the block. The distribution is the
+    same, but random numbers are needed only for the blocks and the tokens of one block, not for the whole vocabulary.
 
     Args:
         keys: key[rows].
@@ -187,20 +187,20 @@ def _draw_row(key: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
 def draw_distinct(
     keys: jax.Array, scores: jax.Array, most: int, count: jax.Array, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw different entries of each search from softmax(scores), one after the other: `torch.multinomial`.
+    """Draw entries of each search from softmax(scores) without replacement, like `torch.multinomial`.
 
-    These are the largest entries after Gumbel noise has been added (arXiv 1903.06059).
+    The result is the largest entries after adding Gumbel noise (arXiv 1903.06059).
 
     Args:
         keys: key[S].
         scores: float32[S, k, V].
-        most: the largest count.
-        count: int32[S], how many to draw.
-        mesh: the mesh that V is divided over, or None.
+        most: the maximum of `count`.
+        count: int32[S], the number of entries to draw.
+        mesh: the mesh over which V is divided, or None.
 
     Returns:
-        The scores float32[S, most] of the entries in the order of the draws, -inf after the last and if nothing more
-        can be drawn, and their places int32[S, most] in k * V.
+        The scores float32[S, most] of the entries in the order in which they were drawn, -inf after the last, and their
+        indices int32[S, most] into k * V.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
     drawn, places = sharded_top_k(scores + noise, most, mesh, scores)

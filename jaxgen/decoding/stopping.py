@@ -1,6 +1,6 @@
 """The reasons why a row ends.
 
-`Rows.push` in rows.py determines which one applies. `Rows.begin` adds BAD_ID, the modes add NO_TOKEN and NOT_A_NUMBER,
+`Rows.push` in rows.py determines most of them. `Rows.begin` adds BAD_ID, the modes add NO_TOKEN and NOT_A_NUMBER,
 request/driver.py adds TIME, and chunks.py adds CANCELLED.
 """
 
@@ -13,23 +13,23 @@ import jax.numpy as jnp
 
 
 class StopReason(enum.IntEnum):
-    """The reason why a row ended: the entries of `GenerateOutput.stop_reasons`.
+    """The reason why a row ended, as in `GenerateOutput.stop_reasons`.
 
-    If several apply, the first wins; but if no token could be chosen, the failure is reported. NO_TOKEN, NOT_A_NUMBER
-    and BAD_ID are failures: an eager call of generate() raises an error for them. Under the caller's own jit the row
-    ends there, without the token, and only its reason shows the failure.
+    If several reasons apply, the first wins, unless no token could be chosen: then the failure is reported. NO_TOKEN,
+    NOT_A_NUMBER and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit,
+    the row ends without the token, and only its stop reason shows the failure.
     """
 
     NONE = 0  # the row is not finished
     EOS = 1
     STOP_STRING = 2
     CRITERION = 3  # one of stopping_criteria
-    COMPLETE = 4  # the text is complete by the token automaton, nothing can follow, and there is no eos id
+    COMPLETE = 4  # the token automaton allows no more tokens, and there is no eos id
     LENGTH = 5  # max_new_tokens or max_length
     TIME = 6  # max_time
     NO_TOKEN = 7  # all tokens are banned
     NOT_A_NUMBER = 8  # the scores contain NaN
-    BAD_ID = 9  # the prompt is empty or has an id outside the vocabulary
+    BAD_ID = 9  # the prompt is empty or contains an id outside the vocabulary
     CANCELLED = 10  # cancelled by the caller of an engine
 
 
@@ -42,7 +42,7 @@ FAILURES = {
 
 
 def first_reason(**conditions: jax.Array) -> jax.Array:
-    """int32[rows]: the first reason whose condition, a bool[rows] passed by name, is true; NONE if there is none."""
+    """Return the first reason whose condition is True, int32[rows]; NONE if none is. Each condition is bool[rows]."""
     reason = jnp.zeros((), jnp.int32)
     for name in reversed([reason.name for reason in StopReason if reason.name in conditions]):
         reason = jnp.where(conditions[name], jnp.int32(StopReason[name]), reason)
@@ -50,10 +50,10 @@ def first_reason(**conditions: jax.Array) -> jax.Array:
 
 
 def failure(best: jax.Array) -> jax.Array:
-    """int32[rows]: the failure of rows whose highest score is `best float32[rows]`; NONE if a token can be chosen."""
+    """Return each row's failure, given its highest score `best float32[rows]`; NONE if a token can be chosen."""
     return first_reason(NO_TOKEN=best == -jnp.inf, NOT_A_NUMBER=jnp.isnan(best))
 
 
 def is_eos(tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-    """bool[rows]: True if the row's token is in `eos int32[rows, E]`; entries of -1 match nothing."""
+    """Return whether each row's token is in `eos int32[rows, E]`, bool[rows]. Entries of -1 match nothing."""
     return jnp.zeros(tokens.shape, bool) if eos is None else jnp.any(tokens[:, None] == eos, axis=-1)

@@ -1,6 +1,6 @@
-"""The engine: prompts that arrive one by one, answered in slots of a running loop.
+"""The engine, which answers prompts in the slots of a running loop as they arrive.
 
-`Engine` drives it from threads, `generate_many` from an iteration. `forms` reads prompts and their options, `tables`
-shares the grammars' states, `schedule` decides which changes each chunk begins with and reads its results, and `device`
-owns the state and the compiled program.
+`Engine` accepts prompts from threads, and `generate_many` from an iterable. `forms` reads prompts and their options,
+`tables` shares the states of grammars between prompts, `schedule` decides what to send with each chunk and reads its
+results, and `device` owns the state and the compiled program.
 """

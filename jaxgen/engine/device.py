@@ -28,16 +28,16 @@ _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_ar
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Everything that is the same in all chunks of an engine, except the parameters and tables.
+    """Everything except the parameters and tables that is the same in all chunks of an engine.
 
     Attributes:
         form: the form of the prompts.
         extensions: the caller's functions.
-        mode: the decode mode, with rows that leave and enter.
+        mode: the decode mode, in which rows leave and enter.
         sizes: the static sizes.
         steps: the maximum number of steps in a chunk.
         key_impl: the implementation of random keys.
-        stored: how many chunks of prefixes the store has space for; 0 for no store.
+        stored: the number of chunks of prefixes that the store has space for; 0 for no store.
     """
 
     form: Form
@@ -50,10 +50,10 @@ class Loop:
 
     @classmethod
     def of(cls, form: Form, extensions: Extensions, slots: int, *, steps: int, key_impl: str, stored: int = 0) -> Loop:
-        """Return the loop for this many slots.
+        """Return the loop for `slots` slots.
 
         Raises:
-            InputError, ConfigError: the engine does not support something that is requested.
+            InputError, ConfigError: an engine does not support one of the arguments.
         """
         mode = mode_of(form.full)
         cfg = form.full.replace(slots=slots)
@@ -64,7 +64,7 @@ class Loop:
 
     @property
     def places(self) -> int:
-        """The maximum number of prompts that wait on the device."""
+        """The maximum number of prompts waiting on the device."""
         return max(2 * self.mode.slots, 8)
 
     def run(self, params: Any, tables: dict[str, Any], mesh: Any = None) -> Run:
@@ -75,7 +75,7 @@ class Loop:
     @property
     def of_open(self) -> dict[str, Any]:
         """The static arguments of `open_queue`."""
-        steps = 2 * self.steps + 8  # the journal counts each step, and each sequence that enters, as one step
+        steps = 2 * self.steps + 8  # in the journal, each step and each entering sequence counts as a step
         return {**self.of_chunk, "places": self.places, "steps": steps, "stored": self.stored}
 
     @property
@@ -88,7 +88,7 @@ class Device:
     """The device side of an engine: its state, and the program that changes it.
 
     Args:
-        params: the first parameters; each chunk gets its own.
+        params: the initial parameters. Each chunk is passed its own parameters.
         loop: everything that is the same in all chunks.
         store_bytes: the size of the store of prefixes.
     """
@@ -99,24 +99,24 @@ class Device:
         in_slots = dataclasses.replace(run, cfg=run.cfg.replace(slots=loop.mode.slots))
         check_call_memory(in_slots, loop.form.width, store_bytes)
         self._state: Any = None
-        self._no_arrivals: Any = None  # on the device, because most chunks begin without arrivals
+        self._no_arrivals: Any = None  # kept on the device because most chunks have no arrivals
 
     def open(self, params: Any, no_arrivals: Arrivals, tables: dict[str, Any]) -> None:
         """Create the state, with all slots free."""
         self._no_arrivals = self._placed(no_arrivals, params)
         state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
-        # Committed, like the states that chunks return; otherwise a second program would be compiled.
+        # Committed, like the states that chunks return, because otherwise a second program would be compiled.
         self._state = self._placed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
-        """Start a chunk of `steps` steps and return its journal, before it is finished; see `run_chunk`."""
+        """Start a chunk of `steps` steps, and return its journal without waiting for it; see `run_chunk`."""
         news = self._no_arrivals if arrivals is None else self._placed(arrivals, params)
         run = self._run(params, tables)
         self._state, packed = _chunk(run, self._state, news, np.int32(steps), **self._loop.of_chunk)
         return packed
 
     def _placed(self, tree: Any, params: Any) -> Any:
-        """Return the arrays of a tree on the devices of the parameters."""
+        """Place the arrays of a tree on the devices of the parameters."""
         return committed(tree, params) if self._mesh is None else replicate(tree, self._mesh)
 
     def _run(self, params: Any, tables: dict[str, Any]) -> Run:
@@ -124,13 +124,13 @@ class Device:
 
 
 def committed(tree: Any, like: Any = None) -> Any:
-    """Return arrays committed to their device, or to that of `like`; arrays already there are not copied."""
+    """Return arrays committed to their device, or to the device of `like`. Arrays already there are not copied."""
     leaf = jax.tree.leaves(tree if like is None else like)[0]
     return jax.device_put(tree, leaf.device if isinstance(leaf, jax.Array) else default_device())
 
 
 def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.stages.Traced:
-    """Return the program of a chunk before compilation; parameters may be shapes."""
+    """Return the program of a chunk before compilation. Parameters may be shapes instead of arrays."""
     run = loop.run(params, tables)
     state = jax.eval_shape(lambda: open_queue(run, arrivals, **loop.of_open))
     return _chunk.trace(run, state, arrivals, np.int32(loop.steps), **loop.of_chunk)

@@ -1,4 +1,4 @@
-"""The engine: a thread that keeps a running loop supplied with prompts, and passes on what it generates."""
+"""The engine: a thread that feeds prompts to a running loop and delivers the results."""
 
 from __future__ import annotations
 
@@ -29,52 +29,51 @@ from jaxgen.model.sharding import mesh_of
 from jaxgen.request.checks import check_call, check_key
 from jaxgen.text.tokenizer import Tokenizer
 
-_STEPS = 8  # of a chunk at most
-_PULSE = 1.0  # seconds after which the other processes hear that nothing happens
+_STEPS = 8  # maximum number of steps in a chunk
+_PULSE = 1.0  # seconds between messages to the other processes while nothing happens
 
 
 class Engine:
-    """Answers prompts that come one by one, from any thread, in slots of a running loop.
+    """An engine that answers prompts as they arrive, from any thread, in the slots of a running loop.
 
     >>> with Engine(params, cfg, tokenizer=tok) as engine:                                      # doctest: +SKIP
     ...     handle = engine.submit({"text": "Once upon a time", "temperature": 0.7})
     ...     for event in handle:
     ...         print(event.text, end="")
 
-    The tokens of a prompt depend on the prompt, its options, its key and the engine's sizes, not on the other prompts
-    or on when they come: docs/engine.md says what is the same in which cases.
+    The tokens generated for a prompt depend on the prompt, its options, its key and the engine's sizes, but not on
+    other prompts or on when they arrive. docs/engine.md lists the exact guarantees.
 
-    If the parameters are divided over several processes, all of them make the engine, with the same arguments, and
-    close it. Prompts are submitted in process 0, whose `leads` is True; the others do what it decides.
+    If the parameters are divided over several processes, each process must create the engine, with the same arguments,
+    and close it. Prompts are submitted in process 0, where `leads` is True. The other processes follow it.
 
     Args:
-        params: the parameters, a tree with Hugging Face's names, as `load_hf` returns.
-        cfg: the options of all prompts, and the values for prompts that do not set them. `max_new_tokens` is also the
-            most that a prompt may set. Steps are slower while a prompt is answered that turns on an option which `cfg`
-            does not.
-        key: from which a prompt's key is made, by `fold_in(key, index)`; None if nothing is drawn.
+        params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
+        cfg: the options for prompts that do not set their own. `max_new_tokens` is also the maximum that a prompt may
+            set. Steps are slower while any prompt uses an option that `cfg` does not turn on.
+        key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         slots: the number of sequences that are decoded at a time.
-        prompt_width: the most tokens of a prompt.
-        prompt_options: the options that a prompt may set, of those that may have one value per prompt; None for all.
-            With fewer, the program is smaller and compiles sooner. Those that `cfg` turns on can be set in any case.
+        prompt_width: the maximum number of tokens in a prompt.
+        prompt_options: the options that a prompt may set, among those that can have one value per prompt; None for all.
+            With fewer options, the program compiles faster. Options that `cfg` turns on are always included.
         tokenizer: for prompts and results as text, and for stop strings.
-        most_waiting: the most prompts that wait before `submit` raises `QueueFull`.
-        grammar_states, grammar_classes: the size of the table that the grammars of all prompts in flight share:
-            states, and classes of tokens.
-        stop_states: the size of the table of stop strings, about one for each of their bytes.
-        stop_in_prompt: a stop string may begin in the prompt, as in transformers; False: it is found only if the
-            answer has all of it, as in OpenAI's API.
-        id_entries: the most entries of an option that is a table of ids, such as `suppress_tokens`.
-        prefix_cache_bytes: the most bytes of the keys and values that are kept of prompts, so that the next ones that
-            begin with the same tokens need not be read from the start. By default 256 MB, or less if the prompts of
-            all slots need less; 0 for none, as always with a hook.
+        most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
+        grammar_states, grammar_classes: the numbers of states and of classes of tokens in the table that the grammars
+            of all prompts in flight share.
+        stop_states: the number of states in the table of stop strings, which need about one state per byte.
+        stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, it must be
+            entirely in the answer, as in OpenAI's API.
+        id_entries: the maximum number of entries in an option that is a table of ids, such as `suppress_tokens`.
+        prefix_cache_bytes: the size limit of the store of prefixes, from which later prompts that start with the same
+            tokens copy keys and values. The default is 256 MB, or less if the prompts of all slots need less. With 0 or
+            a hook, there is no store.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts.
 
     Attributes:
-        cfg: the argument, as are `tokenizer`, `slots`, `prompt_width`, `id_entries` and `most_waiting`.
+        cfg, tokenizer, slots, prompt_width, id_entries, most_waiting: the arguments.
 
     Raises:
-        InputError, ConfigError, TypeError: as `generate`; an option that an engine cannot have.
+        InputError, ConfigError, TypeError: as for `generate`, or an engine does not support an option.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Engine:
         self._weights = {0: params}
         self._pace = Pace(_STEPS)
         self._version, self._next_index = 0, 0
-        self._told: list[Flight] = []  # the prompts of the chunk whose results are being passed on
+        self._told: list[Flight] = []  # the prompts whose results are being delivered
         self._is_open, self._has_ended = True, False
         self._paused = self._in_flight = self._warming = False
         self._error: BaseException | None = None
@@ -154,21 +153,21 @@ class Engine:
         timeout: float | None = 0,
         **options: Any,
     ) -> Handle:
-        """Submit a prompt and return at once.
+        """Submit a prompt, and return immediately.
 
         Args:
-            prompt: a list of ids; or a dict with `ids` or `text`, and options by name.
-            on_event: called in the engine's thread with each `Event`; it should return quickly. An exception that it
-                raises ends the prompt and is raised by the handle.
-            timeout: the number of seconds to wait for a place in the queue; None for no limit.
-            **options: further options: those of `GenerationConfig` that may have one value per prompt,
-                `max_new_tokens`, `stop_strings`, `top_logprobs`, and `n` for `num_return_sequences`; `allowed`, a
-                `TokenAutomaton`; `index`, a number that the key is made from and results carry, by default that of
-                earlier prompts plus 1; `key`, the prompt's own key.
+            prompt: a list of ids, or a dict with `ids` or `text` and options by name.
+            on_event: called in the engine's thread with each `Event`. It should return quickly. If it raises an
+                exception, the prompt ends, and the handle raises the exception.
+            timeout: the number of seconds to wait for space in the queue; None for no limit.
+            **options: more options: any option of `GenerationConfig` that can have one value per prompt,
+                `max_new_tokens`, `stop_strings`, `top_logprobs`, `n` (for `num_return_sequences`), `allowed` (a
+                `TokenAutomaton`), `index` (a number that identifies the results and is folded into the key; by default,
+                one more than that of the previous prompt), and `key` (a key for only this prompt).
 
         Raises:
-            InputError, ConfigError, TypeError: a prompt or an option that cannot be honoured.
-            QueueFull: too many prompts wait.
+            InputError, ConfigError, TypeError: the prompt or an option is invalid or not supported.
+            QueueFull: too many prompts are waiting.
             EngineClosed: the engine is closed.
         """
         given = prompt if isinstance(prompt, dict) else {"ids": prompt}
@@ -177,15 +176,15 @@ class Engine:
         return self.follow({**given, **options}, None if on_event is None else self._reading(on_event), timeout)
 
     def _reading(self, on_event: Callable[[Event], object]) -> Callable[[News], object]:
-        """Return a listener that passes on events."""
+        """Return a listener that calls `on_event` with events."""
         reader = EventReader(self.tokenizer)
         return lambda news: on_event(reader.read(news))
 
     def follow(self, prompt: dict[str, Any], listener: Callable[[News], object] | None, timeout) -> Handle:
-        """Submit a prompt whose listener gets its `News` in the engine's thread.
+        """Submit a prompt with a listener that receives `News` in the engine's thread.
 
-        If the prompt fails, the last news have neither tokens nor a reason, and the handle has the `failure`. The other
-        arguments and the errors are those of `submit`.
+        If the prompt fails, the last `News` has neither tokens nor a stop reason, and the handle stores the `failure`.
+        The other arguments and the errors are as in `submit`.
         """
         if not self.leads:
             raise InputError(f"prompts are submitted in process 0, and this is process {jax.process_index()}")
@@ -196,7 +195,7 @@ class Engine:
         with self._changed:
             self._check_open()
             if not self._changed.wait_for(lambda: not self._is_full or not self._is_open, timeout):
-                raise QueueFull(f"{self.most_waiting} prompts wait, the most that this engine takes: submit it later")
+                raise QueueFull(f"{self.most_waiting} prompts are waiting, the engine's maximum: submit it later")
             self._check_open()
             if "index" not in prompt:
                 read = dataclasses.replace(read, index=self._next_index)
@@ -212,7 +211,7 @@ class Engine:
         return len(self._schedule.waiting) >= self.most_waiting
 
     def _automata(self, prompt: Prompt) -> dict[str, tuple[Any, Any]]:
-        """Return the automata of a prompt, each with a key that equal ones share."""
+        """Return the automata of a prompt, each with a key that equal automata share."""
         automata: dict[str, tuple[Any, Any]] = {}
         if prompt.grammar is not None:
             automata["allowed"] = id(prompt.grammar), prompt.grammar
@@ -224,15 +223,15 @@ class Engine:
         return automata
 
     def pause(self, finish: bool = False) -> None:
-        """Pause after the current chunk, and return once it has ended; rows keep their state.
+        """Pause after the current chunk, and return once the chunk has ended. Rows keep their state.
 
         Args:
-            finish: first answer the prompts that have been sent to the device. The others wait, so that each answer
-                comes from one version of the weights if `update_params` is called in the pause.
+            finish: if True, first answer the prompts that have been sent to the device, and let the others wait. Each
+                answer then depends on only one version of the weights if you call `update_params` during the pause.
 
         Raises:
             EngineClosed: the engine is closed.
-            InputError: called by `on_event`, which the engine waits for.
+            InputError: `on_event` called this method, which would wait for itself.
         """
         self._refuse_own_thread("pause")
         with self._changed:
@@ -254,18 +253,18 @@ class Engine:
             self._changed.notify_all()
 
     def update_params(self, params) -> int:
-        """Use other weights of the same form from the next chunk on, also for rows in flight.
+        """Use new weights of the same form from the next chunk on, including for rows in flight.
 
-        Nothing is compiled. Keys and values that were computed with the earlier weights stay. Returns the version of
-        the new weights; that of the first is 0. If there are several processes, all of them must call it.
+        Nothing is compiled. Rows in flight keep the keys and values computed with earlier weights. Return the version
+        of the new weights; the initial weights are version 0. With several processes, all must call this method.
         """
         check_call(params, self._form.cfg)
         with self._changed:
             present = self._weights[self._version]
         old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (present, params))
         if old != new:
-            raise InputError("params differ in form from those of the engine: make a new engine for them")
-        # Where the present ones are, committed as they are; otherwise another program would be compiled.
+            raise InputError("params differ in form from those of the engine: create a new engine for them")
+        # Place them like the present weights, because otherwise a second program would be compiled.
         params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, present))
         with self._changed:
             self._schedule.prefixes.clear()
@@ -276,10 +275,10 @@ class Engine:
             return self._version
 
     def warmup(self) -> None:
-        """Compile the program, so that no prompt waits for it; where the engine does not lead, nothing happens.
+        """Compile the program, so that no prompt has to wait for it. If `leads` is False, do nothing.
 
         Raises:
-            InputError: prompts are being answered: call it before the first.
+            InputError: some prompts have not been answered yet. Call this method before submitting any.
         """
         self._refuse_own_thread("warmup")
         with self._changed:
@@ -293,14 +292,14 @@ class Engine:
         self._raise_error()
 
     def counts(self) -> Counts:
-        """Return the numbers of tokens and steps so far, and how many slots were in use on average."""
+        """Return statistics of the engine so far."""
         with self._changed:
             return self._schedule.counts
 
     def close(self, drain: bool = True) -> None:
-        """Take no more prompts, and return when those that were submitted have been answered.
+        """Stop accepting prompts, and return once all submitted prompts have been answered.
 
-        With `drain=False` they are given up: their handles raise `EngineClosed`.
+        With `drain=False`, these prompts are dropped, and their handles raise `EngineClosed`.
         """
         with self._changed:
             self._is_open = self._paused = self._schedule.holds = False
@@ -320,7 +319,7 @@ class Engine:
     def _check_open(self) -> None:
         self._raise_error()
         if not self._is_open:
-            raise EngineClosed("the engine is closed: make another one")
+            raise EngineClosed("the engine is closed: create a new one")
 
     def _refuse_own_thread(self, name: str) -> None:
         if threading.current_thread() is self._thread:
@@ -331,7 +330,7 @@ class Engine:
             raise self._error
 
     def _give_up(self, flight: Flight) -> None:
-        """Cancel a prompt for its handle."""
+        """Cancel a prompt on behalf of its handle."""
         with self._changed:
             if flight.owner.done or self._error is not None:
                 return
@@ -340,7 +339,7 @@ class Engine:
         flight.owner._end(StopReason.CANCELLED)
 
     def _abandon(self, error: BaseException) -> None:
-        """Drop all prompts; their handles raise the error."""
+        """Drop all prompts, and make their handles raise the error."""
         schedule = self._schedule
         flights = [*schedule.waiting, *schedule.flying.values(), *self._told]
         for flight in flights:
@@ -351,7 +350,7 @@ class Engine:
         return {name: table.joint for name, table in self._tables.items()}
 
     def _run(self) -> None:
-        """Work until the engine is closed; an exception ends it, and all prompts."""
+        """Run until the engine is closed. An exception ends the engine and all prompts."""
         try:
             self._lead() if self.leads else self._obey()
         except BaseException as error:
@@ -364,7 +363,7 @@ class Engine:
                 self._changed.notify_all()
 
     def _lead(self) -> None:
-        """Run chunks while there is something to do. Each is started before the one before it is read."""
+        """Run chunks while there is something to do. Each chunk is started before the previous one is read."""
         running: tuple[jax.Array, int, float] | None = None
         while running is not None or self._can_start or self._is_open:
             with self._changed:
@@ -391,7 +390,7 @@ class Engine:
             self._processes.send_nothing(Step.END)
 
     def _obey(self) -> None:
-        """Run the chunks that process 0 runs."""
+        """Run the same chunks as process 0."""
         assert self._processes is not None
         while (plan := self._processes.receive()).step != Step.END:
             if plan.step == Step.CHUNK:
@@ -411,19 +410,19 @@ class Engine:
         return Plan(Step.CHUNK, self._version, self._pace.steps, self._schedule.arrivals(), self._joint())
 
     def _start(self, plan: Plan, params: Any) -> jax.Array:
-        """Start a chunk, and return what will have happened in it."""
+        """Start a chunk, and return its journal without waiting for it."""
         packed = self._device.step(params, plan.arrivals, plan.tables, plan.steps)
         packed.copy_to_host_async()
         return packed
 
     def _read(self, packed: jax.Array, version: int, begun: float) -> None:
-        """Pass on what happened in a chunk, which was started at the time `begun`."""
+        """Deliver the results of a chunk that was started at the time `begun`."""
         happened = np.asarray(packed)
         with self._changed:
             self._pace.measure(int(happened[0, 2]), begun, time.monotonic())
             entries = list(self._schedule.read(happened))
             self._told = [entry.flight for entry in entries]
-            self._changed.notify_all()  # for who waits until no prompt is left
+            self._changed.notify_all()  # for callers that wait until no prompt is left
         for flight, number, tokens, reason, rest in entries:
             flight.owner.cached_tokens = flight.cached
             flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, (flight.version, version))

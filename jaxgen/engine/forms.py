@@ -1,4 +1,4 @@
-"""Prompts with their own options, checked and put into arrays of fixed sizes."""
+"""Check prompts and their options, and convert them to arrays of fixed sizes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
 from jaxgen.text.tokenizer import Tokenizer
 
-ENTRIES, WIDTH = 32, 8  # default sizes of the tables of ids: entries, and ids per entry
-# Fields that a prompt may have in addition to the options of the config.
+ENTRIES, WIDTH = 32, 8  # default size of tables of ids: entries, and ids per entry
+# Fields that a prompt may have in addition to options of the config.
 _FIELDS = ("ids", "text", "index", "n", "key", "allowed")
 _DYNAMIC = "dynamic RoPE"
 _RECORDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
@@ -33,20 +33,20 @@ LARGEST_INDEX = 2**32 - 1  # fold_in reads 32 bits
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt as the device reads it.
+    """A prompt in the form that the device needs.
 
     Attributes:
-        index: identifies the prompt's results, and is folded into the engine's key.
-        ids: int32[n].
+        index: a number that identifies the prompt's results, and is folded into the engine's key.
+        ids: int32[n], the tokens.
         budget: the maximum number of tokens in each of its sequences.
         sequences: the number of sequences to generate.
-        options: a leaf for each option that the program has.
-        key: the data of its own key, or None.
+        options: a leaf for each option that the program supports.
+        key: the data of the prompt's own key, or None.
         grammar: the automaton that its answers must follow, or None.
         stop_strings: the strings that end its answers, or None.
-        logged: its results have log-probabilities.
-        top_logprobs: how many of the most likely tokens the log-probabilities include.
-        unusual: the prompt turns on an option that the engine's config does not, or has a grammar.
+        logged: True if its results include log-probabilities.
+        top_logprobs: the number of most likely tokens that the log-probabilities include.
+        unusual: True if the prompt has a grammar, or turns on an option that the engine's config does not turn on.
     """
 
     index: int
@@ -63,16 +63,16 @@ class Prompt:
 
 
 class Form:
-    """The options that prompts may set, and their defaults, which come from the engine's config.
+    """The options that prompts may set, with defaults from the engine's config.
 
     `options` names the options that prompts may set, among those that can have one value per prompt; None for all.
-    Tables of ids have `entries` entries. `key_impl` is the implementation of random keys; None if prompts have none.
-    `adapters` is the number of adapters in the parameters.
+    Tables of ids have `entries` entries. `key_impl` is the implementation of random keys, or None if prompts have no
+    keys. `adapters` is the number of adapters in the parameters.
 
     Attributes:
         cfg: the engine's config.
         full: the config of the program, with all options that a prompt may set.
-        usual: the config with the options that `cfg` turns on.
+        usual: a config with only the options that `cfg` turns on.
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
@@ -98,7 +98,7 @@ class Form:
         self.off = {name: _off_leaf(cfg, name, entries) for name in names if adapters or name != "adapter"}
         self.own = frozenset(self.off)
         one = cfg.replace(num_return_sequences=1, max_new_tokens=1)
-        # A single do_sample for all prompts would be part of the program, so it is made one value per prompt.
+        # A single do_sample for all prompts would be part of the program, so use one value per prompt.
         one = _without_min_length(one.replace(do_sample=[True]) if cfg.on("do_sample") else one)
         self.usual = self._in_requests(one)
         self.full = self._in_requests(one.replace(do_sample=[True])).in_requests(self.off)
@@ -112,7 +112,7 @@ class Form:
         return {name: self._leaf(cfg, name) for name in self.off}
 
     def _leaf(self, cfg: GenerationConfig, name: str) -> Any:
-        """Return the leaf of an option, in the size that all prompts share."""
+        """Return the leaf of an option, padded to the size that all prompts share."""
         off, kind = self.off[name], OPTIONS[name].kind
         if name == "do_sample":
             return np.bool_(cfg.on(name))
@@ -121,15 +121,15 @@ class Form:
         return jax.tree.map(lambda off, x: _into(name, off, x), off, kind.leaf(getattr(cfg, name)))
 
     def read(self, given: Any, index: int) -> Prompt:
-        """Return a prompt: a list of ids, or a dict with `ids` or `text` and options by name.
+        """Check a prompt, and return it in the form that the device needs.
 
         Args:
-            given: the prompt; a dict may also have `index`, `key`, `n` (for `num_return_sequences`) and `allowed`, a
-                `TokenAutomaton`.
-            index: used for a prompt without `index`.
+            given: a list of ids, or a dict with `ids` or `text` and options by name. The dict may also contain `index`,
+                `key`, `n` (for `num_return_sequences`) and `allowed`, a `TokenAutomaton`.
+            index: the index of a prompt without `index`.
 
         Raises:
-            InputError, ConfigError, TypeError: the prompt or one of its options is not valid or not supported.
+            InputError, ConfigError, TypeError: the prompt or one of its options is invalid or not supported.
         """
         fields = dict(given) if isinstance(given, Mapping) else {"ids": given}
         named = {name: fields.pop(name) for name in _FIELDS if name in fields}
@@ -176,7 +176,7 @@ class Form:
         )
 
     def _own(self, fields: dict[str, Any], named: Mapping[str, Any]) -> GenerationConfig:
-        """Return the config with the prompt's own options."""
+        """Return the config with the prompt's options applied."""
         if "n" in named:
             if "num_return_sequences" in fields:
                 raise InputError("n and num_return_sequences mean the same: pass one of them")
@@ -275,7 +275,7 @@ class Form:
 
 
 def not_in_slots(cfg: GenerationConfig) -> str | None:
-    """Return the mode or option that keeps an engine from using a config; None if there is none."""
+    """Return the mode or option that prevents an engine from using a config, or None."""
     if not mode_of(cfg).refills:
         return cfg.mode
     if cfg.model.rope.type == "dynamic":
@@ -305,7 +305,7 @@ def _check(cfg: GenerationConfig) -> None:
 
 
 def _per_prompt() -> list[str]:
-    """Return the options that a prompt may set."""
+    """Return all options that can have one value per prompt in an engine."""
     return [
         name
         for name, option in OPTIONS.items()
@@ -318,7 +318,7 @@ def _per_prompt() -> list[str]:
 
 
 def _needed(cfg: GenerationConfig, options: Collection[str]) -> list[str]:
-    """Return the options that prompts may set, and those that the config turns on."""
+    """Return the options that prompts may set and the options that the config turns on."""
     possible = _per_prompt()
     if unknown := sorted(set(options).difference(possible)):
         raise ConfigError(f"prompt_options has {unknown[0]}, which is not an option of a prompt: {', '.join(possible)}")
@@ -335,7 +335,7 @@ def _without_min_length(cfg: GenerationConfig) -> GenerationConfig:
 
 
 def _off_leaf(cfg: GenerationConfig, name: str, entries: int) -> Any:
-    """Return the leaf that turns an option off; a table is large enough for the values of `cfg`."""
+    """Return the leaf that turns an option off. Tables are large enough for the values in `cfg`."""
     kind, width = OPTIONS[name].kind, WIDTH
     if cfg.on(name):
         for leaf in jax.tree.leaves(kind.leaf(getattr(cfg, name))):
@@ -348,7 +348,7 @@ def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
     """Pad the leaf of a value to the shape of `off`."""
     value = np.asarray(value, off.dtype)
     if value.ndim and any(size > most for size, most in zip(value.shape, off.shape, strict=True)):
-        # The value's size is rounded up, but only its used entries have to fit.
+        # The size of the value is rounded up, but only its used entries must fit.
         used = np.argwhere(value != off.flat[0]).max(axis=0, initial=-1) + 1
         if any(used > off.shape):
             raise ConfigError(f"{name} has {used.tolist()} entries, but the engine's table has {list(off.shape)}")

@@ -1,4 +1,4 @@
-"""generate_many(): any number of prompts from an iteration, answered in slots."""
+"""generate_many(): answer any number of prompts from an iterable, in slots."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ def generate_many(
     ordered: bool = False,
     **engine: Any,
 ) -> Iterator[Completion]:
-    """Answer any number of prompts from an iterable, which may be endless; yield each sequence as it ends.
+    """Answer any number of prompts from an iterable, which may be endless. Yield each sequence as it ends.
 
     >>> for done in generate_many(params, prompts, key, cfg, slots=16, tokenizer=tok):          # doctest: +SKIP
     ...     print(done.index, done.text)
 
     Prompts are read as needed. If a prompt is invalid, for example because an id is outside the vocabulary, its
-    completion carries the error, and the other prompts are still answered.
+    completion contains the error, and the other prompts are still answered.
 
     If the parameters are divided over several processes, all of them must iterate. Process 0 reads the prompts and gets
-    the completions. In the other processes the iteration yields nothing, and ends when that of process 0 ends.
+    the completions. In the other processes, the iterator yields nothing, and ends when that of process 0 ends.
 
     Args:
         params: the parameters.
-        prompts: each a list of ids, or a dict with `ids` (or `text`, if there is a tokenizer) and options by name, as
-            for `Engine.submit`. The default of `index` is the prompt's place in the iteration.
-        key: the prompt with index i uses `fold_in(key, i)`; None if nothing is drawn.
+        prompts: the prompts, each a list of ids, or a dict with `ids` (or `text`, if there is a tokenizer) and options
+            by name, as for `Engine.submit`. The default of `index` is the prompt's position in the iterable.
+        key: the prompt with index i uses `fold_in(key, i)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
-        slots: the number of sequences decoded at a time.
+        slots: the number of sequences that are decoded at a time.
         tokenizer: for prompts and results as text, and for stop strings.
         ordered: yield the completions in the order of the prompts.
-        **engine: further arguments of `Engine`.
+        **engine: more arguments for `Engine`.
 
     Raises:
         InputError, ConfigError, TypeError: as for `Engine`.
     """
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be an iterable of prompts, such as a list, got {shown(prompts)}")
-    most = 4 * slots  # unanswered prompts; more than slots, so that slots never wait for a prompt
+    most = 4 * slots  # unanswered prompts; more than slots, so that no slot waits for a prompt
     with Engine(params, cfg, key, slots=slots, tokenizer=tokenizer, most_waiting=most, **engine) as made:
         completions = ended(made, prompts, most) if made.leads else iter(())
         if ordered:
@@ -67,9 +67,9 @@ def generate_many(
 
 
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
-    """Yield sequences as they end: the place of the prompt, the completion, and True for the prompt's last one.
+    """Yield sequences as they end: the place of the prompt, the completion, and True for the prompt's last sequence.
 
-    At most `most` prompts are in the engine at a time; the engine must accept that many.
+    At most `most` prompts are in the engine at a time. The engine must accept that many.
     """
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}

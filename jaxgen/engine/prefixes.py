@@ -1,4 +1,4 @@
-"""The index of the store of prefixes: which chunks of prompts are in it, and where."""
+"""The index of the store of prefixes, which tracks the stored chunks of prompts and their places."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BYTES = 2**28  # default size of the store, unless the prompts of all slots nee
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """The part of a prompt in the store.
+    """The places in the store that a prompt uses.
 
     Attributes:
-        have: the places of its first chunks, which are copied.
-        keep: number, name and place of the chunks to store once they have been read.
-        epoch: how many times the store had been emptied before.
+        have: the places of the prompt's first chunks, which are copied.
+        keep: the number, name and place of each chunk to store once it has been read.
+        epoch: how many times the store had been emptied before the claim.
     """
 
     have: tuple[int, ...]
@@ -33,13 +33,13 @@ class Claim:
 
 
 class Prefixes:
-    """Chunks of prompts in a store with a fixed number of places; the least recently used chunks are evicted.
+    """Chunks of prompts in a store with a fixed number of places. The least recently used chunks are evicted.
 
-    Prompts are loaded onto the device in the order they `enter`. A place can therefore be reassigned to a later
-    prompt while earlier prompts still have to copy from it, because the later prompt writes after they have copied.
+    Prompts are loaded onto the device in the order in which they `enter`. A place can therefore be reassigned to a
+    later prompt while earlier prompts have yet to copy from it, because the later prompt writes after they have copied.
 
     Args:
-        places: how many chunks the store has space for; 0 for no store.
+        places: the number of chunks that the store has space for; 0 for no store.
         chunk: the number of tokens in a chunk.
         most: the maximum number of chunks to store per prompt.
     """
@@ -55,10 +55,10 @@ class Prefixes:
     def of(
         cls, cfg: GenerationConfig, width: int, slots: int, most_bytes: int | None, hooked: bool = False
     ) -> Prefixes:
-        """Return the empty index of a store of at most so many bytes, for prompts of at most `width` tokens.
+        """Return the empty index of a store of at most `most_bytes` bytes, for prompts of at most `width` tokens.
 
-        With a hook there is no store: it may change what the model reads, so that equal tokens have other keys and
-        values.
+        With a hook, there is no store, because the hook may change the model's inputs, so that equal tokens may have
+        different keys and values.
         """
         if hooked and most_bytes:
             raise InputError(
@@ -80,14 +80,14 @@ class Prefixes:
         return cls(most_bytes // size if most else 0, chunk, most)
 
     def bytes(self, cfg: GenerationConfig) -> int:
-        """Return the size of the store."""
+        """Return the size of the store in bytes."""
         return cache_bytes(cfg.model, self.places, self.chunk, cfg.cache_dtype) if self.places else 0
 
     def names(self, ids: np.ndarray, adapter: int = -1) -> list[bytes]:
-        """Return a name for each whole chunk that can be stored; equal chunks after equal tokens have equal names.
+        """Return a name for each whole chunk that can be stored. Equal chunks after equal tokens have equal names.
 
-        The chunk with the last token is not stored, because the model must read that token to continue. Each adapter
-        has its own chunks.
+        The chunk with the last token is not stored, because the model must read this token to continue. Different
+        adapters do not share chunks.
         """
         names, name = [], adapter.to_bytes(4, "little", signed=True)
         for number in range(min(self.most, (len(ids) - 1) // self.chunk)):
@@ -97,12 +97,12 @@ class Prefixes:
         return names
 
     def must_wait(self, names: list[bytes]) -> bool:
-        """Return True if a prompt in flight is about to store this prompt's next chunk, so that waiting saves work."""
+        """Return True if a prompt in flight is about to store this prompt's next chunk, so waiting saves work."""
         known = self._known(names)
         return known < len(names) and names[known] in self._coming
 
     def _known(self, names: list[bytes]) -> int:
-        """Return how many of the first chunks are stored."""
+        """Return the number of leading chunks that are stored."""
         return next((number for number, name in enumerate(names) if name not in self._stored), len(names))
 
     def enter(self, names: list[bytes]) -> Claim:
@@ -113,7 +113,7 @@ class Prefixes:
             self._stored.move_to_end(name)
         keep = []
         for number, name in enumerate(names[known:], known):
-            if name in self._stored or name in self._coming:  # an earlier chunk was evicted, this one was not
+            if name in self._stored or name in self._coming:  # this chunk is stored, but an earlier one was evicted
                 continue
             if not self._free and len(self._stored) <= known:
                 break
@@ -123,7 +123,7 @@ class Prefixes:
         return Claim(have, tuple(keep), self._epoch)
 
     def confirm(self, claim: Claim) -> None:
-        """Mark the claimed chunks as stored, once the prompt has been read to the end."""
+        """Mark the claimed chunks as stored once the prompt has been fully read."""
         for _, name, place in reversed(claim.keep):
             if claim.epoch == self._epoch:
                 self._coming.remove(name)
@@ -132,7 +132,7 @@ class Prefixes:
                 self._free.append(place)
 
     def release(self, claim: Claim) -> None:
-        """Free the claimed places of a prompt that will not be read to the end."""
+        """Free the claimed places of a prompt that will not be fully read."""
         for _, name, place in claim.keep:
             self._free.append(place)
             if claim.epoch == self._epoch:
@@ -146,7 +146,7 @@ class Prefixes:
         self._coming.clear()
 
     def arrays(self, claims: list[Claim], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `Places.have` and `Places.keep` of some prompts, int32[rows, most]."""
+        """Return `Places.have` and `Places.keep` for the claims of prompts, int32[rows, most]."""
         have, keep = (np.full((rows, self.most), NOWHERE, np.int32) for _ in range(2))
         for row, claim in enumerate(claims):
             have[row, : len(claim.have)] = claim.have

@@ -1,4 +1,4 @@
-"""An engine on several processes: process 0 plans each chunk, and the others follow."""
+"""An engine on several processes: process 0 plans each chunk, and the other processes follow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxgen.errors import InputError
 class Step(enum.IntEnum):
     """The next action of all processes."""
 
-    WAIT = 0  # nothing; sent from time to time, because collective operations time out
+    WAIT = 0  # do nothing; sent periodically because collective operations time out
     CHUNK = 1
     END = 2
 
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
         step: the action.
         version: the version of the weights that the chunk uses.
         steps: the number of steps in the chunk.
-        arrivals: the changes that the chunk begins with; None if there are none.
+        arrivals: the changes to apply before the chunk; None if there are none.
         tables: the tables of automata, by name.
     """
 
@@ -41,11 +41,11 @@ class Plan(NamedTuple):
 
 
 class Processes:
-    """Sends the plans of process 0 to the others. All processes call the same functions in the same order.
+    """Communication of plans from process 0 to the others. All processes call the same functions in the same order.
 
     Args:
-        no_arrivals: arrivals without prompts and cancellations.
-        tables: the first tables.
+        no_arrivals: arrivals without prompts or cancellations.
+        tables: the initial tables.
         arguments: the arguments of the engine, which must be the same in all processes.
 
     Raises:
@@ -59,7 +59,7 @@ class Processes:
             raise InputError("the processes created the engine with different arguments: they must be the same in all")
 
     def send(self, plan: Plan) -> None:
-        """Send the plan to the other processes; called by process 0."""
+        """Send a plan to the other processes. Called by process 0."""
         arrivals, tables = plan.arrivals, plan.tables
         change = any(table is not self._tables[name] for name, table in tables.items())
         _broadcast(np.asarray([plan.step, plan.version, plan.steps, arrivals is not None, change], np.int32))
@@ -70,7 +70,7 @@ class Processes:
             _broadcast(tables)
 
     def send_nothing(self, step: Step) -> None:
-        """Tell the other processes to wait, or that this is the end."""
+        """Tell the other processes to wait or to end."""
         self.send(Plan(step, 0, 0, None, self._tables))
 
     def receive(self) -> Plan:
@@ -83,7 +83,7 @@ class Processes:
 
 
 def _broadcast(tree: Any) -> Any:
-    """Return the arrays of process 0, using one operation; the tree has the same structure in all processes."""
+    """Return the arrays of process 0, using one operation. The tree has the same structure in all processes."""
     leaves, form = jax.tree.flatten(tree)
     leaves: list[np.ndarray] = [np.asarray(leaf) for leaf in leaves]
     packed = np.concatenate([np.frombuffer(leaf.tobytes(), np.uint8) for leaf in leaves])
@@ -97,7 +97,7 @@ def _broadcast(tree: Any) -> Any:
 
 
 def _digest(text: str, tree: Any) -> np.ndarray:
-    """Return a hash of a text and of the arrays in a tree, uint8[32]."""
+    """Return a hash of a text and the arrays in a tree, uint8[32]."""
     digest = hashlib.sha256(text.encode())
     for leaf in map(np.asarray, jax.tree.leaves(tree)):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())

@@ -1,4 +1,4 @@
-"""Results of a prompt: events while it is being answered, and completions."""
+"""Results of prompts: events while a prompt is being answered, and completions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Event(NamedTuple):
 
     Attributes:
         sequence: the number of the sequence within the prompt.
-        tokens: the ids, at least one unless the sequence has ended.
-        text: the text that the tokens complete, in whole characters; empty without a tokenizer.
-        stop_reason: why the sequence ended; `StopReason.NONE` if it has not.
+        tokens: the token ids, at least one unless the sequence has ended.
+        text: the new text, in whole characters; empty without a tokenizer.
+        stop_reason: the reason why the sequence ended; `StopReason.NONE` if it has not ended.
         logprobs: the log-probabilities of the tokens, as in `Completion`.
     """
 
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class News(NamedTuple):
-    """The result of a chunk for one sequence: an `Event` without text."""
+    """The results of a chunk for one sequence: an `Event` without text."""
 
     sequence: int
     tokens: list[int]
@@ -53,16 +53,16 @@ class Completion:
     Attributes:
         index: the prompt's index.
         sequence: the number of the sequence within the prompt.
-        ids: the prompt.
-        tokens: the generated tokens, eos included.
-        text: their text without special tokens; None without a tokenizer.
-        stop_reason: why the sequence ended; NONE if it never began.
-        logprobs: the log-probabilities of the tokens, `[n]`, and of the most likely ones, `[n, top_logprobs]`; None
-            unless the engine's config has `output_logprobs`, or if the prompt sets it to None.
-        error: why the sequence failed, or None.
+        ids: the prompt's tokens.
+        tokens: the generated tokens, including eos.
+        text: the generated text, without special tokens; None without a tokenizer.
+        stop_reason: the reason why the sequence ended; NONE if it never began.
+        logprobs: the log-probabilities of the tokens, `[n]`, and of the most likely tokens, `[n, top_logprobs]`; None
+            unless the engine's config sets `output_logprobs`, or if the prompt sets it to None.
+        error: the reason why the sequence failed, or None.
         versions: the versions of the weights that the tokens depend on, in order. The first is the version that was
             current when the prompt was sent to the device; see `Engine.update_params`.
-        cached_tokens: how many of the prompt's first tokens were in the store of prefixes.
+        cached_tokens: the number of the prompt's first tokens that were in the store of prefixes.
     """
 
     index: int
@@ -78,7 +78,7 @@ class Completion:
 
 
 class QueueFull(JaxgenError):
-    """As many prompts wait as the engine takes: submit again later, or with a timeout."""
+    """Too many prompts are waiting. Submit the prompt again later, or with a timeout."""
 
 
 class EngineClosed(JaxgenError):
@@ -96,12 +96,12 @@ class _Sequence:
 class Handle:
     """A prompt that was submitted to an engine.
 
-    Iterate over the handle, with `for` or `async for`, to get all events as they come; `result` waits for the end.
-    Several threads may do so.
+    Iterate over the handle, with `for` or `async for`, to get all events as they occur, or call `result` to wait for
+    the end. Several threads can do so at the same time.
 
     Attributes:
         failure: the exception that `result` raises, or None.
-        cached_tokens: how many of the prompt's first tokens were in the store of prefixes; 0 before the first event.
+        cached_tokens: the number of prompt tokens found in the store of prefixes; 0 until the first event.
     """
 
     def __init__(
@@ -135,23 +135,23 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """True if all sequences have ended, or cannot be continued."""
+        """True if all sequences have ended, or cannot continue."""
         return self.failure is not None or self._has_ended
 
     def cancel(self) -> None:
-        """Cancel the prompt: its sequences end with `StopReason.CANCELLED`, and keep the tokens they have so far."""
+        """Cancel the prompt. Its sequences end with `StopReason.CANCELLED` and keep the tokens generated so far."""
         self._cancel()
 
     def result(self, timeout: float | None = None) -> list[Completion]:
-        """Wait until all sequences have ended and return them, in order.
+        """Wait until all sequences have ended, and return them in order.
 
         Args:
             timeout: the number of seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: the sequences have not ended in time; they continue.
+            TimeoutError: the sequences did not end in time; they continue.
             EngineClosed: the engine was closed before they ended.
-            InputError: `on_event` called this before they ended, and would wait for itself.
+            InputError: `on_event` called this method before they ended, and would wait for itself.
         """
         if threading.current_thread() is self._thread and not self.done:
             raise InputError("result waits for the engine, so on_event must not call it: call it from another thread")
@@ -163,7 +163,7 @@ class Handle:
         return self.completions()
 
     def completions(self) -> list[Completion]:
-        """Return the sequences in their current state; a sequence that has not ended has `StopReason.NONE`."""
+        """Return the sequences in their current state. Sequences that have not ended have `StopReason.NONE`."""
         return [self.completion(number) for number in range(self.sequences)]
 
     def completion(self, number: int) -> Completion:
@@ -184,7 +184,7 @@ class Handle:
         )
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield the events until all sequences have ended; raise `EngineClosed` if the engine closes first."""
+        """Yield events until all sequences have ended. Raise `EngineClosed` if the engine is closed first."""
         reader, seen = EventReader(self._tokenizer), 0
         while True:
             with self._changed:
@@ -230,7 +230,7 @@ class Handle:
         rest: Any = None,
         versions: tuple[int, ...] = (0,),
     ) -> None:
-        """Add new results of a sequence; called by the engine."""
+        """Add new results of a sequence. Called by the engine."""
         with self._changed:
             sequence = self._sequences[number]
             if sequence.reason:  # cancelled in the meantime
@@ -256,7 +256,7 @@ class Handle:
                 self._add(number, [], reason)
 
     def _fail(self, error: BaseException) -> None:
-        """End all sequences with an exception; the listener gets one item, without tokens or a reason."""
+        """End all sequences with an exception. The listener receives one `News` without tokens or a stop reason."""
         with self._changed:
             if self.done:
                 return
@@ -265,7 +265,7 @@ class Handle:
         self._tell(News(0, [], StopReason.NONE))
 
     def _tell(self, news: News) -> None:
-        """Call the listener. If it raises, the exception becomes the prompt's failure, and no more calls follow."""
+        """Call the listener. If it raises an exception, the prompt fails, and the listener is not called again."""
         listener = self._listener
         if listener is None:
             return
@@ -278,19 +278,19 @@ class Handle:
     def _wake(self) -> None:
         self._changed.notify_all()
         for loop, event in self._waiters:
-            with contextlib.suppress(RuntimeError):  # the loop was closed; nobody is waiting
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody is waiting
                 loop.call_soon_threadsafe(event.set)
 
 
 class EventReader:
-    """Turns tokens of sequences into events, with their text."""
+    """Converter from the tokens of sequences to events with text."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
 
     def read(self, news: News) -> Event:
-        """Return the event."""
+        """Return the event for new tokens of a sequence."""
         text = ""
         if self._tokenizer is not None:
             stream = self._streams.setdefault(news.sequence, TextStream(self._tokenizer))
@@ -299,7 +299,7 @@ class EventReader:
 
 
 def _logprobs(parts: list[np.ndarray], prompt: Prompt) -> LogProbs | None:
-    """Return the log-probabilities from the journal's columns, with as many of the most likely tokens as requested."""
+    """Return log-probabilities from columns of the journal, with the requested number of most likely tokens."""
     if not parts or not prompt.logged:
         return None
     columns, top = np.concatenate(parts), prompt.top_logprobs

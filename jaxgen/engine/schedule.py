@@ -1,4 +1,4 @@
-"""Scheduling of prompts: what to send with each chunk, and how to read its results. Independent of the device."""
+"""Schedule prompts: decide what to send with each chunk, and read its results, independently of the device."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from jaxgen.engine.prefixes import Claim, Prefixes
 from jaxgen.engine.tables import Table
 
 _NUMBERS = 2**31 - 1
-_CHUNK_SECONDS = 0.1  # at least
+_CHUNK_SECONDS = 0.1  # the duration of a chunk to aim for
 
 
 @dataclasses.dataclass(eq=False)
 class Flight:
-    """A prompt that waits or is being answered.
+    """A prompt that is waiting or being answered.
 
     Attributes:
         prompt: the prompt.
         owner: the recipient of its results.
-        automata: by table name, the prompt's automata, each with a key that equal automata share.
-        number: its number on the device; `NOBODY` before it is sent there.
-        remaining: how many of its sequences have not ended.
-        chunks: the names of its chunks in the store of prefixes; None before they are needed.
-        claim: its part in the store; None before the prompt is sent, and after it has been read.
-        cached: how many of the prompt's tokens were in the store.
-        begun: how many of its sequences have begun.
+        automata: the prompt's automata by table name, each with a key that equal automata share.
+        number: its number on the device; `NOBODY` until it is sent there.
+        remaining: the number of its sequences that have not ended.
+        chunks: the names of its chunks in the store of prefixes; None until they are needed.
+        claim: its claim on the store; None until the prompt is sent, and after it has been read.
+        cached: the number of the prompt's tokens that were in the store.
+        begun: the number of its sequences that have begun.
         version: the version of the weights when the prompt was sent.
     """
 
@@ -55,14 +55,14 @@ class Flight:
 
 
 class Counts(NamedTuple):
-    """Counts of an engine so far.
+    """Statistics of an engine so far.
 
     Attributes:
         tokens: the number of generated tokens.
         steps: the number of steps taken.
         occupancy: the mean number of slots in use per step.
         running: the current number of prompts that have their first token.
-        waiting: the current number of prompts without a token yet.
+        waiting: the current number of prompts that have no token yet.
     """
 
     tokens: int
@@ -78,9 +78,9 @@ class Entries(NamedTuple):
     Attributes:
         flight: the prompt.
         sequence: the number of the sequence within the prompt.
-        tokens: int32[n].
+        tokens: int32[n], the new tokens.
         reason: a `StopReason`; 0 if the sequence has not ended.
-        rest: int32[n, C], the remaining columns of the journal.
+        rest: int32[n, C], the other columns of the journal.
     """
 
     flight: Flight
@@ -96,7 +96,7 @@ class Schedule:
     Args:
         form: the form of the prompts.
         tables: the tables of automata, by name.
-        places: the maximum number of prompts that wait on the device.
+        places: the maximum number of prompts waiting on the device.
         arrivals: the maximum number of prompts sent with a chunk.
         key: the data of the engine's key.
         prefixes: the index of the store of prefixes.
@@ -121,7 +121,7 @@ class Schedule:
         self.flying: dict[int, Flight] = {}
         self._numbers = itertools.cycle(range(_NUMBERS))
         self._cancelled: collections.deque[Flight] = collections.deque()
-        self._sent: collections.deque[int] = collections.deque()  # prompts per chunk that has not been read
+        self._sent: collections.deque[int] = collections.deque()  # number of prompts in each unread chunk
         self._queued = 0  # prompts waiting on the device at the end of the last chunk read
         self._tokens = self._begun = self._steps = 0
 
@@ -133,14 +133,14 @@ class Schedule:
     @property
     def counts(self) -> Counts:
         """Counts up to the last chunk read."""
-        # A sequence gets its first token when it enters, and another one in each step after that.
+        # A sequence gets its first token when it enters, and one more in each step after that.
         rows = max(self._tokens - self._begun, 0)
         running = sum(flight.begun > 0 for flight in self.flying.values())
         waiting = len(self.waiting) + len(self.flying) - running
         return Counts(self._tokens, self._steps, rows / max(self._steps, 1), running, waiting)
 
     def cancel(self, flight: Flight) -> None:
-        """Cancel a prompt, which then gets no more results. If it has already ended, do nothing."""
+        """Cancel a prompt, so that it gets no more results. If it has already ended, do nothing."""
         if flight in self.waiting:
             self.waiting.remove(flight)
         elif self.flying.get(flight.number) is flight:
@@ -148,19 +148,19 @@ class Schedule:
             self._land(flight)
 
     def no_arrivals(self) -> Arrivals:
-        """Return arrivals without prompts and cancellations."""
+        """Return arrivals without prompts or cancellations."""
         return self._arrivals([], {}, [])
 
     def arrivals(self) -> Arrivals | None:
         """Return the changes since the last chunk, or None if there are none.
 
-        Prompts leave `waiting` as long as there are places for them.
+        Prompts are moved out of `waiting` as long as there are places for them.
         """
         cancelled = self._cancellations()
         space = min(self.most, self.places - self._queued - sum(self._sent))
         sent: list[Flight] = []
         starts: dict[str, list[int]] = {name: [] for name in self.tables}
-        blocked: set[str] = set()  # tables that an earlier prompt is waiting for
+        blocked: set[str] = set()  # tables in which an earlier prompt is waiting for space
         for flight in list(self.waiting):
             if self.holds or len(sent) >= space:
                 break
@@ -176,7 +176,7 @@ class Schedule:
         return self._arrivals(sent, starts, cancelled) if sent or cancelled else None
 
     def _enter(self, flight: Flight, blocked: set[str]) -> dict[str, int] | None:
-        """Add a prompt to the tables and the store; return its initial states, or None if it must wait."""
+        """Add a prompt to the tables and the store. Return its initial states, or None if it must wait."""
         if flight.chunks is None:
             flight.chunks = self.prefixes.names(flight.prompt.ids, int(flight.prompt.options.get("adapter", -1)))
         if self.prefixes.must_wait(flight.chunks):
@@ -185,7 +185,7 @@ class Schedule:
         for name, table in self.tables.items():
             state = 0
             if name in flight.automata:
-                # Not even if its automaton is already in the table: the earlier prompt might wait forever.
+                # Wait even if the automaton is already in the table, or the earlier prompt might never get space.
                 state = None if name in blocked else table.enter(*flight.automata[name])
             if state is None:
                 blocked.add(name)
@@ -224,7 +224,7 @@ class Schedule:
         return Arrivals(request, number, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
-        """Yield the entries of the oldest unread chunk, by sequence; remove prompts that have ended."""
+        """Yield the entries of the oldest unread chunk by sequence, and remove prompts that have ended."""
         self._sent.popleft()
         count, self._queued, self._steps = packed[0, :3].tolist()
         entries = packed[1 : 1 + count]
@@ -235,11 +235,11 @@ class Schedule:
             flight = self.flying.get(int(part[0, 0]))
             if flight is None:  # cancelled
                 continue
-            if flight.claim is not None:  # its first token or its end, so the prompt has been read
+            if flight.claim is not None:  # there is a token or an end, so the prompt has been read
                 self.prefixes.confirm(flight.claim)
                 flight.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
-            part = part[part[:, 2] >= 0]  # an end without a token
+            part = part[part[:, 2] >= 0]  # drop an end without a token
             self._tokens += len(part)
             if sequence >= flight.begun:  # sequences begin in order
                 self._begun += sequence + 1 - flight.begun
@@ -257,10 +257,10 @@ class Schedule:
 
 
 class Pace:
-    """Chooses the number of steps in a chunk: as few as take at least a tenth of a second.
+    """Controller of the number of steps in a chunk: the smallest number that takes at least a tenth of a second.
 
-    The first token of a prompt is read only when its chunk has ended, and prompts that arrive in the meantime wait for
-    the next chunk.
+    Shorter chunks reduce latency: the first token of a prompt is read only once its chunk has ended, and prompts that
+    arrive in the meantime wait for the next chunk.
 
     Attributes:
         most: the maximum number of steps.
@@ -272,7 +272,7 @@ class Pace:
         self._seconds, self._taken, self._ended = 0.0, 0, 0.0
 
     def measure(self, taken: int, begun: float, ended: float) -> None:
-        """Adapt to a chunk that ran between these times; `taken` steps have been taken in total after it."""
+        """Adapt to a chunk that ran from `begun` to `ended`, after which `taken` steps have been taken in total."""
         steps, seconds = taken - self._taken, ended - max(begun, self._ended)
         self._taken, self._ended = taken, ended
         if steps > 0:

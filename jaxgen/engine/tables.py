@@ -1,4 +1,4 @@
-"""Tables of automaton states shared by the prompts in flight: grammars and stop strings."""
+"""Tables of the automata of grammars and stop strings, shared by all prompts in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 
 class Kind(Protocol):
-    """A kind of automaton, and how to join several into one table."""
+    """A kind of automaton, with operations to join several of them in one table."""
 
     name: str
 
@@ -25,15 +25,15 @@ class Kind(Protocol):
         ...
 
     def start(self, automaton: Any) -> int:
-        """Return the initial state, counted from 0 in the automaton."""
+        """Return the initial state, counting the automaton's states from 0."""
         ...
 
     def free(self) -> Any:
-        """Return the automaton for prompts that have none of their own."""
+        """Return the automaton for prompts without one."""
         ...
 
     def join(self, parts: dict[int, Any]) -> Any:
-        """Return the table of automata, where each key is the first state of its automaton in the table."""
+        """Return a table of automata. Each key is the first state of its automaton in the table."""
         ...
 
 
@@ -93,7 +93,7 @@ class Stops:
 
 @dataclasses.dataclass
 class _Part:
-    """An automaton in a table, its first state, and how many prompts use it."""
+    """An automaton in a table, its first state, and the number of prompts that use it."""
 
     automaton: Any
     first: int
@@ -101,7 +101,7 @@ class _Part:
 
 
 class Table:
-    """A table that automata join and leave while prompts use it. The numbers of states in use never change.
+    """A table that automata join and leave while prompts are using it. States in use are never renumbered.
 
     Attributes:
         joint: the table on the device.
@@ -122,9 +122,9 @@ class Table:
             )
 
     def enter(self, key: Hashable, automaton: Any) -> int | None:
-        """Add a user of an automaton, which joins the table if it is not in it; return its initial state.
+        """Add a user of an automaton, which joins the table if it is not there yet, and return its initial state.
 
-        Return None if the table has no space for it at the moment.
+        Return None if the table currently has no space for the automaton.
         """
         with self._lock:
             part = self._parts.get(key)
@@ -135,14 +135,14 @@ class Table:
                 part = self._parts[key] = _Part(automaton, first)
                 try:
                     self.joint = self._join()
-                except InputError:  # together they have too many classes of tokens
+                except InputError:  # together, the automata have too many classes of tokens
                     del self._parts[key]
                     return None
             part.users += 1
             return part.first + self._kind.start(part.automaton)
 
     def leave(self, key: Hashable) -> None:
-        """Remove a user; the states of an automaton without users are free."""
+        """Remove a user of an automaton. The states of an automaton without users become free."""
         with self._lock:
             part = self._parts[key]
             part.users -= 1
@@ -150,7 +150,7 @@ class Table:
                 del self._parts[key]
 
     def _space(self, states: int) -> int | None:
-        """Return the first state of the first gap of this size."""
+        """Return the first state of the first gap of `states` states, or None if there is no such gap."""
         first = 0
         for part in sorted(self._parts.values(), key=lambda part: part.first):
             if part.first - first >= states:
@@ -165,7 +165,7 @@ class Table:
 def tables_of(
     vocab: int, grammars: tuple[int, int], tokenizer: Tokenizer | None, stop_states: int, stop_in_prompt: bool
 ) -> dict[str, Table]:
-    """Return empty tables by name: of grammars, of so many states and classes, and with a tokenizer of stop strings."""
+    """Return empty tables by name: for grammars, and if there is a tokenizer, for stop strings."""
     tables = {"allowed": Table(Grammars(vocab, grammars), grammars[0])}
     if tokenizer is not None:
         tables["stop_strings"] = Table(Stops(tokenizer, vocab, stop_states, stop_in_prompt), stop_states)

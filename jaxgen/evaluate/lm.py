@@ -1,4 +1,4 @@
-"""The model interface of lm-evaluation-harness, implemented by jaxgen."""
+"""lm-evaluation-harness's model interface, implemented with jaxgen."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class JaxgenLM(TemplateLM):
 
     Log-likelihoods come from `score_many`, which reads a context once for all of its choices. Answers come from
     `generate_many`, with the options and stop strings of each request. Texts are tokenized and truncated as in the
-    harness's own `hf` model.
+    harness's `hf` model.
 
     Args:
         params: the parameters.
-        cfg: the model's config. Its options, which `load_hf` reads from generation_config.json, are defaults for the
-            requests, as in the harness's own `hf` model: a repetition penalty also applies to greedy answers.
+        cfg: the model's config. Its options, which `load_hf` reads from generation_config.json, are the defaults for
+            requests, as in the harness's `hf` model. For example, a repetition penalty also applies to greedy answers.
         tokenizer: the model's tokenizer.
-        name: identifies the model in reports and in the cache of requests.
+        name: identifies the model in reports and in the request cache.
         max_length: the maximum number of tokens per request; by default the model's context.
         max_gen_toks: the maximum number of tokens per answer if the task sets no limit.
         slots: the number of answers generated at a time.
         batch_tokens: the number of tokens scored at a time, as in `score_many`.
-        seed: the seed for requests that draw tokens.
-        batch_size, max_batch_size, device: accepted from the harness, without effect.
+        seed: the seed for requests that sample.
+        batch_size, max_batch_size, device: accepted from the harness, but ignored.
     """
 
     def __init__(
@@ -84,21 +84,21 @@ class JaxgenLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """The id of the token that ends a text."""
         return self._eot  # pyright: ignore[reportReturnType]
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that stands for an empty context: the bos token, or the eos token if there is no bos."""
+        """The id used for an empty context: the bos token, or the eos token if there is no bos."""
         return self._prefix  # pyright: ignore[reportReturnType]
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the model in the cache of requests."""
+        """The model's name in the request cache."""
         return self._name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Return the ids of a text; if the text already begins with the bos token, do not add another."""
+        """Return the ids of a string; if the string already begins with the bos token, do not add another."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
         return list(self._encode(string, add_special_tokens))
@@ -198,6 +198,6 @@ class JaxgenLM(TemplateLM):
                 remedy = "use max_gen_toks" if name == "max_length" else "leave it out"
                 raise ConfigError(f"the task's generation_kwargs have {name}, which is not an option here: {remedy}")
         ids = self.tok_encode(context)[-(self.max_length - most) :] or [self.prefix_token_id]
-        # The eos token ends an answer by its id, so its text need not be a stop string.
+        # The eos token ends an answer by its id, so its text does not have to be a stop string.
         texts = [text for text in stops if text != self._eos_text]
         return {"ids": ids, "max_new_tokens": most, "stop_strings": texts or None, **given}, stops

@@ -1,4 +1,4 @@
-"""The command `python -m jaxgen.export`: write the programs of a checkpoint to a file, or describe such a file."""
+"""`python -m jaxgen.export`: write a checkpoint's programs to a file, or describe such a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROGRAM = "python -m jaxgen.export"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status, as `jaxgen.cli.main.main` does."""
+    """Run the command and return its exit status, with the same codes as `jaxgen.cli.main.main`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", JaxgenWarning)
@@ -64,8 +64,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} MODEL OUT [options]\n       {PROGRAM} FILE --describe",
-        description="Write generate() with a checkpoint's model, or with --engine the loop of an engine, to a file "
-        "that runs with jax alone. Weights are arguments of the program.",
+        description="Export generate() for a checkpoint's model (with --engine, the loop of an engine) to a file that "
+        "runs with jax alone. Weights are arguments of the program.",
         epilog="If a generation option is left out, the checkpoint's generation_config.json applies.",
     )
     add = parser.add_argument

@@ -1,4 +1,4 @@
-"""Export of the loop of an `Engine`, for a host that starts chunks, reads them, and adds prompts in between."""
+"""Export the loop of an `Engine`, for a host that runs it chunk by chunk and adds prompts in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxgen.export.plain import KEYS, flat_params, flatten, param_names, unflatt
 from jaxgen.generation import extensions_of
 from jaxgen.request.checks import check_call
 
-_STEPS = 8  # default number of steps in a chunk; the host can set another
+_STEPS = 8  # default number of steps in a chunk; the host can change it
 # The input name of each field of a request; options keep their own names.
 _FIELDS = {"ids": "ids", "mask": "attention_mask", "budget": "max_new_tokens"}
 _NEWS = ("number", "sequences", "index", "own_key", "cancelled")
@@ -41,26 +41,26 @@ def export_engine(
     stopping_criteria: Sequence[Callable] | None = None,
     hook: StepHook | None = None,
 ) -> ExportedPrograms:
-    """Return the programs of an `Engine`, with which a host without jaxgen can answer prompts as they arrive.
+    """Return an `Engine`'s programs, with which a host without jaxgen can answer prompts as they arrive.
 
     >>> export_engine(params, cfg, slots=16, prompt_width=512).save("engine.zip")               # doctest: +SKIP
 
-    `open` creates the initial state, in which all slots are free. `chunk` adds prompts, takes a few steps, and returns
-    the next state and a journal of what happened. A prompt gets the same tokens as from an `Engine`. Grammars and stop
-    strings are not possible, because they need tables that the host cannot build. docs/production.md has an example of
-    a host.
+    `open` creates the initial state, in which all slots are free. `chunk` adds prompts, runs a few steps, and returns
+    the next state and a journal of what happened. The tokens are the same as from an `Engine`. Grammars and stop
+    strings are not supported, because they need tables that the host cannot build. docs/production.md contains an
+    example of a host.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the programs.
-        cfg: the options, which are defaults for the prompts, as for `Engine`.
-        slots: the number of sequences decoded at a time, and the maximum number of prompts that arrive before a chunk.
+        cfg: the options, which are the defaults for prompts, as in `Engine`.
+        slots: the number of sequences decoded at a time, and the maximum number of prompts added by a chunk.
         prompt_width: the maximum number of tokens in a prompt.
         platforms: the platforms that the programs run on: one or more of cpu, cuda, tpu and rocm.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. They and their arrays become part
             of the programs.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `Engine`; or something needs the host.
+        InputError, ConfigError, TypeError: as in `Engine`, or because an option needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     model_of(cfg)
@@ -93,7 +93,7 @@ def _check_options(cfg: GenerationConfig) -> None:
 def _programs(
     params, cfg: GenerationConfig, engine: Loop, form: Form, values: dict[str, Any], platforms: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the programs by name, and the shapes of the state; `values` are the inputs if nothing arrives."""
+    """Return the programs by name, and the shapes of the state; `values` are the inputs when no prompt arrives."""
     names = param_names(params)
 
     def run_of(params: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ def _as_inputs(arrivals: Arrivals) -> dict[str, np.ndarray]:
 
 
 def _arrivals(inputs: dict[str, Any], form: Form) -> Arrivals:
-    """Return the arrivals in the inputs; the inverse of `_as_inputs`."""
+    """Return the arrivals that the inputs describe; the inverse of `_as_inputs`."""
     options = unflatten({name: form.off[name] for name in sorted(form.off)}, inputs)
     unusual = jnp.zeros(inputs["number"].shape, bool)
     for name in form.own - form.usual.enabled:

@@ -1,4 +1,4 @@
-"""Files of exported programs: zip archives of a description, values of the inputs, and the programs."""
+"""Files of exported programs: zip archives with a description, default inputs and the programs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ExportedPrograms:
     """Programs that run with jax alone; docs/production.md shows how.
 
     Attributes:
-        description: describes the programs, their inputs and outputs, as in the file's description.json.
-        inputs: default values for inputs that have one, as in the file's inputs.npz.
+        description: describes the programs and their inputs and outputs, as in the file's description.json.
+        inputs: default values of inputs, as in the file's inputs.npz.
         programs: the programs by name.
     """
 
@@ -45,7 +45,7 @@ class ExportedPrograms:
                 file.writestr(f"{name}.bin", bytes(program))
 
     def params(self, params: Any) -> dict[str, jax.Array]:
-        """Return parameters in the form that the programs accept: arrays, by their tensor names in a checkpoint.
+        """Return parameters in the form that the programs accept: arrays by their tensor names in a checkpoint.
 
         Raises:
             InputError: the shapes or dtypes differ from those of the parameters at export.
@@ -72,10 +72,10 @@ def _form(entry: dict[str, Any] | None) -> str:
 
 
 def read_description(path) -> dict[str, Any]:
-    """Return the description of a file.
+    """Return a file's description.
 
     Raises:
-        InputError: the file is of a different kind.
+        InputError: the file does not contain exported programs, or has a different format.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -88,7 +88,7 @@ def read_description(path) -> dict[str, Any]:
 
 
 def summary(description: dict[str, Any]) -> str:
-    """Return a description as text, with the parameters counted."""
+    """Return a description as text, with the number of parameters in place of a list."""
     lines = []
     for name, value in description.items():
         if name == "params":

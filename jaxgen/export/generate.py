@@ -1,4 +1,4 @@
-"""Export of `generate`."""
+"""Export `generate`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxgen.request.checks import check_call, check_room
 from jaxgen.request.prepare import CallInputs, prepare
 
 _NOT_RETURNED = ("cache", "prompt_width")
-# Arguments of `generate` that an exported program does not have, and the reasons.
+# Arguments of `generate` that cannot be exported, and the reasons.
 _REFUSED = {
     "streamer": "it is called on the host while tokens are generated: export an engine, whose chunks return them",
     "assistant": "a program has one model: use prompt_lookup_num_tokens or assistant_early_exit",
@@ -58,21 +58,21 @@ def export_generate(
 
     >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")               # doctest: +SKIP
 
-    The program's inputs are the prompts, the data of a key if tokens are drawn, and the values of all enabled traced
-    options, which can be changed in each call. The tokens are the same as from `generate`. `max_new_tokens` is also an
+    The program's inputs are the prompts, the data of a random key for sampling, and the values of all enabled traced
+    options, which can differ in each call. The tokens are the same as from `generate`. `max_new_tokens` is also an
     input; it is limited to the value in `cfg`, for which memory is reserved.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the program.
-        cfg: the options. An option with one value per prompt keeps one value per prompt.
-        batch: the number of prompts; None if each call may choose it, and compile for it.
-        prompt_width: the number of columns for prompts; shorter prompts are padded on any side.
+        cfg: the options. An option that has one value per prompt here also has one per prompt in the program.
+        batch: the number of prompts; with None, it can differ between calls, and each number is compiled separately.
+        prompt_width: the width of the prompts; shorter prompts can be padded on either side.
         platforms: the platforms that the program runs on: one or more of cpu, cuda, tpu and rocm.
         logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. They and their
             arrays become part of the program.
 
     Raises:
-        InputError, ConfigError, TypeError: as for `generate`; or something needs the host.
+        InputError, ConfigError, TypeError: as in `generate`, or because an option or argument needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     _refuse(others)
@@ -104,9 +104,9 @@ def export_generate(
 def _program(
     params, cfg: GenerationConfig, extensions: Extensions, budget: np.ndarray
 ) -> tuple[Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], dict[str, np.ndarray]]:
-    """Return `generate` as a function of dicts, of parameters and inputs, and the inputs that have values already."""
+    """Return `generate` as a function of two dicts, parameters and inputs, and the default values of inputs."""
     most = int(budget.max())
-    sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # so that max_new_tokens sizes the arrays
+    sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # so that max_new_tokens sets the size of arrays
     leaves, static = sized.tree_flatten()
     on = {name: leaf for name, leaf in zip(TRACED, leaves, strict=True) if leaf is not None}
     values = {name: np.asarray(jnp.asarray(x)) for name, x in flatten(jax.tree.map(jnp.asarray, on)).items()}

@@ -1,4 +1,4 @@
-"""Export of a function for several platforms, and the part of the description that all exports share."""
+"""Export a function for several platforms, and describe exported programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TRACEBACKS = "jax_traceback_in_locations_limit"
 
 
 def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], allowed: Any = None) -> None:
-    """Raise an error for anything that an exported program cannot have."""
+    """Raise an error for parameters, options or platforms that cannot be exported."""
     if importlib.util.find_spec("flatbuffers") is None:
         raise ImportError('flatbuffers, which jax needs to store programs, is missing: pip install "jaxgen[export]"')
     if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_ALLOWED):
@@ -45,7 +45,7 @@ def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], a
 
 
 def check_size(name: str, size: Any) -> None:
-    """Raise an error for a size that is not a number of at least 1."""
+    """Raise an error unless a size is a whole number of at least 1."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{name} must be a whole number, got {size!r}")
     if size < 1:
@@ -58,11 +58,11 @@ def shapes_of(tree: Any) -> Any:
 
 
 def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> export.Exported:
-    """Export a function for arguments of these shapes.
+    """Export a function for arguments with the given shapes.
 
     Raises:
-        ConfigError: the function calls the host, or a kernel whose format jax does not guarantee; or a size is symbolic
-            where it must be known.
+        ConfigError: the function calls the host or a kernel that jax cannot export, or uses an operation that one of
+            the platforms lacks.
     """
     jitted = jax.jit(function)
     try:
@@ -81,7 +81,7 @@ def exported(function: Callable, platforms: Sequence[str], *arguments: Any) -> e
 
 
 def _explained(error: Exception) -> Exception:
-    """Translate an error of jax to one that says what to do."""
+    """Translate an error from jax into one that says what to do."""
     text = str(error)
     if "custom call" in text:
         return ConfigError(f"a kernel of logits_processor, stopping_criteria or hook cannot be exported: {text}")
@@ -92,7 +92,7 @@ def _explained(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Omit the lines and paths of source files from programs, because they take a quarter of the space."""
+    """Omit source paths and line numbers from programs, because they take up a quarter of the space."""
     limit = jax.config.values[_TRACEBACKS]
     jax.config.update(_TRACEBACKS, 0)
     try:
@@ -117,14 +117,14 @@ def _callbacks(jaxpr: Any) -> set[str]:
 def description(
     kind: str, params: Any, cfg: GenerationConfig, inputs: dict[str, Any], outputs: Any, programs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the description of programs.
+    """Return a description of exported programs.
 
     Args:
         kind: "generate" or "engine".
         params: the parameters, or their shapes.
         cfg: the options.
         inputs: arrays, or their shapes, by name.
-        outputs: the same for the outputs.
+        outputs: the outputs, in the same form.
         programs: the exported programs by name.
     """
     first = next(iter(programs.values()))

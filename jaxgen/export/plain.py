@@ -1,4 +1,4 @@
-"""Conversion of trees of jaxgen's types to dicts of arrays with dotted names, and back."""
+"""Convert trees of jaxgen's types to dicts of arrays with dotted names, and back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
 
-KEYS = "threefry2x32"  # the only implementation of random keys with the same bits on all platforms
+KEYS = "threefry2x32"  # the only kind of random key that is bit-identical on all platforms
 
 
 def param_names(params: Any) -> Any:
-    """Return a tree like the parameters, with the tensor name of each array in a checkpoint.
+    """Return a tree like `params` that contains each array's tensor name in a checkpoint.
 
     Raises:
-        InputError: checkpoints do not store this kind of weights.
+        InputError: checkpoints cannot store this kind of weight.
     """
     names = {}
     for name, weight in flax.traverse_util.flatten_dict(params, sep=".").items():
@@ -34,17 +34,17 @@ def param_names(params: Any) -> Any:
 
 
 def flat_params(params: Any) -> dict[str, Any]:
-    """Return the arrays of parameters by their tensor names in a checkpoint."""
+    """Return the arrays of `params` by their tensor names in a checkpoint."""
     return dict(zip(jax.tree.leaves(param_names(params)), jax.tree.leaves(params), strict=True))
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return the arrays of a tree by dotted names, with random keys as their data."""
+    """Return the arrays of a tree by dotted names, with random keys replaced by their data."""
     return {name: jax.random.key_data(x) if _is_key(x) else x for name, x in _named(tree)}
 
 
 def unflatten(like: Any, arrays: dict[str, Any]) -> Any:
-    """Invert `flatten`; the structure of the tree and the places of its random keys are those of `like`."""
+    """Invert `flatten`; `like` determines the structure of the tree and which arrays are random keys."""
     leaves = [
         jax.random.wrap_key_data(arrays[name], impl=KEYS) if _is_key(x) else arrays[name] for name, x in _named(like)
     ]

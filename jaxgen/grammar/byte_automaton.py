@@ -1,8 +1,8 @@
 """Compilation of expressions to tables over bytes, within size limits.
 
-An expression becomes a nondeterministic automaton over bytes (Thompson), then a deterministic one (subsets of states);
-then equivalent states are merged. Sizes and work are counted while building, so a small expression with a huge
-automaton is rejected early, and the error names the responsible part.
+An expression is compiled to a nondeterministic automaton over bytes (Thompson's construction) and then to a
+deterministic one (subset construction), whose equivalent states are merged. Sizes and work are counted while building,
+so a small expression with a huge automaton is rejected early, and the error names the responsible part.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ STATES = 2**15
 NFA_STATES = 2**16  # states of the nondeterministic automaton
 WORK = 2_000_000  # states and transitions visited while building
 HIGHEST = 400  # levels of nested expressions
-MANY = 16  # from this many repetitions on, a message names the repetition and not a part of it
+MANY = 16  # from this many repetitions on, messages name the repetition instead of one of its parts
 MINIMIZE_WORK = 20_000_000  # transitions compared while merging; beyond this, states are not merged
 
 
 class ByteAutomaton(NamedTuple):
     """Deterministic automaton in which every state is reachable and leads to an accepting state.
 
-    `table int32[S, 256]` has the state after each byte, or -1 if there is none; `accepting` is bool[S].
+    `table int32[S, 256]` contains the state after each byte, or -1 if there is none; `accepting` is bool[S].
     """
 
     table: np.ndarray
@@ -120,7 +120,7 @@ def _refuse_size(name: str) -> NoReturn:
 class _Nfa:
     """Nondeterministic automaton with moves on bytes, and jumps (epsilon transitions).
 
-    `parts` has the name of each state's part.
+    `parts` contains the name of each state's part.
     """
 
     def __init__(self, name: str):
@@ -128,7 +128,7 @@ class _Nfa:
         self.moves: list[list[tuple[int, int, int]]] = []  # first byte, last byte, target
         self.parts: list[str] = []
         self.name = name
-        self.repeated = False  # inside a large repetition: its parts are too large only together
+        self.repeated = False  # inside a large repetition, whose parts are too large only together
 
     def state(self) -> int:
         self.jumps.append([])
@@ -137,12 +137,12 @@ class _Nfa:
         return len(self.jumps) - 1
 
     def jump(self, start: int) -> int:
-        """Add a state that a jump from `start` leads to."""
+        """Add a jump from `start` to a new state, and return that state."""
         self.jumps[start].append(self.state())
         return self.jumps[start][-1]
 
     def add(self, expression: Expression, start: int) -> int:
-        """Add states that read an expression from `start`; return the last state. Nothing leads back to `start`."""
+        """Add states that read an expression from `start`; return the last one. No transition leads back to `start`."""
         match expression:
             case Text(text):
                 for byte in text:
@@ -176,7 +176,7 @@ class _Nfa:
         raise AssertionError(expression)
 
     def repeat(self, expression: Repeat, start: int) -> int:
-        """Add copies of the item; those after `low` are optional. Without an upper bound, the last copy is a loop."""
+        """Add copies of the item; those after `low` are optional. Without an upper bound, the last copy loops."""
         item, low, high, separator = expression.item, expression.low, expression.high, expression.separator
         copies = max(low, 1) if high is None else high
         end = self.state()

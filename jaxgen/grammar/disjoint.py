@@ -1,6 +1,6 @@
-"""Detection of disjoint schemas, which no value satisfies together, so that oneOf is the same as anyOf.
+"""Detection of disjoint schemas. No value satisfies two of them, so oneOf is equivalent to anyOf.
 
-All answers are conservative: False if in doubt.
+All answers are conservative: if in doubt, schemas are assumed to overlap.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxgen.grammar.keywords import (
     types_of,
 )
 
-MOST = 200_000  # limit for comparisons of two schemas, or of a value and a schema
+MOST = 200_000  # limit on comparisons of two schemas, or of a value and a schema
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # allOf has just one schema
 
 
 class Overlaps:
-    """Comparisons between the parts of one schema, which must have been checked before."""
+    """Comparisons between the parts of one schema, which must already have been checked."""
 
     def __init__(self, root: Any):
         self.root = root
@@ -44,12 +44,12 @@ class Overlaps:
         one, other = self.resolved(one), self.resolved(other)
         pair = id(one), id(other)
         if pair not in self.known:
-            self.known[pair] = False  # while a recursive schema is compared with itself
+            self.known[pair] = False  # assumed while a recursive schema is compared with itself
             self.known[pair] = self._compare(one, other)
         return self.known[pair]
 
     def _count(self) -> None:
-        """Count a comparison."""
+        """Count a comparison; raise an error if there were too many."""
         self.compared += 1
         if self.compared > MOST:
             raise InputError("the schema's oneOf has too many alternatives to compare: use anyOf")
@@ -161,12 +161,12 @@ def _below(high: int | None, low: int | None) -> bool:
 
 
 def _key(value: Any) -> str:
-    """Return a text that is the same for equal values in the sense of JSON schemas: 1 equals 1.0, but not true."""
+    """Return a text that is the same for values that JSON schemas consider equal: 1 equals 1.0, but not true."""
     return json.dumps(_rounded(value), sort_keys=True)
 
 
 def _rounded(value: Any) -> Any:
-    """Convert all numbers to floats, as many programs do; large whole numbers may become equal."""
+    """Convert all numbers to floats, as many programs do; large integers may become equal."""
     if isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 10**300 else value
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Regular expressions as trees. A part of a tree may occur in several places as the same object.
+"""Regular expressions as trees. The same object may occur in several places of a tree.
 
 Expressions are compared by identity. `size` is the number of states in the nondeterministic automaton; `height` is the
 depth of nesting.
@@ -22,12 +22,12 @@ class Expression:
     height: int
 
     def __post_init__(self):
-        # Computed at once, because computing it later for a deep tree would need deep recursion.
+        # Computed here, because computing them later would need deep recursion for a deep tree.
         object.__setattr__(self, "size", self._count())
         object.__setattr__(self, "height", 1 + max((part.height for part in self.parts()), default=0))
 
     def parts(self) -> list[Expression]:
-        """Return the expressions that this one consists of, without separators."""
+        """Return the direct subexpressions, without separators."""
         match self:
             case Sequence(items) | Alternatives(items):
                 return list(items)
@@ -43,7 +43,7 @@ class Expression:
 
 @dataclass(frozen=True, eq=False)
 class Characters(Expression):
-    """One of some characters."""
+    """One character from a set."""
 
     ranges: Ranges
 
@@ -53,7 +53,7 @@ class Characters(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Text(Expression):
-    """One text, in UTF-8."""
+    """A literal text, in UTF-8."""
 
     text: bytes
 
@@ -83,7 +83,7 @@ class Alternatives(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Repeat(Expression):
-    """An expression `low` to `high` times, or any number of times from `low` if `high` is None."""
+    """An expression repeated `low` to `high` times, or at least `low` times if `high` is None."""
 
     item: Expression
     low: int = 0
@@ -97,7 +97,7 @@ class Repeat(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Members(Expression):
-    """Expressions in order, some of them optional, with separators between those present."""
+    """Expressions in a fixed order, some of them optional, with separators between those that are present."""
 
     items: tuple[tuple[Expression, bool], ...]
     separator: Expression
@@ -163,5 +163,5 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def common(first: Ranges, second: Ranges) -> Ranges:
-    """Return the characters in both."""
+    """Return the characters that are in both sets."""
     return complement(union([*complement(first), *complement(second)]))

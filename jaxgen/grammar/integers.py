@@ -9,7 +9,7 @@ from jaxgen.grammar.utf8 import Ranges
 
 
 def integer_range(low: int | None, high: int | None) -> Expression:
-    """Return the expression of the integers from `low` to `high`, both included; None means no bound.
+    """Return the expression for the integers from `low` to `high`, inclusive; None means no bound.
 
     Each integer has one text, without leading zeros; 0 has no sign. The range must not be empty.
     """
@@ -25,7 +25,7 @@ def integer_range(low: int | None, high: int | None) -> Expression:
 
 
 def _positive(low: int, high: int | None) -> Expression:
-    """Return the expression of the integers from `low`, at least 1, to `high`."""
+    """Return the expression for the integers from `low`, which is at least 1, to `high`."""
     longer = 10 ** len(str(low))
     blocks = [_block(*block) for block in _blocks(low, longer - 1 if high is None else high)]
     if high is None:
@@ -34,7 +34,7 @@ def _positive(low: int, high: int | None) -> Expression:
 
 
 def _blocks(low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Split a range into blocks (first, last, free): a prefix from first to last, then `free` arbitrary digits.
+    """Split a range into blocks (first, last, free): a prefix from first to last, followed by `free` arbitrary digits.
 
     `first` and `last` differ only in their last digit.
     """

@@ -1,7 +1,7 @@
 """Conversion of a JSON schema to an expression for the texts of its valid values.
 
-Anything that an expression cannot represent is rejected, so every text is valid. The converse is not true: strings
-have no \\u escapes where another spelling exists, members come in the schema's order, patterns match whole strings,
+Anything that an expression cannot represent is rejected, so every text is valid. The converse does not hold: strings
+have no \\u escapes where another spelling exists, members appear in the schema's order, patterns match whole strings,
 free-form values nest at most two levels deep, and recursive schemas end after `LEVELS` levels. At that depth a
 reference matches nothing, so optional members and items are left out.
 """
@@ -39,7 +39,7 @@ from jaxgen.grammar.regex import read_regex
 from jaxgen.grammar.utf8 import Ranges
 
 FREE_DEPTH = 2
-LEVELS = 3  # levels of a recursive schema
+LEVELS = 3  # maximum levels of a recursive schema
 MOST_VALUES = 20_000
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 SCALARS = {
@@ -56,13 +56,13 @@ MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 def read_schema(
     schema: dict[str, Any] | str, whitespace_pattern: str | None = None, *, name: str = "the schema"
 ) -> Expression:
-    """Return the expression of the texts that are valid against a schema, which is a dict or JSON.
+    """Return the expression for the texts that are valid against a schema, which is a dict or JSON.
 
     docs/constrained.md lists the supported keywords. `whitespace_pattern` matches the whitespace between JSON's tokens;
     None means "[ ]?". Error messages name a part of the schema by its path from `name`.
 
     Raises:
-        InputError: the schema is not valid, or has an unsupported keyword.
+        InputError: the schema is not valid, or uses an unsupported keyword.
         TypeError: `schema` is neither a dict nor a str.
     """
     if not isinstance(schema, dict | str):
@@ -87,7 +87,7 @@ class _Place(NamedTuple):
 
 
 class _Converter:
-    """Converter of the parts of one schema."""
+    """Converter for the parts of one schema."""
 
     def __init__(self, root: Any, space: Expression):
         self.root, self.space = root, space
@@ -107,7 +107,7 @@ class _Converter:
         if not isinstance(schema, dict):
             place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
         given = [name for name in schema if name not in ANNOTATIONS]
-        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # elsewhere it changes references
+        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # nested, it changes references
             given.remove("$id")
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:
@@ -189,7 +189,7 @@ class _Converter:
         return self.map(self.value(further, place.inside("additionalProperties")))
 
     def free(self, depth: int) -> Expression:
-        """Return the expression of any JSON value with at most `depth` levels of nesting."""
+        """Return the expression for any JSON value with at most `depth` levels of nesting."""
         if depth in self.known:
             return self.known[depth]
         kinds = [_any_string(), _scalar("number"), _scalar("boolean"), _scalar("null")]
@@ -227,7 +227,7 @@ def _string(schema: dict[str, Any], place: _Place) -> Expression:
 
 @functools.cache
 def _character() -> Expression:
-    """Return the expression of one character in a string without a pattern."""
+    """Return the expression for one character in a string without a pattern."""
     plain = Characters(complement(union([*MUST_ESCAPE, *UNPRINTABLE])))
     return choice([plain, sequence("\\", choice(ESCAPED))])
 
@@ -243,7 +243,7 @@ def _scalar(name: str) -> Expression:
 
 
 def _bounded(name: str, schema: dict[str, Any], place: _Place) -> Expression:
-    """Return the expression of integers with a minimum or a maximum."""
+    """Return the expression for integers with a minimum or a maximum."""
     low, high = keywords.integer_bounds(schema, place.name)
     if name == "number":
         place.refuse(" has bounds of numbers, which only the type integer may have: leave them out and check the value")
@@ -252,7 +252,7 @@ def _bounded(name: str, schema: dict[str, Any], place: _Place) -> Expression:
 
 @functools.lru_cache(1000)
 def _in_string(ranges: Ranges) -> Expression:
-    """Return the expression of any one of these characters, escaped where JSON requires it."""
+    """Return the expression for any one of these characters, escaped where JSON requires it."""
     plain, special = common(ranges, complement(MUST_ESCAPE)), common(ranges, MUST_ESCAPE)
     spelled = [json.dumps(chr(code))[1:-1] for first, last in special for code in range(first, last + 1)]
     return choice([*([Characters(plain)] if plain else []), *spelled])

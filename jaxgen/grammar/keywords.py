@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas, read and checked. Each function raises an `InputError` that names the schema."""
+"""Reading and validation of JSON schema keywords. Each function raises an `InputError` that names the schema."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from urllib.parse import unquote
 from jaxgen.errors import InputError, shown
 from jaxgen.text.json_file import parse_json
 
-LONGEST = 1_000_000  # characters of a schema
+LONGEST = 1_000_000  # maximum length of a schema, in characters
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")  # an index in a JSON pointer
-DEEPEST = 64  # levels of nesting
-MOST_DIGITS = 40  # digits of a bound: n digits need about n * n states before states are merged
+DEEPEST = 64  # maximum nesting depth
+MOST_DIGITS = 40  # maximum digits of a bound; n digits need about n * n states before states are merged
 
 ANNOTATIONS = frozenset(
     "$schema $comment $defs definitions title description default examples deprecated readOnly writeOnly "
@@ -22,7 +22,7 @@ ANNOTATIONS = frozenset(
 )
 # The keywords that determine a schema, in order of precedence, and the keywords that may accompany each.
 COMPANIONS = {"$ref": "", "const": "type", "enum": "type", "anyOf": "", "oneOf": "", "allOf": ""}
-# The bounds of numbers, each with the nearest integer that satisfies it.
+# The bounds of numbers, each with a function for the nearest integer that satisfies it.
 LOWER = {"minimum": math.ceil, "exclusiveMinimum": lambda bound: math.floor(bound) + 1}
 UPPER = {"maximum": math.floor, "exclusiveMaximum": lambda bound: math.ceil(bound) - 1}
 BOUNDS = (*LOWER, *UPPER)
@@ -48,7 +48,7 @@ def plain(schema: dict[str, Any] | str) -> Any:
 
 
 def _dumped(schema: dict[str, Any]) -> str:
-    """Return the JSON of a dict. If it is too long, for example because of shared objects, stop in the middle."""
+    """Return the JSON of a dict. Stop early if it is too long, for example because of shared objects."""
     pieces, size = [], 0
     try:
         for piece in json.JSONEncoder().iterencode(schema):
@@ -113,7 +113,7 @@ def types(schema: dict[str, Any], where: str = "") -> list[str]:
 
 
 def types_of(value: Any) -> tuple[str, ...]:
-    """Return the types of a value; a whole number has two."""
+    """Return the types of a value; an integer has two."""
     match value:
         case None:
             return ("null",)
@@ -156,7 +156,7 @@ def members(schema: dict[str, Any], where: str = "") -> tuple[dict[str, Any] | N
 
 
 def bounds(schema: dict[str, Any], of: str, where: str = "") -> tuple[int, int | None]:
-    """Return the minimum and the maximum (None without a maximum) of a length or a number of items."""
+    """Return the minimum and the maximum (None if unlimited) of a length or a number of items."""
     low, high = schema.get(f"min{of}", 0), schema.get(f"max{of}")
     for name, number in ((f"min{of}", low), (f"max{of}", high)):
         if name in schema and (not isinstance(number, int) or isinstance(number, bool) or number < 0):

@@ -7,12 +7,12 @@ from typing import Any
 from jaxgen.errors import InputError
 from jaxgen.grammar.keywords import target
 
-MOST = 500  # limit for parts that are referred to
-MOST_STEPS = 500_000  # limit for visited values; a part inside another part is visited with both
+MOST = 500  # limit on the number of referenced parts
+MOST_STEPS = 500_000  # limit on visited values; a nested part counts again for every part that contains it
 
 
 class References:
-    """For each part of a schema, the parts that it refers to, by their ids."""
+    """References between the parts of a schema, by the ids of these parts."""
 
     def __init__(self, root: Any):
         self.root = root
@@ -42,7 +42,7 @@ class References:
         return self.reached[id(part)]
 
     def _inside(self, part: Any) -> list[Any]:
-        """Return the parts referred to inside `part`, including by values that only look like references."""
+        """Return the parts referred to inside `part`, even by values that only look like references."""
         if id(part) not in self.direct:
             if len(self.direct) >= MOST:
                 raise InputError(f"the schema refers to more than {MOST} of its parts: simplify it")

@@ -1,9 +1,9 @@
-r"""Parser for regular expressions of JavaScript (ECMA 262, with flag u), which JSON schemas use too.
+r"""Parser for JavaScript's regular expressions (ECMA 262 with flag u), which JSON schemas also use.
 
 Patterns match whole texts, so anchors are only allowed where they change nothing. Several features are rejected by
 name: those that an automaton cannot represent (look-around, back-references), word boundaries, and syntax that Python,
-Rust and JavaScript read differently, such as `[]a]` or `\Z`. Two are borrowed from other languages: `(?P<name>...)`,
-and flags at the start, `(?i)` and `(?s)`.
+Rust and JavaScript read differently, such as `[]a]` or `\Z`. Two features are borrowed from other languages:
+`(?P<name>...)`, and flags at the start, `(?i)` and `(?s)`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from jaxgen.grammar.expression import (
 )
 from jaxgen.grammar.utf8 import Ranges
 
-LONGEST = 10_000  # characters of a pattern
-DEEPEST = 32  # levels of nested groups
-MOST_CATEGORIES = 100  # per pattern; each has up to a thousand ranges of characters
+LONGEST = 10_000  # maximum length of a pattern, in characters
+DEEPEST = 32  # maximum nesting depth of groups
+MOST_CATEGORIES = 100  # maximum per pattern; a category has up to a thousand ranges of characters
 
 DIGIT = ((0x30, 0x39),)
 WORD = union([*DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
@@ -72,7 +72,7 @@ def read_regex(
 ) -> Expression:
     r"""Parse a pattern, which must match whole texts.
 
-    `where` names the pattern in messages; `characters` creates the expression of one character from ranges.
+    `where` names the pattern in messages; `characters` creates the expression for one character from ranges.
 
     Raises:
         InputError: the pattern is not valid or not supported.
@@ -294,7 +294,7 @@ class _Reader:
         return complement(_category(found[1])) if negated else _category(found[1])
 
     def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
-        """Remove anchors at the ends of the text; `first` and `last` are True if the tree is at that end."""
+        """Remove anchors at the ends of the text; `first` and `last` say whether the tree is at the start or end."""
         if isinstance(tree, Anchor):
             if not (first if tree.sign == "^" else last):
                 raise InputError(
@@ -322,7 +322,7 @@ def _category(name: str) -> Ranges:
 
 @functools.cache
 def _cases() -> list[tuple[int, int]]:
-    """Pairs of characters that differ only in case, that is, with the same case folding."""
+    """Return the pairs of characters that differ only in case, that is, have the same case folding."""
     alike: dict[str, list[int]] = {}
     for code in range(0x1E944):  # no character after these has a case
         alike.setdefault(chr(code).casefold(), []).append(code)

@@ -4,7 +4,7 @@ The strings become an Aho-Corasick automaton over bytes, which reads the bytes o
 boundaries therefore do not matter, and no table of states times vocabulary is needed: the tables that depend on the
 tokenizer are built once, and those that depend on the strings are small. Several sets of strings share one table, each
 with its own automaton, so a row's state alone determines which strings end it. All tables are traced, and the number of
-states is rounded up, so other strings of similar size use the same program.
+states is rounded up, so different strings of similar size use the same program.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxgen.errors import InputError
 from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.text.utf8_text import encoded
 
-SMALLEST = 64  # states
+SMALLEST = 64  # minimum number of states
 # The values of the option `stop_strings`.
 Strings = str | Sequence[str] | Sequence[Sequence[str] | None]
 
 
 @flax.struct.dataclass
 class StopStrings:
-    """Automata for sets of stop strings, with one state per row: HF's `StopStringCriteria` on bytes, as from release 5.
+    """Automata for sets of stop strings, with one state per row: HF's `StopStringCriteria` on bytes, as in release 5.
 
     A string is found if it ends anywhere within the newest token: "stop" in "sto" + "pper", but not in "stop" + "at",
     where it was found one token earlier. It may begin in the prompt. The text of a token is `Tokenizer.token_bytes`: a
@@ -68,7 +68,7 @@ class StopStrings:
         """Build the tables for the stop strings of all prompts, or of each prompt.
 
         Prompts with the same strings share states. `vocab_size` is the model's, by default the tokenizer's; ids beyond
-        the tokenizer's have no text. `capacity` is the number of states, if more strings will be added later.
+        the tokenizer's have no text. `capacity` is the number of states to reserve if more strings will be added later.
 
         Raises:
             ConfigError: there are no strings, or one is empty.
@@ -88,7 +88,7 @@ class StopStrings:
         """Return the tables with more strings, and their initial states: int32[], or int32[B] with one set per prompt.
 
         All states keep their numbers, and all arrays keep their shapes, so rows in flight continue as before, in the
-        same program. `start` is unchanged. Errors are those of `build`; adding strings again takes more states.
+        same program. `start` is unchanged. Raises the errors of `build`. Adding strings twice uses more states.
         """
         goto, found = np.asarray(self.goto), np.asarray(self.found)
         used = int(np.max(goto)) + 1  # the highest state in use: each automaton has a transition to its last state
@@ -100,7 +100,7 @@ class StopStrings:
     def join(
         cls, parts: Mapping[int, StopAutomaton], tokenizer: Tokenizer, vocab_size: int, *, capacity: int
     ) -> StopStrings:
-        """Return tables of `capacity` states with some automata; the keys of `parts` are their first states.
+        """Combine automata into tables of `capacity` states; the keys of `parts` are their first states.
 
         `start` is 0.
         """
@@ -169,7 +169,7 @@ class StopStrings:
 
 
 class StopAutomaton(NamedTuple):
-    """The automaton of one set of stop strings: its tables, and the bytes of its longest string."""
+    """The automaton of one set of stop strings: its tables, and the length of its longest string in bytes."""
 
     goto: np.ndarray
     found: np.ndarray
@@ -177,7 +177,7 @@ class StopAutomaton(NamedTuple):
 
     @classmethod
     def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> StopAutomaton:
-        """Build the automaton; without strings, it finds nothing. Errors are those of `StopStrings.build`."""
+        """Build the automaton; without strings, it finds nothing. Raises the same errors as `StopStrings.build`."""
         check_tokenizer(tokenizer)
         patterns = _patterns(strings, _vocabulary(tokenizer, vocab_size).text.tobytes())
         return cls(*_automaton(patterns), max(map(len, patterns), default=0))
@@ -212,9 +212,9 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
 def _tables(
     strings: Strings, text: np.ndarray, goto: np.ndarray, found: np.ndarray, capacity: int | None
 ) -> dict[str, jax.Array]:
-    """Return the tables with the automata of more strings, one for each distinct set, after those in use.
+    """Append automata for more strings, one for each distinct set, to the tables in use.
 
-    `text` has the bytes of all tokens. The returned `longest` and `start` refer to the added strings.
+    `text` contains the bytes of all tokens. The returned `longest` and `start` refer to the added strings.
     """
     given, possible = Text().parse("stop_strings", strings), text.tobytes()
     sets = [_patterns(own or (), possible) for own in Text().sets(given)]
@@ -242,7 +242,7 @@ def _tables(
 
 
 def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:
-    """Return the bytes of a set of strings; `possible` has all bytes that occur in tokens."""
+    """Return the bytes of a set of strings; `possible` contains all bytes that occur in tokens."""
     patterns = tuple(sorted({encoded("a string of stop_strings", string) for string in strings}))
     for pattern in patterns:
         if not all(byte in possible for byte in pattern):
@@ -268,7 +268,7 @@ def _automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
                 used += 1
             state = goto[state, byte]
         found[state] = True
-    # A state without a transition for a byte inherits that of its longest proper suffix. Shorter states come first.
+    # A missing transition is inherited from the state of the longest proper suffix. Shorter states come first.
     goto, found, suffix = goto[:used], found[:used], np.zeros(used, np.int32)
     queue = collections.deque(int(child) for child in goto[0] if child)
     while queue:

@@ -1,8 +1,8 @@
-"""Token automata: tables on the device with the tokens that keep a row's text within a grammar.
+"""Token automata: device tables of the tokens that keep a row's text within a grammar.
 
 The state of a row is one number. Tokens with equal transitions from every state share a class, so the table is [states,
 classes] and not [states, V]: for a JSON schema, Qwen's 151,936 tokens fall into a few hundred classes. The tables are
-traced, and their sizes are rounded up to powers of two, so another grammar of similar size uses the same program.
+traced, and their sizes are rounded up to powers of two, so a different grammar of similar size uses the same program.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jaxgen.text.tokenizer import Tokenizer, check_tokenizer
 from jaxgen.text.utf8_text import encoded
 
 SMALLEST_TABLE = 64
-LARGEST_TABLE = 2**25  # transitions, 128 MB; also applies to tables under construction
-MOST_WORK = 2**28  # transitions followed while building
-LONGEST_PREFIXES = 30_000  # bytes, over all prompts
+LARGEST_TABLE = 2**25  # maximum number of transitions (128 MB), also while building a table
+MOST_WORK = 2**28  # maximum number of transitions followed while building
+LONGEST_PREFIXES = 30_000  # maximum total length, in bytes
 COMPLETE = 0  # the state after a prefix
-_NEVER = 2**30  # stands for the length of the shortest text if there is none
+_NEVER = 2**30  # the length of the shortest text if there is none
 
 
 @flax.struct.dataclass
@@ -42,11 +42,11 @@ class TokenAutomaton:
     In state -1, the text has left the grammar.
 
     The text consists of the bytes that tokens add after the prompt, as in `Tokenizer.token_bytes`. A SentencePiece
-    token with a leading space adds that space, even as the first token, although `decode` of the new tokens alone drops
-    it. A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise the text begins
-    with a token without one. Special tokens and ids without a token are not text and are never allowed. Every state
-    that tokens lead to has a path to a complete text, so a row never reaches a dead end, unless an eos token is itself
-    part of the text.
+    token with a leading space adds that space, even as the first token, although decoding only the new tokens drops it.
+    A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise the text begins with
+    a token without one. Special tokens and ids without a token are not text and are never allowed. Every state that
+    tokens lead to has a path to a complete text, so a row never reaches a dead end, unless an eos token is itself part
+    of the text.
 
     Attributes:
         classes: the class of each token.
@@ -66,10 +66,10 @@ class TokenAutomaton:
 
     @classmethod
     def from_regex(cls, pattern: str, tokenizer: Tokenizer, *, vocab_size: int | None = None) -> TokenAutomaton:
-        r"""Build the automaton of the texts that a regular expression matches from start to end.
+        r"""Build the automaton for the texts that a regular expression matches from start to end.
 
-        The syntax is JavaScript's (ECMA 262) without look-around and back-references; docs/constrained.md has the
-        details. `vocab_size` is the model's; ids of the tokenizer beyond it are left out.
+        The syntax is JavaScript's (ECMA 262) without look-around and back-references; see docs/constrained.md for
+        details. `vocab_size` is the model's; tokenizer ids beyond it are left out.
 
             automaton = TokenAutomaton.from_regex(r"(yes|no), because [^.\n]{1,80}\.", tokenizer)
 
@@ -89,13 +89,13 @@ class TokenAutomaton:
         whitespace_pattern: str | None = None,
         vocab_size: int | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton of the JSON texts that are valid against a JSON schema, which is a dict or text.
+        """Build the automaton for the JSON texts that are valid against a JSON schema, which is a dict or text.
 
-        Every generated text is valid. docs/constrained.md lists the supported keywords, and valid texts that are not
-        generated.
+        Every generated text is valid. docs/constrained.md lists the supported keywords, and the valid texts that are
+        not generated.
 
         `whitespace_pattern` is a regular expression for the whitespace between JSON's tokens; None means `[ ]?`. The
-        other arguments and errors are those of `from_regex`.
+        other arguments and errors are as in `from_regex`.
         """
         expression = read_schema(schema, whitespace_pattern)
         return cls.from_expression(expression, tokenizer, name="the schema", vocab_size=vocab_size)
@@ -104,9 +104,9 @@ class TokenAutomaton:
     def from_expression(
         cls, expression: Expression, tokenizer: Tokenizer, *, name: str = "the grammar", vocab_size: int | None = None
     ) -> TokenAutomaton:
-        """Build the automaton of an expression of `jaxgen.grammar`, for example schemas surrounded by fixed text.
+        """Build the automaton for an expression from `jaxgen.grammar`, such as schemas surrounded by fixed text.
 
-        Error messages refer to it by `name`. The other arguments and errors are those of `from_regex`.
+        Error messages call the grammar `name`. The other arguments and errors are as in `from_regex`.
         """
         tokens = _tokens(tokenizer, vocab_size)
         automaton = compile_expression(expression, name)
@@ -123,11 +123,10 @@ class TokenAutomaton:
     def from_prefixes(
         cls, prefixes: Sequence[str | bytes], tokenizer: Tokenizer, *, vocab_size: int | None = None
     ) -> TokenAutomaton:
-        """Build the automaton of texts that begin with a prefix, one prefix per prompt.
+        """Build the automaton for texts that begin with a prefix, one prefix per prompt.
 
         Tokens may spell the prefix in any way, and the token that completes it may extend beyond it. After that, every
-        token is allowed, including special tokens. `vocab_size` is the model's; ids of the tokenizer beyond it are left
-        out.
+        token is allowed, including special tokens. `vocab_size` is the model's; tokenizer ids beyond it are left out.
 
             automaton = TokenAutomaton.from_prefixes(["Once upon", "The "], tokenizer)
 
@@ -155,7 +154,8 @@ class TokenAutomaton:
         """Join one automaton per prompt into one table, with one `start` state per prompt.
 
         Prompts that share an automaton (the same object) share its states. All must have the same vocabulary.
-        `capacity` is the number of states and the number of token classes, if more automata will be added later.
+        `capacity` is the number of states and the number of token classes, to reserve if more automata will be added
+        later.
         """
         if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == 2):
             raise TypeError(f"capacity must be a pair, (states, classes of tokens), got {capacity!r}")
@@ -179,7 +179,7 @@ class TokenAutomaton:
         States between them lead nowhere. `start` is that of the first automaton. `capacity` is as in `stack`.
         """
         total = max(first + automaton.states for first, automaton in parts.items())
-        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # a token's classes as one number
+        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # a token's classes combined
         for automaton in parts.values():
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
@@ -200,15 +200,15 @@ class TokenAutomaton:
 
     @property
     def states(self) -> int:
-        """The number of states without padding; each of them is accepting or has a transition."""
+        """The number of states, excluding padding; each of them is accepting or has a transition."""
         used = np.asarray(self.accepting) | np.any(np.asarray(self.transitions) >= 0, axis=1)
         return int(np.flatnonzero(used)[-1]) + 1
 
     def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
-        """Return the table with another automaton, and the `start` of that automaton in the table.
+        """Return the table with one more automaton, and the `start` of that automaton in the table.
 
         All states keep their numbers, and all arrays keep their shapes, so rows in flight continue as before, in the
-        same program. `start` is unchanged. Adding an automaton again takes more states.
+        same program. `start` is unchanged. Adding the same automaton again uses more states.
 
         Raises:
             InputError: the vocabulary differs, or the capacity is too small.
@@ -289,7 +289,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int | None) -> list[bytes | None]:
 
 
 def _prefix_table(prefixes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the automaton of texts that begin with a prefix: its table int32[S, 256], and each prefix's first state.
+    """Return the automaton for texts that begin with a prefix: its table int32[S, 256], and each prefix's first state.
 
     A prefix has one state per byte; its last byte leads to `COMPLETE`.
     """

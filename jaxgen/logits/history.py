@@ -25,7 +25,7 @@ class History:
         length: int32[rows], the number of tokens.
         prompt_length: int32[rows], the number of prompt tokens.
         budget: int32[rows], the maximum number of tokens to generate.
-        done: bool[rows], the finished rows; no tokens are appended to them.
+        done: bool[rows], True for finished rows, to which no tokens are appended.
         unknown: int32[rows], the number of prompt tokens whose ids are unknown because they were given as embeddings.
         seen: bool[rows, V], the tokens in `ids`; None if no option needs it.
         prompt_seen: bool[rows, V], the tokens of the prompt; None if no option needs it.
@@ -57,9 +57,9 @@ class History:
         unknown: jax.Array | int = 0,
         options: Collection[str] = (),
     ) -> History:
-        """Begin with the first `length int32[rows]` tokens of `ids int32[rows, W]`; W has space for `budget` more.
+        """Start from the first `length int32[rows]` tokens of `ids int32[rows, W]`; W has space for `budget` more.
 
-        State is only created for the options that are on in `cfg`, and for those named in `options`.
+        State is created only for options that are on in `cfg` or named in `options`.
         """
         seen = None
         needs_seen = cfg.on("repetition_penalty") or "repetition_penalty" in options

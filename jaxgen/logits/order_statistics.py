@@ -1,9 +1,9 @@
 """Order statistics of scores without sorting them.
 
 Sorting a vocabulary costs as much as a small model's forward pass, but the warpers need only one value, a threshold. It
-is usually one of the highest scores, which can be found in a few passes. Otherwise bisection finds it, also exactly:
-floats are mapped to integers with the same order, and the bits of the threshold are determined one by one, from the
-highest down, each in one pass over the scores.
+is usually one of the highest scores, which can be found in a few passes. Otherwise, bisection finds it exactly: floats
+are mapped to integers in the same order, and the bits of the threshold are determined one by one, from the highest
+down, each in one pass over the scores.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
 
 
 def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
-    """Return for each row the largest number of `bits` bits that satisfies a condition, uint32[rows].
+    """Return for each row the largest `bits`-bit number that satisfies a condition, uint32[rows].
 
     `condition` maps uint32[rows] to bool[rows]. If it is true for a number, it must be true for all smaller numbers. If
-    it is true for no number, the result is 0.
+    it is false for all numbers, the result is 0.
     """
 
     def set_bit(step: jax.Array, found: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Composition of the processors and warpers that a config enables into one transform.
 
-Each option's function has the name of the option, in `processors` or in `warpers`. Their order is that of the records
-in `jaxgen.config.options`, which is the same as in transformers.
+Each option is implemented by the function of the same name in `processors` or `warpers`. The functions run in the order
+of the records in `jaxgen.config.options`, which is transformers' order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build_transform(
     allowed: Any = None,
     mesh: Mesh | None = None,
 ) -> Transform:
-    """Return transformers' processors and warpers as one function. Rows that do not sample get no warpers.
+    """Return transformers' processors and warpers as one function. Warpers apply only to rows that sample.
 
     Args:
         cfg: the options; only enabled ones are applied.
@@ -101,7 +101,7 @@ def call(argument: str, function: Processor, history: History, scores: jax.Array
     """Call a function that the caller passed as `argument`.
 
     Raises:
-        InputError: the function uses a value that is not known during compilation.
+        InputError: the function uses a value that is unknown during compilation.
     """
     try:
         return function(history, scores)
@@ -114,7 +114,7 @@ def call(argument: str, function: Processor, history: History, scores: jax.Array
 
 def _warpers(options: RowOptions) -> list[Processor]:
     steps: list[tuple[str, ...]] = [(name,) for name in _on(WARP, options.cfg)]
-    if ("top_k",) in steps and ("top_p",) in steps:  # they are neighbors, and can share a search
+    if ("top_k",) in steps and ("top_p",) in steps:  # they are adjacent and can share a search
         at = steps.index(("top_k",))
         steps[at : at + 2] = [("top_k", "top_p")]
     return [functools.partial(_warper, names, options) for names in steps]

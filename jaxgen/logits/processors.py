@@ -1,8 +1,8 @@
 """Logits processors: functions `(scores, history, options) -> scores`, each named after its option.
 
 They run in every decode mode, in the order of their records in `jaxgen.config.options`. Scores are float32[rows, V],
-and -inf for banned tokens. `history` has the rows' tokens, and `options` the config's values per row. Each processor
-follows the transformers class named in its docstring. CONTRIBUTING.md shows how to add one.
+and -inf for banned tokens. `history` contains the rows' tokens, and `options` the config's values per row. Each
+processor follows the transformers class named in its docstring. CONTRIBUTING.md shows how to add one.
 
 Shared operations are at the end of this file. Tables of ids are padded with -1, which matches no token; ids outside the
 vocabulary are ignored.
@@ -26,9 +26,9 @@ BANNED = -jnp.inf
 
 
 def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Add biases to tokens, and to the last token of sequences whose other tokens end the row.
+    """Add biases to tokens, and to the last token of sequences whose other tokens match the end of the row.
 
-    `SequenceBiasLogitsProcessor`, with the fix of later releases: a sequence of n tokens needs a row of only n - 1.
+    `SequenceBiasLogitsProcessor`, with a fix from later releases: for a sequence of n tokens, a row of n - 1 is enough.
     """
     return add_biases(scores, history, *options.biases())
 
@@ -64,7 +64,7 @@ def repetition_penalty(scores: jax.Array, history: History, options: RowOptions)
 
 
 def frequency_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Subtract the penalty from a token's score for each time that it was generated, as in OpenAI's API."""
+    """Subtract the penalty from a token's score for each time it was generated, as in OpenAI's API."""
     return scores - options.number("frequency_penalty") * generated_counts(history, scores.shape[1])
 
 
@@ -88,7 +88,7 @@ def encoder_no_repeat_ngram_size(scores: jax.Array, history: History, options: R
 
 
 def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban the last token of each sequence whose other tokens end the row: `NoBadWordsLogitsProcessor`.
+    """Ban the last token of each sequence whose other tokens match the end of the row: `NoBadWordsLogitsProcessor`.
 
     A sequence of one eos token is ignored.
     """
@@ -103,7 +103,7 @@ def bad_words_ids(scores: jax.Array, history: History, options: RowOptions) -> j
 
 
 def min_length(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Ban eos tokens in rows that are too short, prompt included: `MinLengthLogitsProcessor`.
+    """Ban eos tokens in rows that are too short, counting the prompt: `MinLengthLogitsProcessor`.
 
     `min_new_tokens` takes precedence.
     """
@@ -135,8 +135,8 @@ def remove_invalid_values(scores: jax.Array, history: History, options: RowOptio
 def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Add `|score| * (factor ** over - 1)` to eos scores in rows that are `over` tokens longer than `start`.
 
-    `ExponentialDecayLengthPenalty`, with the fix of later releases: only finite values are added, so that a banned
-    token stays banned.
+    `ExponentialDecayLengthPenalty`, with a fix from later releases: only finite values are added, so a banned token
+    stays banned.
     """
     start, factor = options.decay(0), options.decay(1)
     over = history.step[:, None] - start
@@ -183,7 +183,7 @@ def guidance(cond: jax.Array, uncond: jax.Array, scale: jax.Array) -> jax.Array:
     Args:
         cond: float32[rows, V], the raw logits.
         uncond: float32[rows, V], the raw logits after the negative prompt.
-        scale: the strength of guidance; a value below 1 moves towards `uncond`.
+        scale: the strength of guidance; a value below 1 moves toward `uncond`.
     """
     cond, uncond = log_softmax(cond), log_softmax(uncond)
     untouched = (scale == 1) | (cond == BANNED) | (uncond == BANNED)
@@ -196,7 +196,7 @@ def log_softmax(scores: jax.Array) -> jax.Array:
 
 
 def generated_counts(history: History, vocab_size: int) -> jax.Array:
-    """Return how often each token was generated in a row, float32[rows, V]; the prompt does not count."""
+    """Return how often each token was generated in a row, float32[rows, V]; the prompt is not counted."""
     rows, width = history.ids.shape
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     generated = (column >= history.prompt_length[:, None]) & (column < history.length[:, None])
@@ -205,7 +205,7 @@ def generated_counts(history: History, vocab_size: int) -> jax.Array:
 
 
 def add_biases(scores: jax.Array, history: History, sequences: jax.Array, bias: jax.Array) -> jax.Array:
-    """Add `bias` to the last token of each sequence whose other tokens end the row.
+    """Add `bias` to the last token of each sequence whose other tokens match the end of the row.
 
     The biases of one token add up; if one of them is -inf, the token is banned.
 

@@ -1,4 +1,4 @@
-"""The options of each row: the values for its prompt, repeated for the rows that continue it."""
+"""The options of each row: the values for its prompt, repeated for all rows of the prompt."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jaxgen.config.options import TRACED
 from jaxgen.logits.history import History
 from jaxgen.shapes import repeat_rows, token_set
 
-# Values of the enabled options, `{name: [rows, ...]}`. They belong to a row like its tokens.
+# Values of the enabled options, `{name: [rows, ...]}`. Like its tokens, they are part of a row's state.
 OptionValues = dict[str, Any]
 
 
 def option_values(cfg: GenerationConfig, rows: int) -> OptionValues:
-    """Return the values of the enabled options for each of `rows` rows, a multiple of the prompts."""
+    """Return the values of the enabled options for each of `rows` rows, a multiple of the number of prompts."""
     return repeat_values(cfg.split()[1], rows)
 
 
 def repeat_values(values: OptionValues, rows: int) -> OptionValues:
-    """Repeat the values for all prompts, or for each prompt, to `rows` rows."""
+    """Repeat values, given for all prompts or for each prompt, to `rows` rows."""
     return {
         name: jax.tree.map(lambda x, rank: _per_row(x, rows, rank), value, TRACED[name].kind.ranks)
         for name, value in values.items()
@@ -43,11 +43,11 @@ class RowOptions:
         self.cfg, self.values, self.mesh = cfg, values, mesh
 
     def value(self, name: str) -> jax.Array:
-        """`[rows]`."""
+        """The values of an option, `[rows]`."""
         return self.values[name]
 
     def number(self, name: str) -> jax.Array:
-        """`[rows, 1]`."""
+        """The values of an option, `[rows, 1]`."""
         return self.values[name][:, None]
 
     def table(self, name: str) -> jax.Array | None:
@@ -77,11 +77,11 @@ class RowOptions:
         return self.values["sequence_bias"]
 
     def decay(self, part: int) -> jax.Array:
-        """`[rows, 1]`: the start or the factor of the exponential decay."""
+        """`[rows, 1]`, the start or the factor of the exponential decay."""
         return self.values["exponential_decay_length_penalty"][part][:, None]
 
     def beginning(self, history: History) -> jax.Array:
-        """int32[rows]: the step to which begin_suppress_tokens applies, the first in which nothing is forced."""
+        """int32[rows]: the step to which begin_suppress_tokens applies, the first one in which no token is forced."""
         begin = jnp.zeros_like(history.length)
         if self.cfg.on("forced_bos_token_id"):
             forced = (history.prompt_length <= 1) & (self.value("forced_bos_token_id") >= 0)

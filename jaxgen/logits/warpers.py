@@ -31,7 +31,7 @@ def temperature(scores: jax.Array, value: jax.Array) -> jax.Array:
 def top_k(
     scores: jax.Array, k: jax.Array, min_tokens_to_keep: int | jax.Array = 1, mesh: Mesh | None = None
 ) -> jax.Array:
-    """Keep the k highest scores, and all that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
+    """Keep the k highest scores, and any that tie with the k-th: `TopKLogitsWarper`. k = 0 keeps all."""
     return _at_least(scores, _kth(scores, candidates(scores, mesh), k, min_tokens_to_keep))
 
 
@@ -104,10 +104,10 @@ def _nucleus(scores: jax.Array, best: jax.Array, p: jax.Array, min_tokens_to_kee
 def _boundary(
     scores: jax.Array, weights: jax.Array, rest: jax.Array, at_least: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the lowest score that top_p keeps, float32[rows, 1], and the number kept with it, int32[rows, 1].
+    """Return the lowest score top_p keeps, float32[rows, 1], and how many tokens with it are kept, int32[rows, 1].
 
-    The least likely tokens are removed as long as their total weight is at most `rest float32[rows, 1]`. Near p = 1,
-    the total weight of the kept tokens has too large a rounding error to decide, and may never reach p.
+    The least likely tokens are removed as long as their total weight is at most `rest float32[rows, 1]`. The weight of
+    the kept tokens cannot decide this: near p = 1, its rounding error is too large, and it may never reach p.
     """
     bits = ordered_bits(scores)
 
@@ -171,7 +171,7 @@ def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | j
 def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     """Keep the most likely tokens whose entropy is at most `value` times that of the 100 most likely ones.
 
-    `TopHLogitsWarper` of release 5 (arXiv 2509.02510). Both entropies are sums of the tokens' terms in the entropy of
+    `TopHLogitsWarper` from release 5 (arXiv 2509.02510). Both entropies are sums of the tokens' terms in the entropy of
     the distribution over these 100. The most likely token is always kept. A value of 1 keeps all 100, and infinity
     keeps all tokens.
     """
@@ -196,7 +196,7 @@ def _entropy(log_probs: jax.Array) -> jax.Array:
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
     """Also keep the `count` tokens with the highest values in `order float32[rows, V]`.
 
-    If the count is 1, or has one value per row, int32[rows, 1], all tokens that tie with the last are also added.
+    If the count is 1, or has one value per row, int32[rows, 1], all tokens that tie with the last one are also kept.
     """
     if not isinstance(count, int) or count == 1:
         return kept | _reaches_kth(order, count)

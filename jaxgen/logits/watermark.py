@@ -1,9 +1,9 @@
-"""The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed part of the vocabulary, and its detector.
+"""The KGW watermark (arXiv 2301.10226, 2306.04634): a bias for a keyed subset of the vocabulary, and its detector.
 
 One integer hash of key, context and token decides whether a token is green. Marking therefore costs O(V), and the
-detector needs neither the model nor the vocabulary. The green lists differ from those of transformers, which come from
-torch's generator and vary between its devices, so only the library that marked a text can detect the mark. They are the
-same on every backend, and must stay the same in later releases.
+detector needs neither the model nor the vocabulary. The green lists differ from transformers', which come from torch's
+random generator and depend on the device. Only the library that marked a text can therefore detect the mark. jaxgen's
+lists are the same on every backend, and must not change in later releases.
 
 The key has 32 bits and the hash is not cryptographic: it separates keys, but does not prevent forgery.
 """
@@ -44,9 +44,9 @@ def green(context, token, config: WatermarkingConfig):
     """Return True for tokens that are green after their contexts. Works on numpy and jax arrays alike.
 
     Args:
-        context: int32[..., C], the preceding tokens, in order. "lefthash" uses one of them, "selfhash"
+        context: int32[..., C], the preceding tokens, in order. "lefthash" uses the last one, "selfhash" the last
             `context_width - 1`.
-        token: int32[...], which broadcasts with the context's leading axes, at least one.
+        token: int32[...], with at least one axis; broadcast against the context's leading axes.
         config: the config, whose ratio and key may be traced.
 
     Returns:
@@ -66,12 +66,12 @@ def green(context, token, config: WatermarkingConfig):
 
 
 def _hash(seed, token):
-    """Hash a uint32 and an id to a uint32; both are mixed, so that neighboring inputs have unrelated hashes."""
+    """Hash a uint32 and an id to a uint32; both are mixed, so neighboring inputs have unrelated hashes."""
     return _mix(seed ^ _mix(token.astype(np.uint32) + np.uint32(0x9E3779B9)))
 
 
 def _mix(x):
-    """Map uint32 to uint32, one to one; each bit depends on all bits. lowbias32 by C. Wellons, public domain."""
+    """Map uint32 to uint32, one to one; each bit depends on all bits (lowbias32 by C. Wellons, public domain)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
@@ -79,7 +79,7 @@ def _mix(x):
 
 @dataclasses.dataclass(frozen=True)
 class WatermarkDetectorOutput:
-    """The detector's result for each row: the fields of transformers' class, as numpy arrays `[B]`.
+    """The detector's result for each row, as numpy arrays `[B]`, with the fields of transformers' class.
 
     Attributes:
         num_tokens_scored: int64, the number of tokens whose whole context is in the row.
@@ -87,7 +87,7 @@ class WatermarkDetectorOutput:
         green_fraction: float64, the fraction of green tokens.
         z_score: float64, the excess of green tokens over unmarked text, in standard deviations.
         p_value: float64, the probability of such an excess in unmarked text: the tail of the normal distribution.
-            (4.41.1 omits the square root of its approximation.)
+            (4.41.1 omits the square root in its approximation.)
         prediction: bool, True if the z-score exceeds the threshold.
         confidence: float64, 1 - p_value.
     """
@@ -102,7 +102,7 @@ class WatermarkDetectorOutput:
 
 
 class WatermarkDetector:
-    """Detector of marked text: `WatermarkDetector` of transformers, for the green lists of `watermark`.
+    """Detector of marked text: transformers' `WatermarkDetector`, for the green lists of `watermark`.
 
     >>> detect = WatermarkDetector(WatermarkingConfig())
     >>> text = np.random.default_rng(0).integers(0, 1000, (2, 200))
@@ -138,8 +138,8 @@ class WatermarkDetector:
 
         Args:
             ids: int[B, L].
-            attention_mask: `[B, L]`, 0 for padding, which may be anywhere; if left out, there is no padding.
-            z_threshold: about 0.13 % of unmarked text exceeds 3.
+            attention_mask: `[B, L]`, 0 for padding, which may be anywhere; by default, there is none.
+            z_threshold: the z-score above which a text is considered marked; about 0.13% of unmarked text exceeds 3.
 
         Raises:
             InputError: a row is too short to score, or the mask has a different shape.

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-# The function of jax.nn and its options. Reading a config does not import jax.
+# The jax.nn function and its options. The function is given by name, so reading a config does not import jax.
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("silu", {}),
     "relu": ("relu", {}),
@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def activation(name: str) -> Callable:
-    """Return an elementwise function of `jax.Array`. It computes in float32 and rounds once, as torch's do."""
+    """Return an elementwise function of a `jax.Array`. It computes in float32 and rounds once, as in torch."""
     import jax
     import jax.numpy as jnp
 

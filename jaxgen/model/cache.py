@@ -1,16 +1,16 @@
 """The preallocated key-value cache.
 
-A row's tokens are stored in order and without gaps, whatever the padding was: slot i has the row's i-th token. So a row
-attends to the same slots alone, in any batch and in any bucket, the filled part of a cache is its beginning, and
-cropping only lowers `length`.
+A row's tokens are stored in order and without gaps, regardless of padding: slot i contains the row's i-th token. A row
+therefore attends to the same slots whether it runs alone or in a batch, and in any bucket. The filled slots of a cache
+always come first, and cropping only lowers `length`.
 
-A cache may extend another one, its `prefix`, which has as many rows or fewer and is only read: rows b*c to b*c + c - 1
-share prefix row b. In this way return sequences and beams share their prompt's keys and values, and requests share
-their system prompt. Slots are numbered consecutively, the prefix's first.
+A cache can extend another cache, its `prefix`, which is read-only and has at most as many rows: rows b*c to b*c + c - 1
+share prefix row b. This is how sequences and beams share their prompt's keys and values, and how requests share a
+system prompt. Slots are numbered consecutively, starting with the prefix's.
 
-The rows of a prompt may also share the slots that they write to (`fork(..., shared=True)`), as beams do. There are then
-`writers` slots for each token, one per row, and a table says whose slot a row reads. `select` changes that table, and
-no key or value is ever moved.
+The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. Each token
+then has `writers` slots, one per row, and a table records whose slot each row reads. `select` changes only that table
+and never moves keys or values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.programs import program
 from jaxgen.shapes import put, repeat_rows, resize_axis, short_repr, take
 
-# The order of an empty slot. Sorts after every token.
+# The order of an empty slot, which sorts after every token.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
@@ -45,10 +45,10 @@ class KVCache:
             `ScaledSlots`. If rows share slots, `[B/writers, K, S*writers, H]`: token i of writer j is in place
             `i * writers + j`.
         values: likewise.
-        length: int32[B], the number of slots that each row fills in this part, from the part's first slot on.
+        length: int32[B], the number of slots that each row has filled in this part, starting with its first slot.
         prefix: the cache that this one extends, or None.
         owners: int32[B, S], the writer of each of the row's tokens; None unless rows share slots.
-        writers: how many rows share their slots, static.
+        writers: the number of rows that share slots, static.
         dtype: the dtype of keys and values as numbers, static.
     """
 
@@ -64,7 +64,7 @@ class KVCache:
 
     @classmethod
     def create(cls, cfg: ModelConfig, rows: int, slots: int, dtype=None) -> KVCache:
-        """Return an empty cache of `slots` slots for each of `rows` rows, by default in the model's dtype.
+        """Return an empty cache with `slots` slots for each of `rows` rows, by default in the model's dtype.
 
         With the dtype `SCALED`, keys and values are stored in 8 bits with a float32 scale for each head and slot, and
         read as numbers of the model's dtype.
@@ -85,9 +85,9 @@ class KVCache:
         return cls(tuple(buffers[:layers]), tuple(buffers[layers:]), length, prefix, dtype=dtype)
 
     def fork(self, copies: int, slots: int, shared: bool = False) -> KVCache:
-        """Return an empty cache of `slots` slots for `copies` rows per row, whose prefix is this one.
+        """Return an empty cache of `slots` slots that extends this one, with `copies` rows for each row.
 
-        With `shared` the copies of a row share their slots, so that `select` moves nothing.
+        With `shared`, the copies of a row share their slots, so `select` moves no data.
         """
         if copies < 1 or slots < 1:
             raise InputError(f"a fork needs at least one copy and one slot, got copies={copies}, slots={slots}")
@@ -99,13 +99,13 @@ class KVCache:
         return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
 
     def empty_rows(self, rows: int, slots: int) -> KVCache:
-        """Return an empty cache of this kind with other sizes, which extends the same prefix."""
+        """Return an empty cache of the same kind with these sizes, which extends the same prefix."""
         _, heads, _, size = self.keys[0].shape
         scaled = isinstance(self.keys[0], ScaledSlots)
         return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, scaled, self.prefix)
 
     def grow(self, slots: int) -> KVCache:
-        """Return a copy with `slots` more slots; rows do not share theirs."""
+        """Return a copy with `slots` more slots. Rows must not share slots."""
         size = self.slots + slots
         keys, values = jax.tree.map(lambda x: resize_axis(x, 2, size), (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values)
@@ -116,7 +116,7 @@ class KVCache:
 
     @property
     def cache_dtype(self) -> str | None:
-        """The value of `cfg.cache_dtype` with which this cache is continued: None, or the name of `SCALED`."""
+        """The value of `cfg.cache_dtype` that is used to continue this cache: None, or the name of `SCALED`."""
         return SCALED.name if isinstance(self.keys[0], ScaledSlots) else None
 
     @property
@@ -131,7 +131,7 @@ class KVCache:
 
     @property
     def offset(self) -> int:
-        """The number of this part's first slot, which is the number of slots of the prefix."""
+        """The number of this part's first slot, which equals the number of slots in the prefix."""
         return 0 if self.prefix is None else self.prefix.offset + self.prefix.slots
 
     @property
@@ -152,7 +152,7 @@ class KVCache:
         return self.prefix_length + self.length
 
     def flatten(self, slots: int) -> KVCache:
-        """Return a copy in one part of `slots` slots, which must be enough for `total_length`."""
+        """Return a copy as a single part of `slots` slots, which must be enough for `total_length`."""
         first, *rest = self.parts
         first = first.separate()
         resized = functools.partial(jax.tree.map, lambda x: resize_axis(repeat_rows(x, self.rows), 2, slots))
@@ -162,7 +162,7 @@ class KVCache:
         return merged
 
     def check_model(self, cfg: ModelConfig) -> None:
-        """Raise an error if the cache belongs to another model."""
+        """Raise an error if the cache was created for a different model."""
         layers, (_, heads, _, size) = len(self.keys), self.keys[0].shape
         if (layers, heads, size) != (cfg.num_hidden_layers, cfg.num_key_value_heads, cfg.head_dim):
             raise InputError(
@@ -171,29 +171,29 @@ class KVCache:
             )
 
     def crop(self, length: jax.Array | int) -> KVCache:
-        """Return a copy in one part with at most the first `length` tokens of each row, int32[] or int32[B].
+        """Return a copy as a single part with at most the first `length` tokens of each row, int32[] or int32[B].
 
         A negative length removes that many tokens from the end, as in transformers.
         """
         return _crop(self, self.check_length(length))
 
     def check_length(self, length: jax.Array | int) -> jax.Array:
-        """Return the argument of `crop` as an array; raise an error unless it is one integer or one per row."""
+        """Return `crop`'s argument as an array; raise an error unless it is one integer or one per row."""
         length = jnp.asarray(length)
         if not jnp.issubdtype(length.dtype, jnp.integer) or length.shape not in ((), (self.rows,)):
             raise InputError(f"length must be one integer or one per row, [{self.rows}], got {length!r}")
         return length
 
     def reorder(self, rows: jax.Array) -> KVCache:
-        """Return a copy in one part with other rows: row i is row `rows[i]`, int32[n]; numbers may repeat."""
+        """Return a copy as a single part in which row i is the old row `rows[i]`, int32[n]; rows may repeat."""
         return _reorder(self, row_numbers(rows, self.rows))
 
     def select(self, rows: jax.Array) -> KVCache:
-        """Return this cache with other rows over the same prefix: row i is row `rows[i]`, int32[B].
+        """Return this cache with the same prefix, in which row i is the old row `rows[i]`, int32[B].
 
-        Row `rows[i]` must share row i's prefix row, as beams of one prompt do; this is not checked. Prefix and
-        structure are unchanged, so that a compiled loop can carry the cache. For other rows use `reorder`. If rows
-        share slots, no key or value is copied, and there may be fewer rows than before, as many for each prompt.
+        Row `rows[i]` must share row i's prefix row, like the beams of a prompt; this is not checked. Prefix and
+        structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows share
+        slots, no key or value is copied, and there may be fewer rows than before, equally many per prompt.
         """
         if self.owners is not None:
             length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
@@ -205,11 +205,11 @@ class KVCache:
     def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
         """Return this cache with row `rows[i]`, int32[n], replaced by row i of `source`, a cache of n rows.
 
-        Only the inserted rows are copied, also in a compiled loop. A row number out of range inserts nothing; the
-        others must be distinct. A prefix has one row, which all rows share, those of `source` too: it is unchanged.
+        Only the inserted rows are copied, even in a compiled loop. Row numbers out of range are ignored; the others
+        must be distinct. A prefix must have a single row, which `source` shares too; it does not change.
 
         Raises:
-            InputError: `source` has other parts than this cache, the prefix has several rows, or rows share slots.
+            InputError: the parts of `source` differ, the prefix has several rows, or rows share slots.
         """
         if self.owners is not None:
             raise InputError("rows that share slots cannot be replaced one by one: use a cache with slots of their own")
@@ -229,16 +229,16 @@ class KVCache:
         return dataclasses.replace(part, prefix=self.prefix)
 
     def expand(self, copies: int) -> KVCache:
-        """Return a copy in one part with each row repeated `copies` times, like `repeat_interleave`.
+        """Return a copy as a single part with each row repeated `copies` times, like `repeat_interleave`.
 
-        `generate` does not need this: several prompts can share a row.
+        `generate` does not need this, because several prompts can share a cache row.
         """
         if not isinstance(copies, int) or copies < 1:
             raise InputError(f"copies must be a whole number of at least 1, got {copies!r}")
         return _reorder(self, jnp.repeat(jnp.arange(self.rows), copies))
 
     def take_rows(self, rows: int) -> KVCache:
-        """Return the first `rows` rows. A prefix is cut in proportion."""
+        """Return the first `rows` rows. A prefix is reduced proportionally."""
         if self.rows == rows:
             return self
         keep = jax.tree.map(lambda x: x[: x.shape[0] * rows // self.rows], dataclasses.replace(self, prefix=None))
@@ -246,7 +246,7 @@ class KVCache:
         return dataclasses.replace(keep, prefix=prefix)
 
     def drop_last(self, count: jax.Array) -> KVCache:
-        """Drop the last `count int32[B]` tokens of each row, which must be in this part. Later tokens replace them."""
+        """Drop the last `count int32[B]` tokens of each row, which must be in this part. New tokens overwrite them."""
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:
@@ -259,10 +259,10 @@ class KVCache:
         return jnp.where(own, order[..., None], EMPTY).reshape(self.rows, -1)
 
     def places(self, slots: jax.Array) -> tuple[KVCache, jax.Array]:
-        """Let each row write to `slots int32[B, T]` of this part; the slots past the end are dropped.
+        """Prepare each row for writing to `slots int32[B, T]` of this part; slots past the end are dropped.
 
         Returns:
-            The cache, with the row as the owner of its tokens, and the places of the slots in `keys` and `values`.
+            The cache, in which each row owns its new tokens, and the places of the slots in `keys` and `values`.
         """
         if self.owners is None:
             return self, slots
@@ -272,14 +272,14 @@ class KVCache:
         return dataclasses.replace(self, owners=owners), slots * self.writers + writer
 
     def by_token(self, weights: jax.Array) -> jax.Array:
-        """Return attention weights `[..., places of all parts]` per slot, `[..., offset + S]`."""
+        """Convert attention weights from one per place, `[..., places]`, to one per slot, `[..., offset + S]`."""
         if self.owners is None:
             return weights
         own = weights[..., self.offset :].reshape(*weights.shape[:-1], self.slots, self.writers)
         return jnp.concatenate([weights[..., : self.offset], own.sum(axis=-1)], axis=-1)
 
     def separate(self) -> KVCache:
-        """Return this part, without its prefix, with slots of its own for each row."""
+        """Return this part without its prefix, with separate slots for each row."""
         own = dataclasses.replace(self, prefix=None)
         if self.owners is None:
             return own
@@ -294,7 +294,7 @@ def _form(part: KVCache) -> tuple[tuple[int, ...], str]:
 
 
 def row_numbers(rows: jax.Array, count: int) -> jax.Array:
-    """Return the argument of `reorder` as an array; raise an error unless it is a list of numbers of `count` rows."""
+    """Return `reorder`'s argument as an array; raise an error unless it lists row numbers below `count`."""
     rows = jnp.asarray(rows)
     if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1 or not len(rows):
         raise InputError(f"rows must be integers of shape [n], at least one, got {rows.dtype}{list(rows.shape)}")

@@ -1,4 +1,4 @@
-"""The stored form of keys and values: numbers, the bits of 16-bit numbers, or 8-bit numbers with scales."""
+"""Storage formats for keys and values: numbers, the bits of 16-bit numbers, or 8-bit numbers with scales."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jax import lax
 
 from jaxgen.model.workarounds import stored_dtype
 
-SCALED = jnp.dtype(jnp.int8)  # the dtype of a cache whose numbers have scales
+SCALED = jnp.dtype(jnp.int8)  # the dtype that selects 8-bit storage with scales
 _LARGEST = 127  # -128 is not used, so that negation is exact
 
 
 @flax.struct.dataclass
 class ScaledSlots:
-    """Keys or values of 8 bits: `values * scales[..., None]`.
+    """8-bit keys or values, which represent `values * scales[..., None]`.
 
     Attributes:
-        values: int8 `[n, K, S, H]`, from -127 to 127; floats with the same values in `Part.block`'s result.
+        values: int8 `[n, K, S, H]`, from -127 to 127; in the result of `Part.block`, floats with the same values.
         scales: float32 `[n, K, S]`, one for each head and slot.
     """
 
@@ -35,14 +35,14 @@ Slots = jax.Array | ScaledSlots
 
 
 def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
-    """Return `[n, K, S, H]` zeros in the form that stores numbers of `dtype`, in 8 bits if asked for."""
+    """Return zeros `[n, K, S, H]` in the storage format for numbers of `dtype`, or in 8 bits if `int8`."""
     if int8:
         return ScaledSlots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, stored_dtype(dtype))
 
 
 def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
-    """Convert numbers `[n, K, T, H]` to `dtype`, and to the form in which a cache of that dtype stores them."""
+    """Convert numbers `[n, K, T, H]` to the format in which a cache of `dtype` stores them."""
     x = x.astype(dtype)
     if int8:
         return _quantize(x.astype(jnp.float32))
@@ -50,18 +50,18 @@ def as_stored(x: jax.Array, dtype: str, int8: bool = False) -> Slots:
 
 
 def as_numbers(x: Slots, dtype: str) -> jax.Array:
-    """Convert the stored form of a cache of `dtype` to numbers."""
+    """Convert the stored contents of a cache of `dtype` back to numbers."""
     if isinstance(x, ScaledSlots):
         return (x.values.astype(jnp.float32) * x.scales[..., None]).astype(dtype)
     return x if x.dtype == jnp.dtype(dtype) else lax.bitcast_convert_type(x, dtype)
 
 
 def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
-    """Return `buffer [B, K, S, H]` with `new [B*c, K, T, H]` at `slots int32[B*c, T]`; slots past the end are dropped.
+    """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; drop slots past the end.
 
-    Rows b*c to b*c + c - 1 write to row b of the buffer. Both have the same stored form. This is one scatter per row
-    and head, which XLA performs in place in a loop, whether the rows write to one slot or each to its own, and under a
-    mesh locally on each device.
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Both arrays have the same storage format. This is one scatter
+    per row and head. XLA performs it in place inside a loop, whether or not the rows write to the same slots, and
+    locally on each device of a mesh.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 

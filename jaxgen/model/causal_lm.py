@@ -1,14 +1,14 @@
-"""The decoder-only transformer for all `FAMILIES`: ids in, logits and cache out; it knows nothing of decoding.
+"""The decoder-only transformer for all `FAMILIES`: ids in, logits and cache out, independent of decoding.
 
 Dimensions, here and in every shape of the package:
     B rows, T tokens to read, S cache slots, A attention heads, K key-value heads, G = A/K, H head size, D model width,
     F mlp width, V vocabulary, L layers.
-    In generation: B prompts, R sequences per prompt, P columns of the prompts, Q of the negative prompts, N the maximum
-    number of new tokens, W columns of a row's tokens.
+    In generation: B prompts, R sequences per prompt, P prompt columns, Q negative-prompt columns, N new tokens at most,
+    W columns for a row's tokens.
 
 Parameters have Hugging Face's names and shapes: params["model"]["layers"]["0"]["self_attn"]["q_proj"]["weight"] is
-[A*H, D]. As in transformers 4.41.1, these use float32 whatever the weights' dtype: RMSNorm, the angles of RoPE, the
-softmax of attention, the loss.
+[A*H, D]. As in transformers 4.41.1, RMSNorm, the RoPE angles, the attention softmax and the loss are computed in
+float32, whatever the weights' dtype.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ModelOutput:
     Attributes:
         logits: float32[B, T, V], or `[B, n, V]` with `logits_to_keep`.
         loss: float32[], the mean over the labels that are not -100; None without labels.
-        cache: the cache with the new tokens in it; None without a cache.
-        hidden_states: L + 1 arrays `[B, T, D]`, the embeddings first, the last one normed; None unless asked for.
-        attentions: L arrays float32[B, A, T, S], the weights; None unless asked for.
+        cache: the cache, including the new tokens; None without a cache.
+        hidden_states: L + 1 arrays `[B, T, D]`, from the embeddings to the final norm's output; None unless requested.
+        attentions: L arrays float32[B, A, T, S], the attention weights; None unless requested.
     """
 
     logits: jax.Array
@@ -64,14 +64,14 @@ class ModelOutput:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) in float32, cast back before the weight, as `Qwen2RMSNorm`."""
+    """Root-mean-square norm (arXiv 1910.07467) in float32, cast back before the weight is applied: `Qwen2RMSNorm`."""
 
     eps: float
     dtype: str
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm `x [..., D]`."""
+        """Normalize `x [..., D]`."""
         weight = parameter(self, "weight", x.shape[-1:], nn.initializers.ones, self.dtype)
         return workarounds.norm(self._normed, x.reshape(-1, x.shape[-1]), weight).reshape(x.shape)
 
@@ -82,7 +82,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """`torch.nn.Linear`: `weight [out, in]` and perhaps `bias [out]`."""
+    """`torch.nn.Linear`, with `weight [out, in]` and an optional `bias [out]`."""
 
     features: int
     use_bias: bool
@@ -100,14 +100,14 @@ class Linear(nn.Module):
         return linear(x, weight, bias, context)
 
 
-# Projections of the same input, which `jaxgen.model.fused.fuse_projections` makes one matrix.
+# Projections of the same input, which `jaxgen.model.fused.fuse_projections` merges into one matrix.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def _project(
     module: Attention | MLP, x: jax.Array, context: Context, fused: str, widths: tuple[int, ...], use_bias: bool
 ) -> list[jax.Array]:
-    """Map `x [..., in]` by the projections of a layer that are, or may be, fused under one name."""
+    """Apply the projections in `FUSED[fused]` to `x [..., in]`, whether they are fused or separate."""
     cfg, names = module.cfg, FUSED[fused]
     if module.has_variable("params", fused):
         out = Linear(sum(widths), use_bias, cfg, name=fused)(x, context)
@@ -116,7 +116,7 @@ def _project(
 
 
 class Embedding(nn.Module):
-    """`torch.nn.Embedding`, which a tied model uses for its logits too."""
+    """`torch.nn.Embedding`; a tied model also uses it to compute logits."""
 
     cfg: ModelConfig
 
@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Attend from `x [B, T, D]`; return `[B, T, D]`, the weights and the last part with the new keys and values."""
+        """Attend from `x [B, T, D]`; return `[B, T, D]`, the weights, and the last part with new keys and values."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 
@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Return `x [B, T, D]` after the layer, the attention weights and the cache's last part."""
+        """Return the layer's output `[B, T, D]`, the attention weights, and the cache's last part."""
         cfg = self.cfg
         normed = RMSNorm(cfg.rms_norm_eps, cfg.dtype, name="input_layernorm")(x)
         attended, weights, last = Attention(cfg, self.window, name="self_attn")(normed, placement, parts)
@@ -208,14 +208,14 @@ class DecoderLayer(nn.Module):
 
 
 class Layers(nn.Module):
-    """The stack of layers. One layer is traced and the others reuse its program, each with its own parameters."""
+    """The stack of layers. One layer is traced, and the others reuse the trace with their own parameters."""
 
     cfg: ModelConfig
     remat: bool
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
-        """Return the input of each layer and the last one's output, the attention weights and the cache."""
+        """Return the input of each layer and the output of the last, the attention weights, and the cache."""
         decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
@@ -238,13 +238,13 @@ class Model(nn.Module):
     remat: bool
 
     def setup(self):
-        """Declare the parts under Hugging Face's names."""
+        """Declare the submodules under Hugging Face's names."""
         self.embed_tokens = Embedding(self.cfg)
         self.layers = Layers(self.cfg, self.remat)
         self.norm = RMSNorm(self.cfg.rms_norm_eps, self.cfg.dtype)
 
     def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
-        """Return the L + 1 hidden states, the last one normed, the attention weights and the cache."""
+        """Return the L + 1 hidden states, ending with the normalized one, the attention weights, and the cache."""
         states, attentions, cache = self.layers(x, placement, cache)
         states[-1] = self.norm(states[-1])
         return states, attentions, cache
@@ -259,14 +259,14 @@ class CausalLM(nn.Module):
 
     Attributes:
         cfg: the model's config.
-        remat: gradients recompute the inside of each layer instead of storing it (`jax.checkpoint`).
+        remat: recompute each layer's activations in the backward pass instead of storing them (`jax.checkpoint`).
     """
 
     cfg: ModelConfig
     remat: bool = False
 
     def setup(self):
-        """Declare the parts under Hugging Face's names; a tied model has no `lm_head`."""
+        """Declare the submodules under Hugging Face's names; a tied model has no `lm_head`."""
         self.model = Model(self.cfg, self.remat)
         if not self.cfg.tie_word_embeddings:
             self.lm_head = Linear(self.cfg.vocab_size, False, self.cfg)
@@ -288,28 +288,29 @@ class CausalLM(nn.Module):
         output_attentions: bool = False,
         context: Context = NO_CONTEXT,
     ) -> ModelOutput:
-        """Run the model on T new tokens per row. Attention dropout is on if a "dropout" rng is given.
+        """Run the model on T new tokens per row. Attention dropout is active if a "dropout" rng is passed.
 
         Args:
-            ids, inputs_embeds: int32[B, T], or in their place embeddings, `[B, T, D]`.
-            attention_mask: `[B, T]`, 0 where a new token is padding, on either side; all ones by default.
-                Padding is neither seen nor stored. (Unlike transformers', it never covers tokens of the cache.)
-            position_ids: int32[B, T] for RoPE; by default a token's index in its row, padding not counted.
-                Attention follows that order, whatever the positions are.
-            segment_ids: int32[B, T], for training on rows packed with several texts: neighbors with the same number
-                are one text, which sees only itself and whose positions begin at 0. Not with a cache.
-            cache: the preceding tokens; the new ones are appended. None for a pass without a cache.
-            cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the
-                first free one. Cached tokens from there on are discarded.
-            key_mask: bool[B, n], which of a row's first n tokens, padding not counted, may be attended to; or all.
-            labels: int32[B, T], the ids again, with -100 where no loss is wanted; the model shifts them.
-            logits_to_keep: n for the last n positions, 0 for all, or int32[B, n] positions per row.
-            output_hidden_states, output_attentions: return them.
-            context: what is known about the weights.
+            ids, inputs_embeds: either int32[B, T] or embeddings `[B, T, D]`.
+            attention_mask: `[B, T]`, 0 for padding, which may be on either side; all ones by default. Padding is never
+                attended to or stored. (Unlike in transformers, the mask never covers cached tokens.)
+            position_ids: int32[B, T], for RoPE; by default a token's index in its row, not counting padding. Causal
+                attention follows this index, regardless of the positions.
+            segment_ids: int32[B, T], for training on rows packed with several texts: adjacent tokens with the same
+                number form a text, which attends only to itself and starts at position 0. Incompatible with a cache.
+            cache: the preceding tokens, to which the new ones are appended; None for a pass without a cache.
+            cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
+                free slot. Cached tokens from this slot on are discarded.
+            key_mask: bool[B, n], True for those of a row's first n tokens, not counting padding, that may be attended
+                to; by default, all of them.
+            labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts them.
+            logits_to_keep: compute logits only for the last n positions (0: all), or for positions int32[B, n] per row.
+            output_hidden_states, output_attentions: also return these.
+            context: information for the weights; see `Context`.
 
         Raises:
-            InputError: shapes that do not fit, or a write that goes past the cache's end or leaves a gap. If the
-                position is traced, the row's logits are NaN instead, and nothing is overwritten.
+            InputError: shapes do not fit, or a write would go past the cache's end or leave a gap. If the position is
+                traced, the row's logits are NaN instead, and nothing is overwritten.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
@@ -333,14 +334,14 @@ class CausalLM(nn.Module):
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in the vocabulary."""
+        """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside the vocabulary."""
         ids = jnp.asarray(ids)
         if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
         return self.model.embed_tokens(ids)
 
     def head(self, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
-        """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
+        """Map normalized hidden states `x [..., D]` to logits float32[..., V]."""
         if x.size == 0:
             return jnp.zeros((*x.shape[:-1], self.cfg.vocab_size), jnp.float32)
         with jax.named_scope("lm_head"):
@@ -362,7 +363,7 @@ class CausalLM(nn.Module):
 
 
 def _keep(x: jax.Array, logits_to_keep: int | jax.Array) -> jax.Array:
-    """Select the positions of `x [B, T, D]` whose logits are wanted."""
+    """Select the positions of `x [B, T, D]` whose logits are requested."""
     if isinstance(logits_to_keep, int | np.integer) and not isinstance(logits_to_keep, bool) and logits_to_keep >= 0:
         return x[:, -int(logits_to_keep) :]
     if not isinstance(logits_to_keep, jax.Array | np.ndarray) or logits_to_keep.ndim != 2:
@@ -374,18 +375,18 @@ def forward(
     cfg: ModelConfig, params, ids: jax.Array | None, *, remat: bool = False, rngs=None, **inputs
 ) -> ModelOutput:
     """Run `CausalLM(cfg)` as a function of its parameters."""
-    module: Any = CausalLM(cfg, remat)  # flax says that `apply` may return a pair
+    module: Any = CausalLM(cfg, remat)  # according to flax, `apply` may return a pair
     return module.apply({"params": params}, ids, rngs=rngs, **inputs)
 
 
 def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
-    """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in the vocabulary."""
+    """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside the vocabulary."""
     module: Any = CausalLM(cfg)
     return module.apply({"params": params}, ids, method="embed")
 
 
 def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[jax.Array, KVCache | None]:
-    """Run the model up to its head: the normed hidden states `[B, T, D]`, and the cache if one was passed."""
+    """Run the model without its head; return the normalized hidden states `[B, T, D]` and the cache, if passed."""
     nowhere = np.zeros((1, 0), np.int32)
     out = forward(cfg, params, ids, logits_to_keep=nowhere, output_hidden_states=True, **inputs)
     assert out.hidden_states is not None
@@ -393,14 +394,14 @@ def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[j
 
 
 def head(cfg: ModelConfig, params, x: jax.Array, context: Context = NO_CONTEXT) -> jax.Array:
-    """Map normed hidden states `x [..., D]` to logits float32[..., V]."""
+    """Map normalized hidden states `x [..., D]` to logits float32[..., V]."""
     module: Any = CausalLM(cfg)
     return module.apply({"params": params}, x, context, method="head")
 
 
 @functools.lru_cache
 def param_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter under its Hugging Face name, "model.embed_tokens.weight" and so on."""
+    """Return the shape of every parameter by its Hugging Face name, such as "model.embed_tokens.weight"."""
     one = dataclasses.replace(cfg, num_hidden_layers=1, windows=cfg.windows[:1])  # all layers have the same parameters
     variables = jax.eval_shape(lambda: CausalLM(one).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     flat: dict[str, Any] = dict(flax.traverse_util.flatten_dict(dict(variables["params"]), sep="."))

@@ -12,7 +12,7 @@ from jaxgen.model.config_fields import REQUIRED, Field, flag, fraction, list_of,
 from jaxgen.model.families import FAMILIES, FULL, SLIDING, Family
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LAYERS = 10_000  # a limit for damaged files: each layer is a part of the program
+MOST_LAYERS = 10_000  # guards against damaged files: each layer is part of the program
 
 # A field that affects results has no default; transformers would guess one.
 _FIELDS: dict[str, Field] = {
@@ -79,17 +79,17 @@ _IRRELEVANT = frozenset(
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
 )
 
-# Keys that have their own code
+# Keys that are handled separately
 _SPECIAL = {"model_type", "architectures", "dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters"}
 _KNOWN = frozenset(_SPECIAL | set(_FIELDS) | set(_CONSTANTS) | _IRRELEVANT)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its base and, for a stretched context, the parameters of the stretching.
+    """Rotary position embedding: its base and, if the context is extended, the parameters of the scaling method.
 
-    `type` is default, linear, dynamic, llama3 or yarn, as in transformers' `ROPE_INIT_FUNCTIONS`. Each of the fields
-    after `theta` belongs to some types only and is None for the others.
+    `type` is default, linear, dynamic, llama3 or yarn, as in transformers' `ROPE_INIT_FUNCTIONS`. Each field after
+    `theta` applies only to some types and is None for the others.
     """
 
     type: str
@@ -110,7 +110,7 @@ class RopeConfig:
         """Read `rope_theta` with `rope_scaling`, or `rope_parameters`, from a config.json.
 
         Raises:
-            ConfigError: a type that is not implemented, or parameters that are missing, unknown or invalid.
+            ConfigError: the type is not implemented, or parameters are missing, unknown or invalid.
         """
         source, given = _rope_entry(config)
         rope_type = given.pop("rope_type", None)
@@ -158,15 +158,15 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A model as config.json describes it. Hashable, hence static under jit.
+    """Architecture of a model, as described by config.json. Hashable, so it can be static under jit.
 
-    Fields have the names of config.json if it has them.
+    Fields have the same names as in config.json, if they occur there.
 
     Attributes:
-        attention_bias: biases of the query, key and value projections.
-        output_bias: bias of the attention's output projection.
-        qk_norm: queries and keys are normed.
-        windows: for each layer the number of tokens that a token attends to, including itself; None for all.
+        attention_bias: whether the query, key and value projections have biases.
+        output_bias: whether the attention's output projection has a bias.
+        qk_norm: whether queries and keys are normalized.
+        windows: for each layer, the number of tokens that a token attends to, including itself; None for all.
         dtype: the dtype of the checkpoint's weights.
     """
 
@@ -202,7 +202,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the model was trained for; a scaled RoPE stretches it."""
+        """Number of tokens that the model was trained for, extended by RoPE scaling if there is any."""
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings
         stretched = min(original * (self.rope.factor or 1), 2**31 - 1)
         return max(self.max_position_embeddings, int(stretched))
@@ -211,14 +211,14 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json whose `model_type` is one of `FAMILIES`.
 
-        RoPE may be spelled `rope_theta` and `rope_scaling`, or `rope_parameters`; the dtype `torch_dtype` or `dtype`.
-        A value that affects results has no default, except for values that are checked against the tensors when these
-        are read (biases, the head size). Sliding windows are those of transformers 5: a token sees at most
-        `sliding_window` tokens, itself included (4.41.1: one more). Qwen has them only if `use_sliding_window`, in
-        layers from `max_window_layers` on (4.41.1: in every layer).
+        RoPE can be given as `rope_theta` and `rope_scaling` or as `rope_parameters`, and the dtype as `torch_dtype` or
+        `dtype`. Values that affect results have no defaults, except for those that are checked against the tensors on
+        loading (biases and the head size). Sliding windows work as in transformers 5: a token sees at most
+        `sliding_window` tokens, including itself (one more in 4.41.1). Qwen models have windows only if
+        `use_sliding_window` is true, in layers from `max_window_layers` on (in every layer in 4.41.1).
 
         Raises:
-            ConfigError: everything that is missing, unknown, contradictory or not implemented, in one message.
+            ConfigError: keys are missing, unknown, contradictory or not implemented; the message lists all of them.
         """
         if not isinstance(config, Mapping):
             raise TypeError(f"config must be the content of a config.json, a dict, got {type(config).__name__}")
@@ -242,10 +242,10 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return a config.json that transformers reads: 4.41.1 if it has the architecture, and later releases.
+        """Return a config.json for transformers 4.41.1, if it has the architecture, and for later releases.
 
         Raises:
-            ConfigError: fields that a config.json of this `model_type` cannot express.
+            ConfigError: a config.json of this `model_type` cannot express the fields.
         """
         family = FAMILIES[self.model_type]
         names = {field.name for field in dataclasses.fields(self)} - set(family.biases)
@@ -268,7 +268,7 @@ class ModelConfig:
 
 
 def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of `_FIELDS` with the dtype, and a list of all problems with a config.json."""
+    """Return the values of `_FIELDS` and the dtype, and a list of all problems with a config.json."""
     fields = {
         name: dataclasses.replace(field, default=REQUIRED) if name in family.required else field
         for name, field in _FIELDS.items()
@@ -300,7 +300,7 @@ def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], li
 
 
 def _contradictions(values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> list[str]:
-    """List the contradictions between values that are each valid."""
+    """List contradictions between values that are valid individually."""
     problems = []
     heads, kv_heads, layers = values["num_attention_heads"], values["num_key_value_heads"], values["num_hidden_layers"]
     if heads % kv_heads:
@@ -333,7 +333,7 @@ def _errors(read: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any])
 
 
 def _rope_entry(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the key that describes RoPE, and its content in the newer spelling without nulls."""
+    """Return the key that describes RoPE, and its content under the newer names, without nulls."""
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     for name, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):

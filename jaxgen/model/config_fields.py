@@ -1,4 +1,4 @@
-"""Fields of config.json: the type, range and default of each, and the check that all of them share."""
+"""Fields of config.json, each with its type, range and default, and the check that they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxgen.errors import shown
 
 REQUIRED: Any = object()
 _LARGEST_WHOLE = 2**31 - 1  # positions and ids are int32
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # of a positive number: normal in float32
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # range of positive numbers that are normal in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Field:
     """One key of a config.json.
 
     Attributes:
-        wanted: the valid values in words that complete "must be ...".
-        fits: tells whether a value (never null) is valid.
-        default: the value if the key is missing or null; with `REQUIRED` that is an error.
+        wanted: the valid values, in words that complete "must be ...".
+        fits: returns True if a value (never null) is valid.
+        default: the value if the key is missing or null, which is an error with `REQUIRED`.
         read: returns the normal form of a valid value.
     """
 
@@ -31,7 +31,7 @@ class Field:
 
 
 def whole(least: int, default: Any = REQUIRED, most: int = _LARGEST_WHOLE) -> Field:
-    """Whole number from `least` to `most`."""
+    """Integer from `least` to `most`."""
     limit = f"<= {most}" if most < _LARGEST_WHOLE else "< 2**31"
     wanted = f"a whole number >= {least} and {limit}"
     return Field(wanted, lambda value: type(value) is int and least <= value <= most, default)
@@ -50,7 +50,7 @@ def fraction(default: Any = REQUIRED) -> Field:
 
 
 def flag(default: Any = REQUIRED) -> Field:
-    """JSON's true or false."""
+    """True or false in JSON."""
     return Field("true or false", lambda value: type(value) is bool, default)
 
 
@@ -89,4 +89,4 @@ def read_fields(fields: Mapping[str, Field], config: Mapping[str, Any]) -> tuple
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:
-    return type(value) in (int, float) and least <= value <= most  # exact, also for an int too large for a float
+    return type(value) in (int, float) and least <= value <= most  # exact, even for an int too large for a float

@@ -11,8 +11,8 @@ class Context:
     """Information about one pass that every weight receives.
 
     Attributes:
-        divided: whether the weights are divided over a mesh, which not all forms of a product allow; None if that is
-            not known, static.
+        divided: whether the weights are divided over a mesh, which some forms of a product do not support; None if
+            unknown, static.
         adapter: int32[B], the adapter of each row, -1 for none; None if no row has one.
     """
 

@@ -1,6 +1,6 @@
-"""Model families: one record per architecture, with its differences from the decoder that all of them share.
+"""Model families: one record per architecture, which lists how it differs from the shared decoder.
 
-A new key of config.json also needs an entry in `_FIELDS` and a field of `ModelConfig`, both in config.py.
+A new config.json key also needs an entry in `_FIELDS` and a field of `ModelConfig`, both in config.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclasses.dataclass(frozen=True)
 class WindowRule:
-    """Rule by which config.json gives layers a sliding window.
+    """Rule for reading each layer's sliding window from config.json.
 
     Attributes:
-        keys: the keys of config.json that it reads.
-        read: maps a config whose values have the right types to one entry per layer, the window in tokens or None.
-            Raises `ConfigError` if values are missing or contradict each other.
-        write: the inverse of `read`: maps the rest of a config and the windows to the entries that describe them.
+        keys: the config.json keys that the rule reads.
+        read: maps a config, whose values already have the right types, to one entry per layer: its window in tokens, or
+            None. Raises `ConfigError` if values are missing or contradict each other.
+        write: the inverse of `read`: maps the rest of a config and the windows to the entries that describe the
+            windows.
     """
 
     keys: tuple[str, ...]
@@ -32,17 +33,17 @@ class WindowRule:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture. Each bias is present (True), absent (False), or given by the named key of config.json.
+    """One architecture. Each bias is present (True), absent (False), or set by the config.json key of that name.
 
     Attributes:
         architecture: the model class in transformers.
         tokenizer: the tokenizer class in transformers if a checkpoint's files do not name one.
         windows: the rule for sliding windows.
-        attention_bias: biases of the query, key and value projections.
-        output_bias: bias of the attention's output projection.
-        mlp_bias: biases of the feed-forward layer.
-        qk_norm: queries and keys pass through an RMSNorm over the head size before RoPE.
-        required: keys of config.json that are required here and optional in other families.
+        attention_bias: whether the query, key and value projections have biases.
+        output_bias: whether the attention's output projection has a bias.
+        mlp_bias: whether the feed-forward layer has biases.
+        qk_norm: whether queries and keys pass through an RMSNorm over the head size before RoPE.
+        required: config.json keys that this family requires and others do not.
     """
 
     architecture: str
@@ -61,7 +62,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Keys of config.json that this family reads and some others do not."""
+        """The config.json keys that this family reads and some others do not."""
         return frozenset(self.windows.keys) | {rule for rule in self.biases.values() if isinstance(rule, str)}
 
 
@@ -75,7 +76,7 @@ def _no_windows(config: Mapping[str, Any]) -> tuple[None, ...]:
 
 
 def _windows_where_switched_on(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Read the windows of the layers in `layer_types`, or else of those from `max_window_layers` on."""
+    """Return the windows, in layers that `layer_types` selects or, without it, from `max_window_layers` on."""
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if not config.get("use_sliding_window"):
         if SLIDING in (types or ()):
@@ -109,9 +110,9 @@ def _one_window(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# Never a window. Checkpoints converted from another family may still have the keys, switched off.
+# No windows. Checkpoints converted from a different family may still have these keys, switched off.
 NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
-# A window if `use_sliding_window`, in the layers that `layer_types` or `max_window_layers` select.
+# Windows if `use_sliding_window` is true, in the layers that `layer_types` or `max_window_layers` selects.
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)
 # A window in every layer unless `sliding_window` is null.
 ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})

@@ -1,4 +1,4 @@
-"""Fused projections: one matrix for q, k and v, and one for gate and up, so that a layer has fewer products."""
+"""Fused projections: one matrix for q, k and v, and one for gate and up, so that a layer needs fewer products."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from jaxgen.model.weights import Quantized
 
 
 def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
-    """Return parameters whose layers have fewer and larger products, for `generate` and all else on one device.
+    """Fuse projections into fewer, larger matrices, for `generate` and everything else on one device.
 
     >>> params = fuse_projections(params, donate=True)           # doctest: +SKIP
     >>> generate(params, ids, key, cfg)                 # doctest: +SKIP
 
-    `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`. With several
-    adapters, that needs updates of the same rank in all parts; other weights with low-rank updates are left as they
-    are. On a GPU, where a step of few rows spends much of its time on starting kernels, a layer then starts two fewer.
-    `save_hf` writes the original matrices.
+    `q_proj`, `k_proj` and `v_proj` become `qkv_proj`, and `gate_proj` and `up_proj` become `gate_up_proj`. Weights with
+    several adapters are fused if all parts have updates of the same rank; other weights with low-rank updates are left
+    unchanged. On a GPU, where a step with few rows spends much of its time launching kernels, each layer then launches
+    two fewer. `save_hf` writes the original matrices.
 
     Args:
         params: nested as `load_hf` returns them, quantized or not.
-        donate: delete the arrays that are fused. Memory for one more layer is then enough.
+        donate: delete the original arrays once they are fused, so that only one layer needs extra memory.
 
     Raises:
-        InputError: parameters that are divided over a mesh.
+        InputError: the parameters are divided over a mesh.
     """
     if mesh_of(params) is not None:
         raise InputError(
@@ -79,7 +79,7 @@ def _is_adapters(node: Any) -> bool:
 
 
 def separate(params: Any, model: ModelConfig) -> Any:
-    """Return parameters with the projections that `fuse_projections` has fused as matrices of their own."""
+    """Undo `fuse_projections`: return parameters with separate projections."""
     if not _has_fused(params):
         return params
     shapes = param_shapes(model)
@@ -107,7 +107,7 @@ def _has_fused(node: Any) -> bool:
 
 
 def expected_shapes(model: ModelConfig, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, with fused projections where `names`, dotted, have them."""
+    """Return the shape of every parameter of a model, with projections fused where the dotted `names` say so."""
     shapes = dict(param_shapes(model))
     for name in names:
         path = name.split(".")

@@ -1,4 +1,4 @@
-"""Weights of 8 bits, with one scale for each output channel."""
+"""8-bit weights with one scale per output channel."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 class Int8:
     """The matrix `values * scales[:, None]`.
 
-    Accelerators convert the values where the product reads them, which is exact, and so does a CPU for one or two rows.
-    For a few more 16-bit rows, a CPU's conversions cost more than the product, so the rows are converted instead: each
-    to one scale and two 8-bit numbers per channel, which together have 15 bits, more than a bfloat16 has.
+    Accelerators convert the values as the product reads them, which is exact, and so does a CPU for one or two rows.
+    For a few more 16-bit rows on a CPU, this would cost more than the product, so the rows are converted instead. Each
+    row becomes one scale and two 8-bit numbers per channel, 15 bits in total, which is more precise than bfloat16.
 
     Attributes:
         values: int8[F, D], from -127 to 127.
         scales: float32[F].
-        dtype: the dtype of the matrix that is represented, and of its rows; static.
+        dtype: the dtype of the represented matrix and of its rows; static.
     """
 
     name: ClassVar[str] = "int8"
@@ -50,15 +50,15 @@ class Int8:
 
     @classmethod
     def from_matrix(cls, matrix: np.ndarray, dtype: Any) -> Int8:
-        """Return the nearest values; the largest absolute value of each row becomes `LARGEST`."""
+        """Round to the nearest values; the largest absolute value of each row becomes `LARGEST`."""
         scales = np.abs(matrix).max(axis=1) / np.float32(LARGEST)
         if not np.isfinite(scales).all():
-            raise InputError("is not finite, and 8-bit numbers are: do not quantize")
+            raise InputError("is not finite, so 8-bit numbers cannot represent it: do not quantize")
         values = np.rint(matrix / np.where(scales == 0, 1, scales)[:, None])
         return cls(values.astype(np.int8), scales, dtype)  # pyright: ignore
 
     def to_matrix(self) -> np.ndarray:
-        """Return the products float32[F, D], of numpy's arrays."""
+        """Return the matrix as a numpy array, float32[F, D]."""
         return np.asarray(self.values, np.float32) * self.scales[:, None]  # pyright: ignore
 
     @property
@@ -67,7 +67,7 @@ class Int8:
         return self.values.shape
 
     def specs(self, spec: PartitionSpec) -> Int8:
-        """Return how each array is divided over a mesh if the matrix is divided by `spec`."""
+        """Return the `PartitionSpec` of each array if `spec` is the matrix's."""
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 
@@ -77,14 +77,14 @@ class Int8:
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in [0, F)."""
+        """Look up the rows `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside [0, F)."""
         scales = jnp.where((ids >= 0) & (ids < self.shape[0]), self.scales[ids], jnp.nan)
         return (self.values[ids].astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Array:
-    """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in the rows."""
+    """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in `rows`."""
     converted = functools.partial(_converted, divided=divided)
     if workarounds.in_one_piece(divided) and workarounds.fits_lanes(*rows.shape):
         on_cpu = workarounds.in_lanes
@@ -100,7 +100,7 @@ def _keep_operands(rows: jax.Array, values: jax.Array, divided: bool | None):
 
 
 def _gradients(divided: bool | None, operands: tuple[jax.Array, jax.Array], change: jax.Array):
-    """Differentiate in the rows, in their dtype; whole numbers have no gradient."""
+    """Differentiate with respect to the rows, in their dtype; integers have no gradient."""
     values, like = operands
     to_rows = product(change.astype(like.dtype), values.astype(like.dtype).T, Context(divided))
     return to_rows.astype(like.dtype), np.zeros(values.shape, jax.dtypes.float0)
@@ -114,9 +114,9 @@ def _converted(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.
 
 
 def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
-    """Multiply 8-bit numbers: each row, scaled, is the sum of whole numbers and of 254ths.
+    """Multiply 8-bit numbers, after splitting each scaled row into whole numbers and multiples of 1/254.
 
-    With `values_first`, these are the left operand.
+    With `values_first`, `values` is the left operand.
     """
     rows = rows.astype(jnp.float32)
     scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / LARGEST
@@ -129,5 +129,5 @@ def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
 
 
 def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Sum the products over the last axis of both: int32."""
+    """Contract the last axes of both: int32."""
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)

@@ -1,4 +1,4 @@
-"""Products with weights and look-ups in them."""
+"""Multiplication by weights, and row look-ups."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def linear(
 ) -> jax.Array:
     """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch stores it.
 
-    Products are accumulated in float32. float32 operands are never rounded to a shorter format, as in torch,
-    regardless of `jax_default_matmul_precision`.
+    Products are accumulated in float32. As in torch, float32 operands are never rounded to a shorter format, regardless
+    of `jax_default_matmul_precision`.
     """
     out = product(x.reshape(-1, x.shape[-1]), weight, context)
     if bias is not None:
@@ -35,23 +35,23 @@ def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = NO_C
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
-    """Return the rows `ids int32[B, T]` of `table [V, D]`: `[B, T, D]`; NaN for an id that is not in [0, V)."""
+    """Look up the rows `ids int32[B, T]` of `table [V, D]`: `[B, T, D]`; NaN for ids outside [0, V)."""
     if isinstance(table, Weight):
         return table.look_up(ids)
-    ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap
+    ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap around
     return workarounds.look_up(_gather, ids, table)
 
 
 def precision(dtype) -> lax.Precision | None:
-    """Return the precision at which products of this dtype equal torch's: full float32, no TF32 or bfloat16."""
+    """Return the precision at which products of this dtype match torch's: full float32, not TF32 or bfloat16."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
-    """Multiply in the platform's form, with gradients that are products of the operands' dtype, as in torch.
+    """Multiply using the platform's implementation; gradients are products in the operands' dtype, as in torch.
 
-    jax's own gradient has a float32 factor, because the result is float32, and converts the other factor to float32.
+    In jax's default gradient, one factor is float32 because the result is, so the other factor is converted to float32.
     """
     return workarounds.product(_plain, rows, weight, divided)
 
@@ -76,7 +76,7 @@ def _plain(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _contract(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:
-    """Sum over one axis of each matrix: float32."""
+    """Contract one axis of each matrix: float32."""
     return lax.dot_general(
         left,
         right,

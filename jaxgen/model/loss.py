@@ -10,11 +10,11 @@ from jaxgen.errors import InputError
 
 
 def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the cross-entropies of the next tokens, summed over the labels that are not -100, and the number of these.
+    """Return the next-token cross-entropy, summed over the labels that are not -100, and the number of such labels.
 
     Args:
         logits: float32[B, T, V].
-        labels: int32[B, T], the ids again; position t predicts label t + 1. A label that is neither -100 nor a
+        labels: int32[B, T], usually the ids; position t predicts label t + 1. A label that is neither -100 nor a valid
             token makes the sum NaN.
     """
     labels = jnp.asarray(labels)
@@ -28,21 +28,21 @@ def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ja
 
 @jax.custom_vjp
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the cross-entropy float32[B, T] of each target; NaN if it is not a token."""
+    """Return the cross-entropy of each target, float32[B, T]; NaN for targets that are not tokens."""
     return _keep(logits, targets)[0]
 
 
 def _keep(logits: jax.Array, targets: jax.Array):
     largest = jnp.max(logits, axis=-1, keepdims=True)
     log_total = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
-    tokens = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap
+    tokens = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap around
     target = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1, mode="fill", fill_value=jnp.nan)
     losses = log_total - (target - largest)
     return losses[:, :, 0], (logits, targets, largest, log_total)
 
 
 def _gradient(kept: tuple[jax.Array, ...], change: jax.Array):
-    """Differentiate in the logits. The exponentials are computed again, so that they need not be stored."""
+    """Differentiate with respect to the logits. The exponentials are recomputed instead of stored."""
     logits, targets, largest, log_total = kept
     targets, change = targets[:, :, None], change[:, :, None]
     known = (targets >= 0) & (targets < logits.shape[-1])
@@ -56,6 +56,6 @@ _cross_entropy.defvjp(_keep, _gradient)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean over the labels that are not -100; NaN if there is none, as in torch."""
+    """Return the mean over the labels that are not -100; NaN if there are none, as in torch."""
     total, count = next_token_loss(logits, labels)
     return total / count

@@ -20,7 +20,7 @@ from jaxgen.shapes import repeat_rows
 
 
 class _Updated:
-    """A matrix with updates: it has the shape and dtype of the matrix."""
+    """Base class of matrices with updates. Updates do not change the shape and dtype of the matrix."""
 
     weight: jax.Array | Weight
 
@@ -40,7 +40,7 @@ class _Updated:
 
 @flax.struct.dataclass
 class LowRank(_Updated):
-    """The matrix `weight + b a`, without materialising the sum.
+    """The matrix `weight + b a`, without materializing the sum.
 
     Attributes:
         weight: `[F, D]`.
@@ -53,7 +53,7 @@ class LowRank(_Updated):
     b: jax.Array
 
     def specs(self, spec: PartitionSpec) -> LowRank:
-        """Return how each array is divided over a mesh if the matrix is divided by `spec`."""
+        """Return the `PartitionSpec` of each array if `spec` is the matrix's."""
         outputs, inputs = spec or (None, None)
         factors: Any = PartitionSpec(None, inputs), PartitionSpec(outputs, None)
         return LowRank(self._specs(spec), *factors)
@@ -64,7 +64,7 @@ class LowRank(_Updated):
         return product(rows, self.weight, context) + product(narrow, self.b, context)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]`: `[B, T, D]`."""
+        """Look up the rows `ids int32[B, T]`: `[B, T, D]`."""
         narrow = look_up(ids, self.b)
         update = product(narrow.reshape(-1, narrow.shape[-1]), self.a.T)
         rows = look_up(ids, self.weight)
@@ -73,16 +73,16 @@ class LowRank(_Updated):
 
 @flax.struct.dataclass
 class Adapters(_Updated):
-    """A matrix with several low-rank updates, of which each row of a batch has its own or none: see `Context.adapter`.
+    """A matrix with several low-rank updates. `Context.adapter` selects one of them, or none, for each row of a batch.
 
-    All updates are multiplied by A as one matrix, which reads each once and copies none to the rows that share it.
+    Rows are multiplied by the A factors of all updates at once, so each factor is read once and never copied per row.
 
     Attributes:
         weight: `[F, D]`.
-        a: `[n, p, r, D]`, of n updates; one of a lower rank is padded with zeros. A matrix that was fused of p parts
-            has factors for each of them; of another matrix, p is 1.
+        a: `[n, p, r, D]`, for n updates; updates of lower rank are padded with zeros. A matrix fused from p parts has
+            separate factors for each part; otherwise, p is 1.
         b: `[n, r, F]`.
-        ends: the columns where each part ends, static; the last is F.
+        ends: the column where each part ends, static; the last one is F.
     """
 
     weight: jax.Array | Weight
@@ -92,27 +92,27 @@ class Adapters(_Updated):
 
     @classmethod
     def fused(cls, weights: Sequence[Adapters]) -> Adapters:
-        """Return one matrix of several, which have the same number of updates, rank and columns."""
+        """Fuse several matrices, which must have the same number of updates, the same rank and the same D."""
         weight = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *(one.weight for one in weights))
         a = jnp.concatenate([one.a for one in weights], axis=1)
         b = jnp.concatenate([one.b for one in weights], axis=2)
         return cls(weight, a, b, tuple(np.cumsum([one.shape[0] for one in weights]).tolist()))
 
     def part(self, number: int) -> Adapters:
-        """Undo `fused`: return the matrix with this number."""
+        """Undo `fused`: return the part with this number."""
         start, end = (0, *self.ends)[number], self.ends[number]
         weight = jax.tree.map(lambda array: array[start:end], self.weight)
         return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
 
     def specs(self, spec: PartitionSpec) -> Adapters:
-        """Return how each array is divided over a mesh if the matrix is divided by `spec`."""
+        """Return the `PartitionSpec` of each array if `spec` is the matrix's."""
         outputs, inputs = spec or (None, None)
         a: Any = PartitionSpec(None, None, None, inputs)
         b: Any = PartitionSpec(None, None, outputs)
         return Adapters(self._specs(spec), a, b, self.ends)
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
-        """Multiply `rows [n, D]` by the transposed matrix of each row: float32[n, F]."""
+        """Multiply each of `rows [n, D]` by its own transposed matrix: float32[n, F]."""
         out = product(rows, self.weight, context)
         if context.adapter is None:
             return out
@@ -123,7 +123,7 @@ class Adapters(_Updated):
         return workarounds.add_updates(self._add_of_all, out, narrow, chosen, self.b, self.ends)
 
     def _add_of_all(self, out: jax.Array, narrow: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Add the product of `narrow [rows, n, p, r]` with all updates, in which those of other rows are zero."""
+        """Add the products of `narrow [rows, n, p, r]` and all updates, zeroed where a row does not use an update."""
         is_own = chosen[:, None] == jnp.arange(self.a.shape[0], dtype=jnp.int32)[None, :]
         narrow = jnp.where(is_own[:, :, None, None], narrow, 0.0).astype(self.b.dtype)
         starts = (0, *self.ends[:-1])
@@ -134,7 +134,7 @@ class Adapters(_Updated):
         return out + jnp.concatenate(updates, axis=1)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]` of `weight`, which has no updates here: `[B, T, D]`."""
+        """Look up the rows `ids int32[B, T]` of `weight`, ignoring the updates: `[B, T, D]`."""
         return look_up(ids, self.weight)
 
 
@@ -145,6 +145,6 @@ def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def adapter_count(params: Any) -> int:
-    """Return how many adapters parameters have of which each row may have its own."""
+    """Return the number of adapters in the parameters that rows can choose from."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Adapters))
     return next((leaf.a.shape[0] for leaf in leaves if isinstance(leaf, Adapters)), 0)

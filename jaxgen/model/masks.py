@@ -1,6 +1,6 @@
-"""Places of new tokens: their positions, their slots in the cache, and the tokens that each may attend to.
+"""Placement of new tokens: their positions, their cache slots, and the tokens that each may attend to.
 
-All follow from a token's order: its index in its row, padding not counted.
+All of these follow from a token's order, which is its index in its row, not counting padding.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jaxgen.shapes import repeat_rows
 
 @flax.struct.dataclass
 class Visibility:
-    """Which keys each query may see, stored as one number per token; masks `[B, T, S]` are built block by block.
+    """Visibility of keys to queries, stored as one number per token; masks `[B, T, S]` are built block by block.
 
-    A query sees itself and the tokens before it, at most `window` in all.
+    A query sees itself and the tokens before it, at most `window` tokens in total.
 
     Attributes:
-        queries: int32[B, T], the order of each query; padding queries have any order.
-        keys: per part of the cache int32[B, S], the order of the token in each slot; `EMPTY` for an empty slot or a
-            hidden token.
+        queries: int32[B, T], the order of each query, arbitrary for padding.
+        keys: for each part of the cache, int32[B, S], the order of the token in each slot; `EMPTY` for an empty slot or
+            a hidden token.
         first: int32[B, T], the order of the first token that a query may see; None for 0.
         window: the maximum number of tokens that a query may see, static; None for all.
-        start: the slot in the last part from which the new tokens are stored in all rows, static; None if not known.
-            Query i sees none of the slots after `start + i`.
+        start: the slot of the last part at which the new tokens of all rows begin, static; None if unknown. Query i
+            does not see the slots after `start + i`.
     """
 
     queries: jax.Array
@@ -44,7 +44,7 @@ class Visibility:
     start: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def mask(self, part: int) -> jax.Array:
-        """bool[B, T, S]: True if the query may see the key of the part."""
+        """bool[B, T, S]: True if the query may see the key in that slot of a part."""
         keys = self.keys[part][:, None, :]
         queries = self.queries[:, :, None]
         visible = keys <= queries
@@ -53,7 +53,7 @@ class Visibility:
         return visible if self.first is None else visible & (keys >= self.first[:, :, None])
 
     def span(self, part: int) -> tuple[jax.Array, jax.Array]:
-        """The range [begin, end) of slots of a part that any query may see, two int32[]."""
+        """Return the range [begin, end) of a part's slots that at least one query may see, as two int32[]."""
         keys, last = self.keys[part], jnp.max(self.queries, axis=1, keepdims=True)
         first = jnp.zeros_like(last) if self.first is None else jnp.min(self.first, axis=1, keepdims=True)
         if self.window is not None:
@@ -63,21 +63,21 @@ class Visibility:
         return jnp.min(jnp.where(visible, slot, keys.shape[1])), jnp.max(jnp.where(visible, slot + 1, 0))
 
     def of_keys(self, part: int, start: jax.Array | int, size: int) -> Visibility:
-        """Return the visibility of one part's slots from `start` on."""
+        """Restrict to `size` slots of one part, from `start` on."""
         return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
 
     def of_queries(self, begin: int, end: int, slots: int) -> Visibility:
-        """Restrict to queries `begin` to `end - 1`, and the last part to its first `slots` slots."""
+        """Restrict to queries `begin` to `end - 1` and to the first `slots` slots of the last part."""
         first = None if self.first is None else self.first[:, begin:end]
         keys = (*self.keys[:-1], self.keys[-1][:, :slots])
         return Visibility(self.queries[:, begin:end], keys, first, self.window)
 
     def of_row(self, row: jax.Array) -> Visibility:
-        """Return the visibility within one row."""
+        """Restrict to one row."""
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, 1, axis=0), self)
 
     def query_blocks(self, size: int) -> tuple[jax.Array, jax.Array | None]:
-        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last one is padded with its last query."""
+        """Cut `queries` and `first` into blocks `[blocks, B, size]`; the last one repeats its last query."""
 
         def cut(x: jax.Array) -> jax.Array:
             x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), mode="edge")
@@ -87,12 +87,12 @@ class Visibility:
 
 
 def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
-    """int32[B, T]: the order of each token in its row, padding not counted, after `start [B]` tokens."""
+    """int32[B, T]: the order of each token in its row, which already has `start [B]` tokens; padding is not counted."""
     return start[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
 
 
 def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
-    """The order of tokens as keys: `EMPTY` for padding, where `mask bool[B, T]` is False."""
+    """Return the order of tokens as keys: `EMPTY` for padding, where `mask bool[B, T]` is False."""
     return jnp.where(mask, order, EMPTY)
 
 
@@ -117,11 +117,11 @@ def first_of_segment(order: jax.Array, segments: jax.Array) -> jax.Array:
 def allocate_slots(
     cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Array
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """Find the slots of the new tokens `mask bool[B, T]` and update the cache's lengths.
+    """Assign slots to the new tokens, those marked in `mask bool[B, T]`, and update the cache's lengths.
 
     Returns:
-        The cache, the tokens' order int32[B, T] in their rows, their places int32[B, T] in the last part (padding past
-        its end), and bool[B], True for the rows that do not fit.
+        The cache; the tokens' order in their rows, int32[B, T]; their places in the last part, int32[B, T], which are
+        past its end for padding; and bool[B], True for rows whose tokens do not fit.
     """
     batch, steps = mask.shape
     if cache.rows != batch:
@@ -167,14 +167,14 @@ def _check_fits(cache: KVCache, start: jax.Array, length: jax.Array) -> None:
 
 @flax.struct.dataclass
 class Placement:
-    """The new tokens' places, the same for all layers.
+    """Placement of the new tokens, the same for all layers.
 
     Attributes:
-        cos, sin: `[B, T, H]`, the rotation of their positions.
-        slots: int32[B, T], their slots in the cache's last part; padding and overflow past its end. None without a
+        cos, sin: `[B, T, H]`, the cosines and sines of their rotation angles.
+        slots: int32[B, T], their slots in the cache's last part; past its end for padding and overflow. None without a
             cache.
-        visible: the keys that they may see, without the layer's window.
-        context: of the pass.
+        visible: the keys that they may see, before a layer applies its window.
+        context: the context of the pass.
         output_attentions: return the attention weights, static.
     """
 
@@ -196,10 +196,10 @@ def place(
     segment_ids: jax.Array | None,
     key_mask: jax.Array | None,
 ) -> tuple[Placement, KVCache | None, jax.Array | None]:
-    """Place the new tokens, of embeddings `x [B, T, D]`, in their rows and in the cache; see `CausalLM.__call__`.
+    """Place the new tokens, with embeddings `x [B, T, D]`, in their rows and in the cache; see `CausalLM.__call__`.
 
-    Returns their places, the cache with its new lengths, and bool[B], True for the rows whose tokens do not fit;
-    the last two None without a cache.
+    Returns their placement, the cache with its new lengths, and bool[B], True for rows whose tokens do not fit. The
+    last two are None without a cache.
     """
     batch, steps, _ = x.shape
     mask = _mask(attention_mask, batch, steps)

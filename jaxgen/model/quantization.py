@@ -1,6 +1,6 @@
-"""The built-in kinds of quantized weights, by the names that `quantize` has for them.
+"""The built-in kinds of quantized weights, by their names in the argument `quantize`.
 
-Does not import jax: the commands offer the names.
+Does not import jax, because the commands list the names in their help.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxgen.model.weights import Quantized
 
 KINDS = {"int8": "jaxgen.model.int8:Int8"}
-CHOICES = (*KINDS, "none")  # "none" makes arrays of quantized weights
+CHOICES = (*KINDS, "none")  # "none" converts quantized weights to arrays
 
 
 def all_built_in() -> list[type[Quantized]]:
@@ -23,10 +23,10 @@ def all_built_in() -> list[type[Quantized]]:
 
 
 def kind_of(quantize: Any) -> type[Quantized] | None:
-    """Return the class that a value of `quantize` names or is; None for "none" and None.
+    """Return the class that `quantize` names, or `quantize` itself if it is a class; None for "none" and None.
 
     Raises:
-        ConfigError: another value.
+        ConfigError: any other value.
     """
     if isinstance(quantize, type) and hasattr(quantize, "from_matrix"):
         return quantize

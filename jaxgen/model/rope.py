@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) with transformers' methods of stretching the context."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) with transformers' methods for extending the context."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype)
     """Return the cosines and sines, `dtype[B, T, H]`, that rotate queries and keys.
 
     Args:
-        cfg: the model.
+        cfg: the model's config.
         positions: int32[B, T].
-        valid: bool[B, T], False for padding. Only the dynamic type reads it: a row's base grows with the row's own
-            longest position. (transformers uses the longest of the batch.)
-        dtype: of the result; angles are always float32.
+        valid: bool[B, T], False for padding. Only the dynamic type reads it: a row's base grows with the largest
+            position in that row. (transformers uses the largest position in the batch.)
+        dtype: the dtype of the result; angles are always float32.
     """
     if cfg.rope.type == "dynamic":
         inv_freq, scale = _dynamic_inv_freq(cfg, positions, valid), 1.0
@@ -32,13 +32,13 @@ def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `x [B, heads, T, H]` by `cos`, `sin` `[B, T, H]`; the halves of H are the pairs, as in transformers."""
+    """Rotate `x [B, heads, T, H]` by `cos`, `sin` `[B, T, H]`, pairing the two halves of H, as in transformers."""
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos[:, None] + jnp.concatenate([-second, first], axis=-1) * sin[:, None]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return float32[H/2] radians per position and the factor on cosines and sines (1 except for yarn).
+    """Return float32[H/2], in radians per position, and a factor for the cosines and sines (1 except for yarn).
 
     Follows transformers' `ROPE_INIT_FUNCTIONS`. linear: position interpolation, arXiv 2306.15595; llama3: the
     Llama 3.1 release; yarn: arXiv 2309.00071.
@@ -71,7 +71,7 @@ def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) 
 
 
 def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
-    """Leave short wavelengths unchanged, divide the frequency of long ones by the factor, and blend between."""
+    """Leave short wavelengths unchanged, divide the frequency of long ones by the factor, and blend in between."""
     assert rope.factor
     assert rope.low_freq_factor
     assert rope.high_freq_factor
@@ -83,7 +83,7 @@ def _llama3(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, plain: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
-    """Interpolate the dimensions that turn rarely, extrapolate those that turn often, ramp between."""
+    """Interpolate dimensions that rotate slowly, extrapolate those that rotate fast, and blend in between."""
     original = rope.original_max_position_embeddings
     assert rope.factor is not None
     assert original is not None

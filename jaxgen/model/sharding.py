@@ -1,12 +1,12 @@
-"""The division of parameters, caches and rows over the devices of a mesh.
+"""Sharding of parameters, caches and rows over the devices of a mesh.
 
-A mesh has two axes: `data`, over which the rows of a batch are divided, and `model`, over which every matrix is. XLA's
-partitioner derives all communication from that: per layer the sums after `o_proj` and `down_proj`, as in Megatron-LM
-(arXiv 1909.08053), and one after the embedding.
+A mesh has two axes: `data` divides the rows of a batch, and `model` divides every matrix. XLA's partitioner derives all
+communication from this: in each layer, a sum after `o_proj` and one after `down_proj`, as in Megatron-LM (arXiv
+1909.08053), and one sum after the embedding.
 
-If `model` is larger than the number of key-value heads, several devices store the same head. So arrays live on a mesh
-of the same devices that has two axes in place of `model`: `model`, over which key-value heads are divided, and
-`copies`, along which all devices store the same heads.
+If `model` is larger than the number of key-value heads, several devices store the same head. Arrays therefore live on a
+mesh of the same devices in which two axes replace `model`: the new `model` divides the key-value heads, and `copies`
+replicates them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _AXES = ("data", "model", "copies")
 _ALL = ("model", "copies")
 _OUTPUTS, _INPUTS = PartitionSpec(_ALL, None), PartitionSpec(None, _ALL)
 
-# By the name of a layer, how its matrix [out, in] is divided. A bias is divided as the outputs are; all other
-# parameters are on every device.
+# How each layer's matrix [out, in] is divided, by the layer's name. A bias is divided like the outputs; all other
+# parameters are replicated.
 _MATRICES = {
     "embed_tokens": _OUTPUTS,
     "lm_head": _OUTPUTS,
@@ -50,15 +50,15 @@ REPLICATED = PartitionSpec()
 
 
 def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh of the same devices that a model's arrays live on, with the axes `data`, `model` and `copies`.
+    """Return the mesh for a model's arrays: the same devices, with the axes `data`, `model` and `copies`.
 
     Args:
         model: the model's config.
-        mesh: one with the axes `data` and `model`, of which one may be missing, or a result of this function.
+        mesh: a mesh with the axes `data` and `model`, either of which may be missing, or a result of this function.
 
     Raises:
-        InputError: other axes, or an axis `model` that does not divide the model's sizes.
-        TypeError: not a `jax.sharding.Mesh`.
+        InputError: the mesh has other axes, or its `model` axis does not divide the model's sizes.
+        TypeError: `mesh` is not a `jax.sharding.Mesh`.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -75,15 +75,15 @@ def divide(model: ModelConfig, mesh: Mesh) -> Mesh:
 
 
 def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
-    """Return parameters divided over the devices of a mesh.
+    """Return the parameters sharded over the devices of a mesh.
 
     >>> mesh = jax.make_mesh((1, 8), ("data", "model"))             # doctest: +SKIP
     >>> params = shard_params(params, cfg.model, mesh)              # doctest: +SKIP
 
     Raises:
-        InputError: axes other than `data` and `model`, an axis `model` that does not divide the model's sizes, or
-            parameters with fused projections.
-        TypeError: not a `jax.sharding.Mesh`.
+        InputError: the mesh has axes other than `data` and `model`, its `model` axis does not divide the model's sizes,
+            or the parameters have fused projections.
+        TypeError: `mesh` is not a `jax.sharding.Mesh`.
     """
     mesh = divide(model, mesh)
 
@@ -98,22 +98,22 @@ def shard_params(params: Any, model: ModelConfig, mesh: Mesh) -> Any:
 
 
 def shardings(model: ModelConfig, mesh: Mesh, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the sharding of each parameter by its dotted name; `mesh` as in `divide`.
+    """Return the sharding of each parameter, by its dotted name; `mesh` is as in `divide`.
 
-    `weights`: the parameters by name, if some of them are `Weight`s; there is a sharding for each array of those.
+    Pass `weights`, the parameters by name, if some of them are `Weight`s; each array of a `Weight` then has a sharding.
     """
     mesh = divide(model, mesh)
     return {name: _sharding(name, weight, mesh) for name, weight in (weights or param_shapes(model)).items()}
 
 
 def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
-    """Return the sharding of each array of a parameter, in a tree like the parameter."""
+    """Return the sharding of each array of a parameter, in a tree with the parameter's structure."""
     specs = weight.specs(spec_of(name)) if isinstance(weight, Weight) else spec_of(name)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def spec_of(name: str) -> PartitionSpec:
-    """Return how a parameter is divided, by its dotted name."""
+    """Return the spec of the parameter with this dotted name."""
     layer, _, kind = name.rpartition(".")
     matrix = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
     if matrix == REPLICATED or kind == "weight":
@@ -122,10 +122,10 @@ def spec_of(name: str) -> PartitionSpec:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh that parameters are divided over, None if there is none or it is not known under jit.
+    """Return the mesh that the parameters are sharded over; None if there is none, or if it is unknown under jit.
 
     Raises:
-        InputError: the caller has set a mesh with Explicit axes, which jax mixes with no other.
+        InputError: the caller has set a mesh with Explicit axes, which jax cannot combine with a different mesh.
     """
     for leaf in jax.tree.leaves(params):
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
@@ -141,13 +141,13 @@ def mesh_of(params: Any) -> Mesh | None:
 
 
 def rows_on(mesh: Mesh | None, rows: int) -> int:
-    """Return `rows` rounded up to a multiple of the mesh's axis `data`."""
+    """Return `rows` rounded up to a multiple of the mesh's `data` axis."""
     parts = 1 if mesh is None else mesh.shape["data"]
     return -(-rows // parts) * parts
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Divide arrays of the host, `[rows, ...]`, over a mesh if that divides their rows; else return them unchanged."""
+    """Shard host arrays `[rows, ...]` over a mesh if it divides the number of rows; otherwise return them unchanged."""
     if mesh is None or any(x.shape[0] % mesh.shape["data"] for x in jax.tree.leaves(tree)):
         return tree
     sharding = NamedSharding(mesh, ROWS)
@@ -155,16 +155,16 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """Copy the arrays of a tree that are not on the mesh yet to all of its devices; without a mesh, return the tree.
+    """Copy the arrays of a tree to all devices of the mesh unless already there; without a mesh, return the tree.
 
-    Arrays of the host must be the same in all processes.
+    Host arrays must be identical in all processes.
     """
     if mesh is None:
         return tree
     everywhere = NamedSharding(mesh, REPLICATED)
 
     def copy(x: Any) -> jax.Array:
-        if isinstance(x, np.ndarray):  # which `device_put` would compare between the processes
+        if isinstance(x, np.ndarray):  # `device_put` would compare them across processes
             return jax.make_array_from_callback(x.shape, everywhere, lambda part: x[part])
         return jax.device_put(x, everywhere) if mesh_of(x) is None else x
 
@@ -172,7 +172,7 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def constrain(tree: Any, mesh: Mesh | None, spec: PartitionSpec) -> Any:
-    """Require that all arrays of a tree are divided by `spec`; without a mesh, return the tree."""
+    """Constrain all arrays of a tree to the sharding `spec`; without a mesh, return the tree."""
     if mesh is None:
         return tree
     sharding = NamedSharding(mesh, spec)
@@ -184,10 +184,10 @@ def sharded_top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """Find the `count` largest entries of each row of `x float32[B, n, V]`, in the order of `lax.top_k`.
 
-    On a mesh each device finds those of its own part of V, and only these are exchanged.
+    On a mesh, each device finds the largest entries in its part of V, and only these are exchanged.
 
     Returns:
-        The values there, of `values` if given, an array of x's shape, else of x, and the places in n * V.
+        The values of these entries, from `values` (of x's shape) if given, else from x; and their positions in n * V.
     """
     rows, beams, vocab = x.shape
     if mesh is None:
@@ -210,7 +210,7 @@ def sharded_top_k(
 
 
 def _check_parts(model: ModelConfig, parts: int) -> None:
-    """Raise an error if a model cannot be divided into so many parts."""
+    """Raise an error if a model cannot be divided into this many parts."""
     if _fits(model, parts):
         return
     allowed = [size for size in range(1, model.num_attention_heads + 1) if _fits(model, size)]

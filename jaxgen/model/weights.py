@@ -1,4 +1,4 @@
-"""Weights as a layer sees them: plain arrays, or classes such as `LowRank` that store the matrix in another form."""
+"""Weights as a layer sees them: plain arrays, or classes such as `LowRank` with a different representation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxgen.model.context import Context
 
 @runtime_checkable
 class Weight(Protocol):
-    """A matrix `[F, D]` that is not stored as a plain array; a pytree, so that it can be a leaf of the parameters.
+    """A matrix `[F, D]` that is not stored as a plain array. It is a pytree that replaces an array in the parameters.
 
-    A new kind is one class with these members. `jaxgen.model.linear` is their only caller.
+    A new kind of weight is a class with these members. Layers call them only through `jaxgen.model.linear`.
     """
 
     @property
@@ -29,11 +29,11 @@ class Weight(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """The floating-point dtype of the matrix that is represented, and of its rows."""
+        """The floating-point dtype of the represented matrix and of its rows."""
         ...
 
     def specs(self, spec: PartitionSpec) -> Any:
-        """Return the `PartitionSpec` of each of its arrays, in a tree like this one, if the matrix's is `spec`."""
+        """Return the `PartitionSpec` of each array, in a tree like this one, if the matrix's is `spec`."""
         ...
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
@@ -41,22 +41,22 @@ class Weight(Protocol):
         ...
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Return the rows `ids int32[B, T]`: `[B, T, D]`; NaN for an id that is not in [0, F)."""
+        """Look up the rows `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside [0, F)."""
         ...
 
 
 @runtime_checkable
 class Quantized(Weight, Protocol):
-    """A `Weight` that is made of a matrix and stored in a checkpoint, in tensors of its own.
+    """A `Weight` that is converted from a matrix and stored in a checkpoint as separate tensors.
 
-    Each of its arrays has the matrix's rows as the first axis, and an entry depends on that row alone: rows are
+    The first axis of each array indexes the matrix's rows, and each entry depends only on its row, because rows are
     converted, read and concatenated separately. No array depends on `dtype`. The first array is not floating-point.
 
     Attributes:
         name: the value of `quantize`; the weights of a checkpoint are in `model.{name}.safetensors`.
         title: an adjective for messages, such as "8-bit".
-        tensors: for each array, in the order of `jax.tree.leaves`, what its tensor's name has after the matrix's, ""
-            for the first, and what it contains.
+        tensors: for each array, in the order of `jax.tree.leaves`, the suffix that its tensor's name adds to the
+            matrix's ("" for the first), and a description of its content.
     """
 
     name: ClassVar[str]
@@ -68,7 +68,7 @@ class Quantized(Weight, Protocol):
         """Return the numpy form of the weight that represents `matrix float32[n, D]` in `dtype`.
 
         Raises:
-            InputError: why the matrix cannot be represented, as a predicate: "is not finite".
+            InputError: the matrix cannot be represented. The message is a predicate, such as "is not finite".
         """
         ...
 
@@ -78,13 +78,13 @@ class Quantized(Weight, Protocol):
 
 
 def has_quantized(params: Any) -> bool:
-    """Return True if a tree of parameters has a `Quantized` weight, also as a part of another weight."""
+    """Return True if a tree of parameters contains a `Quantized` weight, even inside another weight."""
     leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Quantized))
     return any(isinstance(leaf, Quantized) for leaf in leaves)
 
 
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
-    """Return a layer's own parameter: an array, or a `Weight` if `shape` is that of a matrix.
+    """Return a parameter of a layer: an array, or a `Weight` if the shape is that of a matrix.
 
     Every layer declares its parameters here. Under `init` they are created as arrays of `dtype`.
 

@@ -1,13 +1,13 @@
-"""Other forms of the model's operations, for the sake of XLA's compilers.
+"""Alternative forms of the model's operations that work around limitations of XLA's compilers.
 
-The rest of the model calls them by name. A function whose first argument is `plain` computes what `plain` does with the
-other arguments; on the platform that it is for, in another form. The forms for a CPU were measured with jax 0.10.2 and
-0.12.0.1, those for a GPU on the compiler for an H100 with jax 0.10.2 to 0.11.2.
+A function whose first argument is `plain` returns the result of `plain` for the other arguments, but computes it in a
+different form on the platform that needs it. The CPU forms were measured with jax 0.10.2 and 0.12.0.1, the GPU forms
+with the compiler for an H100 with jax 0.10.2 to 0.11.2.
 
-`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` compile for a CPU without each form, and
-`tests/test_compilers.py` for a GPU. A test fails if the compiler has learnt what the form is for, and then it can go.
-What only a clock shows, that `in_lanes` and `weight_first` are faster, `python -m benchmarks workarounds` measures. No
-test compiles without `add_updates`.
+`tests/model/test_workarounds.py` and `tests/model/test_lanes.py` compile without each form for a CPU, and
+`tests/test_compilers.py` does so for a GPU. Such a test fails once the compiler no longer needs the form, which can
+then be removed. Only a benchmark (`python -m benchmarks workarounds`) shows that `in_lanes` and `weight_first` are
+faster. No test compiles without `add_updates`.
 """
 
 from __future__ import annotations
@@ -23,39 +23,38 @@ from jax import lax
 
 from jaxgen.shapes import at_most
 
-# Products on a CPU come from another library since jax 0.11 (measured with 0.11.1, 0.11.2 and 0.12.0).
+# Since jax 0.11, products on a CPU use a different library (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# On a CPU, a product of up to this many rows, if they are fewer than the weight's, has the weight as its left operand.
-# Without AMX that is faster up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
+# On a CPU, a product with up to this many rows, if fewer than the weight's, has the weight as its left operand.
+# Without AMX, this is faster for up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
 _SOME_ROWS = 32
-# Since jax 0.11, up to this many 16-bit rows are multiplied faster as the left operand, unless they are wider than the
-# result.
+# Since jax 0.11, up to this many 16-bit rows are faster as the left operand, unless they are wider than the result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
 _LANES = 32
 _LANES_ROWS = 2
-# XLA divides a sum of more than 32 terms into several passes, which store every product. Even counts are unrolled best.
+# XLA splits a sum of more than 32 terms into several passes, which store every product. Even counts unroll best.
 _FEWEST_TERMS, _MOST_TERMS = 4, 28
 
-# On a GPU, one kernel sums up to this many numbers; 18,944, the width of a 7B model, take two.
+# On a GPU, one kernel sums up to this many numbers; 18,944 numbers, the MLP width of a 7B model, need two kernels.
 _LONGEST_SUM = 9472
-# Keys or values of up to this many bytes are assumed to come from a GPU's cache when they are read again.
+# Up to this many bytes of keys or values are assumed to be in a GPU's cache when they are read again.
 _CACHED_BYTES = 8 << 20
-# Up to this many slots, a GPU computes the softmax of a query's scores and the sum of the values in one kernel.
+# Up to this many slots, a GPU computes a query's softmax and the weighted sum of the values in one kernel.
 _ONE_KERNEL_SLOTS = 1024
-# On a GPU, up to this many rows each add the product with the update of their own adapter.
+# On a GPU, up to this many rows are each multiplied only by the update of their own adapter.
 _FEW_ROWS = 32
 
 
-# --- What a CPU's compiler must not move or combine -------------------------------------------------------------------
+# --- Barriers to the CPU compiler's code motion and fusion ------------------------------------------------------------
 
 
 def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
-    """Return `function(first, *rest)`, computed in a branch of a condition; `first` is an array of floats.
+    """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
-    XLA's CPU compiler moves operations out of loops, or to an earlier time, and has to store their results. It moves
-    nothing out of a branch. This branch is taken unless all of `first` is NaN; then every float of the result is NaN.
+    XLA's CPU compiler hoists operations out of loops, or runs them early, and must then store their results. It moves
+    nothing out of a branch. This branch is taken unless `first` is all NaN, which makes all floats of the result NaN.
     """
 
     def not_numbers(*arguments):
@@ -65,10 +64,10 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """Round float32 numbers to their own precision. That changes none, but XLA takes it for an operation.
+    """Round float32 numbers to their own precision. This changes nothing, but XLA treats it as an operation.
 
-    So XLA combines what comes before it with nothing that comes after it, and may still make one kernel of both. An
-    `optimization_barrier` prevents both since jax 0.11.1; in older releases it is gone before the last combinations.
+    XLA therefore does not combine the operations before and after it, but may still fuse both into one kernel. Since
+    jax 0.11.1, an `optimization_barrier` prevents both; older releases remove it before the last combinations.
     """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
 
@@ -78,15 +77,15 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
-    """Return `function` with a gradient that stores only the arguments and computes the rest again.
+    """Return `function` with a gradient that stores only the arguments and recomputes the rest.
 
-    After `jax.checkpoint`, XLA's CPU compiler may compute the rest again at once, and so store it after all; with jax
-    0.12.0.1 it was not seen to. Here that has to wait for the gradient of the result. Forward-mode differentiation is
-    not supported.
+    With `jax.checkpoint`, XLA's CPU compiler may recompute the rest immediately, and so store it after all, although
+    not in our tests with jax 0.12.0.1. Here, recomputation must wait for the gradient of the result. Forward-mode
+    differentiation is not supported.
 
     Args:
-        function: a pure function with one array as its result.
-        differentiate: an equal function that is differentiated in its place.
+        function: a pure function that returns one array.
+        differentiate: an equivalent function that is differentiated instead.
     """
 
     @jax.custom_vjp
@@ -114,7 +113,7 @@ def recomputed(function: Callable, differentiate: Callable | None = None) -> Cal
 
 
 def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
-    """Return `plain(rows, weight)`: the product of `rows [n, D]` with the transposed `weight [F, D]`, float32[n, F].
+    """Return `plain(rows, weight)`: the product of `rows [n, D]` and the transposed `weight [F, D]`, float32[n, F].
 
     `divided` says whether the weight is divided over a mesh: see `Context`.
     """
@@ -135,18 +134,18 @@ def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool |
 
 
 def in_one_piece(divided: bool | None) -> bool:
-    """Return True if the weight of a product on a CPU is on one device: see `Context`.
+    """Return True if the weight of a product on a CPU is known to be on one device; see `Context`.
 
-    Under the caller's jit that is not known, unless this machine's CPU is only one device.
+    Under the caller's jit, this is unknown unless the machine's CPU is a single device.
     """
     return jax.local_device_count("cpu") == 1 if divided is None else not divided
 
 
 def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) -> jax.Array:
-    """Multiply one 16-bit row together with a row of zeros; `axis` is that of the rows in `row` and in the result.
+    """Multiply one 16-bit row together with a row of zeros; `axis` is the axis of the rows in `row` and in the result.
 
-    XLA's CPU product of one 16-bit row converts the weights to float32, and in a loop stores the float32 copy of all
-    weights. With two rows or more it reads them without converting.
+    For one 16-bit row, XLA's CPU product converts the weights to float32 and, in a loop, stores a float32 copy of all
+    weights. With two or more rows, it reads the weights without converting them.
     """
     out = plain(jnp.concatenate([row, jnp.zeros_like(row)], axis), weight)
     return lax.slice_in_dim(out, 0, 1, axis=axis)
@@ -155,8 +154,8 @@ def two_rows(plain: Callable, row: jax.Array, weight: jax.Array, axis: int = 0) 
 def weight_first(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply with the weight as the left operand: `plain(weight, rows)`, transposed.
 
-    XLA's CPU product packs its right operand at each call, so the smaller operand should be the right one. Rounding, or
-    for whole numbers a barrier, keeps XLA from swapping them.
+    XLA's CPU product packs its right operand in every call, so the smaller operand should be the right one. Rounding
+    keeps XLA from swapping float operands, and a barrier does the same for integers.
     """
     out = plain(weight, rows)
     return (rounded(out) if out.dtype == jnp.float32 else lax.optimization_barrier(out)).T
@@ -170,9 +169,9 @@ def fits_lanes(rows: int, columns: int) -> bool:
 def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiply one or two rows, `[n, D]`, by the transposed 16-bit or 8-bit `weight [F, D]` on a CPU: float32[n, F].
 
-    XLA's own product of few rows packs the weights at each call, which takes longer than reading them. Here they are
-    read once, as they are stored. `_LANES` adjacent columns are added to as many separate sums by vector instructions;
-    one sum over adjacent columns could not use these.
+    For few rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here, they
+    are read once, as they are stored. Vector instructions add `_LANES` adjacent columns to as many separate sums; a
+    single sum over adjacent columns could not use them.
     """
     return in_branch(_in_lanes, rows, weight)
 
@@ -182,36 +181,36 @@ def _in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
     terms = _terms(columns)
     groups = (columns // (terms * _LANES), terms, _LANES)
     sums = weight.astype(jnp.float32).reshape(1, features, *groups) * rows.astype(jnp.float32).reshape(-1, 1, *groups)
-    # The terms, the lanes, the groups. XLA joins sums with equal initial values into one of too many terms. A barrier
-    # prevents that too, but since jax 0.11.1 also keeps the sums from being fused, and each of them is stored.
+    # Sum over the terms, the lanes, and the groups. XLA merges sums with equal initial values into one with too many
+    # terms. A barrier prevents that too but, since jax 0.11.1, also keeps the sums from being fused, so each is stored.
     for axis, initial in ((3, 0.0), (3, -0.0), (2, 0.0)):
         sums = _lane_sum(sums, axis, initial)
     return sums
 
 
 def _terms(columns: int) -> int:
-    """Return the largest suitable number of terms in a lane's sum, 0 if there is none."""
+    """Return the largest suitable number of terms in a lane's sum, or 0 if there is none."""
     groups = columns // _LANES
     counts = range(_FEWEST_TERMS, _MOST_TERMS + 1, 2)
     return max([count for count in counts if groups % count == 0], default=0)
 
 
 def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
-    """Sum over one axis, from either zero.
+    """Sum over one axis, starting from 0.0 or -0.0.
 
-    XLA's CPU compiler gives a plain sum, together with the products that it adds, to a library that is slow for these
-    shapes. A sum that also rounds stays with the compiler. Devices cannot add up the parts of such a sum, so no axis
-    may be divided over a mesh.
+    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. It
+    compiles a sum with rounding itself. Devices cannot combine the parts of such a sum, so no axis may be divided over
+    a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
 
 
 def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
-    """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler fuses with what comes before and after.
+    """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler can fuse with other operations.
 
-    Of a product with a large weight it makes a kernel of partial sums and one that adds them up. It does the same with
-    long sums, unless they are `in_parts`: parts of equal length are one kernel. A weight that may be divided over a
-    mesh is left in one part, because its columns may be on several devices.
+    The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. It
+    also splits long sums, unless they are already `in_parts`: parts of equal length become one kernel. A weight that
+    may be divided over a mesh is not split, because its columns may be on several devices.
     """
     columns = weight.shape[1]
     parts = -(-columns // _LONGEST_SUM) if in_parts else 1
@@ -224,11 +223,11 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 
 
 def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """Look up rows inside a branch, on a CPU: `plain(ids, table)`, NaN for an id past the table.
+    """On a CPU, look up rows inside a branch: `plain(ids, table)`; NaN for ids past the end of the table.
 
-    XLA's CPU compiler converts a 16-bit table to float32 to gather from it and, in a loop, stores that whole copy. It
-    does not move the conversion out of a branch, and there converts only the rows that are read. jax 0.12.0.1 does not
-    need it.
+    To gather from a 16-bit table, XLA's CPU compiler converts it to float32 and, in a loop, stores the whole copy.
+    Inside a branch, it converts only the rows that are read, and does not hoist the conversion. jax 0.12.0.1 no longer
+    needs this.
     """
     if table.dtype == jnp.float32:
         return plain(ids, table)
@@ -244,9 +243,9 @@ def _look_up_nothing(ids: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def stored_dtype(dtype: str) -> np.dtype:
-    """Return the dtype of the arrays that store the keys and values of a cache: of 16-bit numbers, their bits.
+    """Return the dtype in which a cache stores keys and values of `dtype`; 16-bit numbers are stored as bits.
 
-    XLA's CPU compiler writes to an array of 16-bit floats by converting all of it, jax 0.12.0.1 does not. The bits are
+    To write to an array of 16-bit floats, XLA's CPU compiler converts all of it (but not in jax 0.12.0.1). The bits are
     signed because XLA's GPU compiler does not fuse reading unsigned 16-bit numbers with attention.
     """
     return np.dtype(np.int16) if jnp.dtype(dtype).itemsize == 2 else jnp.dtype(dtype)
@@ -255,23 +254,23 @@ def stored_dtype(dtype: str) -> np.dtype:
 def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Return `lax.top_k(x, count)`.
 
-    Without the barrier, XLA takes a slice of the result for a part of a sort, and then sorts everything.
+    Without the barrier, XLA mistakes a slice of the result for part of a sort, and then sorts everything.
     """
     return lax.optimization_barrier(lax.top_k(x, count))
 
 
 def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Norm `rows [n, D]`: `plain(rows, weight)`."""
+    """Normalize `rows [n, D]`: `plain(rows, weight)`."""
     if rows.shape[0] != 1:
         return plain(rows, weight)
     return lax.platform_dependent(rows, weight, cuda=functools.partial(_norm_of_two, plain), default=plain)
 
 
 def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Array:
-    """Norm a row together with a row of zeros.
+    """Normalize a row together with a row of zeros.
 
-    The compiler recognizes norms of several rows only, and fuses them with the product that follows, unless rows were
-    concatenated before or cut out after.
+    The compiler recognizes a norm only over several rows. It then fuses the norm with the product that follows, unless
+    rows are concatenated before the norm or sliced after it.
     """
     is_first = jnp.arange(2)[:, None] == 0
     rows = plain(jnp.where(is_first, row, 0), weight)
@@ -279,11 +278,11 @@ def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
-    """Multiply queries with the keys, or weights with the values, `[n, K, S, H]` of a part: `plain(x, part)`.
+    """Multiply queries by the keys, or weights by the values, `[n, K, S, H]` of a part: `plain(x, part)`.
 
-    If one query of each row reads the part, the product is computed as sums on a GPU, whose compiler fuses sums of
-    products with what comes before and after, so there are fewer kernels. Each head of a group reads the group's kv
-    head separately.
+    If only one query of each row reads the part, a GPU computes the product as sums. The compiler fuses sums of
+    products with the operations before and after them, which takes fewer kernels. Each head of a group then reads the
+    group's kv head separately.
     """
     is_read_once = x.shape[-2] == 1 and x.shape[0] == part.shape[0]
     is_long = values and part.shape[2] > _ONE_KERNEL_SLOTS
@@ -294,7 +293,7 @@ def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> j
 
 
 def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """Multiply one query per row and head, `q [B, A, 1, H]`, with `keys [B, K, S, H]`: float32[B, K, G, 1, S]."""
+    """Multiply one query per row and head, `q [B, A, 1, H]`, by `keys [B, K, S, H]`: float32[B, K, G, 1, S]."""
     batch, heads, _, size = q.shape
     kv_heads = keys.shape[1]
     q = q.astype(keys.dtype).reshape(batch, kv_heads, heads // kv_heads, 1, 1, size)
@@ -302,7 +301,7 @@ def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _weighted_as_sums(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sum `values [B, K, S, H]` with the weights of one query, `[B, K, G, 1, S]`: float32[B, K, G, 1, H]."""
+    """Sum `values [B, K, S, H]`, weighted by one query's weights, `[B, K, G, 1, S]`: float32[B, K, G, 1, H]."""
     weights = weights.astype(values.dtype).astype(jnp.float32)[..., None]
     return jnp.sum(weights * values[:, :, None, None].astype(jnp.float32), axis=-2)
 
@@ -315,7 +314,7 @@ def add_updates(
     b: jax.Array,
     ends: tuple[int, ...],
 ) -> jax.Array:
-    """Add to each row of `out [rows, F]` the update of its adapter: `plain(out, narrow, chosen)`; see `Adapters`."""
+    """Add the update of each row's adapter to `out [rows, F]`: `plain(out, narrow, chosen)`; see `Adapters`."""
     if not at_most(out.shape[0], _FEW_ROWS):
         return plain(out, narrow, chosen)
     on_gpu = functools.partial(_add_of_each, b=b, ends=ends)
@@ -325,11 +324,11 @@ def add_updates(
 def _add_of_each(
     out: jax.Array, narrow: jax.Array, chosen: jax.Array, b: jax.Array, ends: tuple[int, ...]
 ) -> jax.Array:
-    """Add the sums of products of `narrow [rows, n, p, r]` with the update of each row.
+    """Add the product of `narrow [rows, n, p, r]` and each row's update, computed as sums.
 
-    XLA's GPU compiler makes one kernel of it (jax 0.10.2), for which all look-ups of `narrow` have to be one, with
-    indices of one number, and `narrow` is not rounded. Parts of a fused matrix are used several times by what
-    follows; without the barrier, each use would compute them again.
+    XLA's GPU compiler fuses this into one kernel (with jax 0.10.2) if all look-ups in `narrow` are a single gather with
+    scalar indices, and `narrow` is not rounded. The parts of a fused matrix are used several times afterwards; without
+    the barrier, each use would recompute them.
     """
     rows, (_, count, parts, rank) = out.shape[0], narrow.shape
     part = np.repeat(np.arange(parts, dtype=np.int32), np.diff(ends, prepend=0))

@@ -1,4 +1,4 @@
-"""The draft model of assisted generation: the `assistant` of a call, or the model's own first layers."""
+"""The draft model of assisted generation: a call's `assistant`, or the first layers of the model itself."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from jaxgen.request.checks import check_call
 _SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 _UNUSED = ("guidance_scale", "eos_token_id", "output_scores", "output_logits", "output_logprobs", "top_logprobs")
 _UNUSED += ("output_hidden_states", "output_attentions", "assistant_early_exit")
-# How much the vocabularies of two models with one tokenizer may differ, as a fraction, because of padding.
+# The fraction by which the vocabulary sizes of two models with the same tokenizer may differ, because of padding.
 _PADDING = 0.01
 
 
 @flax.struct.dataclass
 class Assistant:
-    """A draft model: its parameters and its config. Only the model and the drafting settings of the config are used."""
+    """A draft model: its parameters and config. Only the model and the drafting settings in the config are used."""
 
     params: Any
     cfg: GenerationConfig
 
 
 def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant, GenerationConfig]:
-    """Check the `assistant` of a call; return it with all drafting settings, and the call's config without them.
+    """Check a call's `assistant`. Return it with all drafting settings, and the call's config without them.
 
     Raises:
-        InputError: its parameters do not fit its config, or it has a different vocabulary.
+        InputError: the assistant's parameters do not match its config, or its vocabulary differs from the model's.
         ConfigError: the decode mode does not support an assistant, or the assistant's config has no model.
-        TypeError: it is not `(params, cfg)`.
+        TypeError: the assistant is not `(params, cfg)`.
     """
     if not isinstance(assistant, tuple | list) or len(assistant) != 2:
         raise TypeError(f"assistant must be (params, cfg), as load_hf returns, got {type(assistant).__name__}")
@@ -67,7 +67,7 @@ def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
 
 
 def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: int, has_ids: bool) -> None:
-    """Raise an error if drafting is not possible in a call; `has_ids` is True if the ids of all tokens are known."""
+    """Raise an error if a call cannot use drafts. `has_ids` is True if the ids of all tokens are known."""
     threshold = OPTIONS["assistant_confidence_threshold"]
     values = None if assistant is None else threshold.kind.prompt_count(assistant.cfg.assistant_confidence_threshold)
     if values not in (None, prompts):
@@ -90,7 +90,7 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
 
 
 def with_draft(run: Run, assistant: Assistant | None) -> Run:
-    """Add the run of the draft model to a run: that of the assistant, or otherwise the model's own first layers."""
+    """Add a run of the draft model to `run`. The draft model is the assistant or, without one, the first layers."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params

@@ -1,4 +1,4 @@
-"""Checks of a call of generate(): parameters, cache, key, grammar, and limits that cannot be reached."""
+"""Checks on a call of generate(): parameters, cache, key, grammar, and limits that cannot be reached."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from jaxgen.model.fused import expected_shapes
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.model.weights import mismatch
 
-# Options that read the tokens of the prompt.
+# Options that depend on the tokens of the prompt.
 _OF_TOKENS = tuple(option.name for option in OPTIONS.values() if option.of_tokens)
 
 
 def check_call(params, cfg: GenerationConfig) -> None:
-    """Raise an error if `cfg` is not a GenerationConfig with a model, or if the parameters do not fit that model."""
+    """Raise an error if `cfg` is not a `GenerationConfig` with a model, or if the parameters do not match the model."""
     model = model_of(cfg)
     if not isinstance(params, dict | flax.core.FrozenDict):
         raise TypeError(f"params must be the dict of parameters, got {type(params).__name__}")
@@ -62,14 +62,14 @@ def check_call(params, cfg: GenerationConfig) -> None:
 
 
 def check_adapter(adapter: Any, count: int) -> None:
-    """Raise an error if a value of the option `adapter` is not below the number of adapters."""
+    """Raise an error if any value of the option `adapter` is out of range for `count` adapters."""
     if not is_tracer(adapter) and (largest := int(np.max(adapter))) >= count:
         has = f"params have {count} adapters" if count else "params have no adapters to choose from"
         raise InputError(f"adapter={largest}, and {has}: load_adapter attaches a list, numbered from 0")
 
 
 def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extensions: Extensions, mode: Mode) -> None:
-    """Raise an error if these prompts cannot continue from a cache."""
+    """Raise an error if the prompts cannot continue from the cache."""
     if prompts % cache.rows:
         raise InputError(
             f"the cache has {cache.rows} rows, but there are {prompts} prompts: the number of prompts must be a "
@@ -96,7 +96,7 @@ def check_cache(cache: Continuation, cfg: GenerationConfig, prompts: int, extens
 
 
 def check_slots(cfg: GenerationConfig, cache: Continuation | None, extensions: Extensions, mode: Mode) -> None:
-    """Raise an error for options that are not offered while rows leave and enter."""
+    """Raise an error for options that are not supported with `slots`."""
     if not mode.refills:
         what = "an assistant" if mode.drafts and cfg.mode in (GREEDY, SAMPLE) else cfg.mode
         raise ConfigError(
@@ -132,7 +132,7 @@ def check_processes(cfg: GenerationConfig, extensions: Extensions) -> None:
 
 
 def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int) -> None:
-    """Raise an error for an automaton built for a different vocabulary, or stacked for another number of prompts."""
+    """Raise an error for an automaton built for a different vocabulary or stacked for a different number of prompts."""
     tokens, starts = automaton.classes.shape[0], automaton.start.size
     vocab = cfg.model.vocab_size
     if tokens != vocab:
@@ -144,7 +144,7 @@ def check_grammar(automaton: TokenAutomaton, cfg: GenerationConfig, prompts: int
 
 
 def check_room(automaton: TokenAutomaton, cfg: GenerationConfig, budget: np.ndarray) -> None:
-    """Raise an error if an automaton's shortest text exceeds the budget."""
+    """Raise an error if the shortest text that an automaton accepts exceeds the budget."""
     least = np.asarray(automaton.shortest)[np.asarray(automaton.start)]
     least = np.broadcast_to(least, budget.shape)
     if len(rows := np.flatnonzero(least > budget)):
@@ -168,14 +168,14 @@ def check_key(key, cfg: GenerationConfig, prompts: int):
 
 
 def warn_infeasible(cfg: GenerationConfig, lengths: np.ndarray, budget: np.ndarray) -> None:
-    """Warn if a row cannot end before its budget is spent, or may exceed the model's context.
+    """Warn if a row cannot end within its budget, or may exceed the model's context.
 
-    `_validate_generated_length` and `MaxLengthCriteria` of transformers give the same warnings.
+    transformers' `_validate_generated_length` and `MaxLengthCriteria` emit the same warnings.
 
     Args:
         cfg: the config.
         lengths: int32[B], the number of tokens in each prompt, including those given as embeddings.
-        budget: int32[B].
+        budget: int32[B], the maximum number of tokens to generate.
     """
     longest, model = int((lengths + budget).max()), cfg.model
     if longest > model.max_position_embeddings and longest > (context := model.context_length):

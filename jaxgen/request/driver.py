@@ -1,4 +1,4 @@
-"""The eager driver: compiled programs for a whole run, or for a run in chunks that the host can watch."""
+"""The driver of eager calls: compiled programs for a whole run, or for a run in chunks that the host can watch."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from jaxgen.request.prepare import Prepared
 
 
 class Streamer(Protocol):
-    """The interface of `streamer`: `BaseStreamer` of transformers."""
+    """The interface of a `streamer`, as in transformers' `BaseStreamer`."""
 
     def put(self, value: np.ndarray) -> None:
-        """Receive the prompts, int32[B, P], once, and then the next token of each row, int32[rows], step by step."""
+        """Receive the prompts, int32[B, P], in the first call, then the next token of each row, int32[rows]."""
 
     def end(self) -> None:
         """Finish the stream."""
 
 
 class RowStreamer(Protocol):
-    """The interface of a `streamer` that receives the rows one by one."""
+    """The interface of a `streamer` that receives tokens row by row."""
 
     def put_row(self, row: int, ids: np.ndarray, ended: bool) -> None:
-        """Receive the next tokens of a row, int32[n]. If `ended`, they are the last ones, and n may be 0."""
+        """Receive the next tokens of a row, int32[n]. If `ended`, they are the row's last tokens, and n may be 0."""
 
     def end(self) -> None:
-        """Finish the stream. A row that `max_time` has cut off has not ended."""
+        """Finish the stream. Rows that `max_time` has cut off have not ended."""
 
 
 def has_methods(streamer: Any, *names: str) -> bool:
-    """Return True if a streamer has these methods, or passes them on to another object."""
+    """Return True if a streamer has these methods, or delegates them to another object."""
     return all(callable(getattr(streamer, name, None)) for name in names)
 
 
@@ -68,7 +68,7 @@ def _finish(run: Run, state, out_of_time: jax.Array, *, mode: Mode) -> Decoded:
 
 
 def compile_for(prepared: Prepared, watched: bool) -> None:
-    """Compile the programs that `run_whole` or `run_watched` needs for such calls, by running a few steps."""
+    """Compile the programs that `run_whole` or `run_watched` needs for calls like this one, by running a few steps."""
     run, mode = prepared.run, prepared.mode
     request = dataclasses.replace(prepared.request, budget=np.ones_like(prepared.request.budget))
     if watched:
@@ -81,18 +81,19 @@ def compile_for(prepared: Prepared, watched: bool) -> None:
 
 
 def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, deadline: float | None) -> Decoded:
-    """Run in chunks. Each chunk is dispatched before the tokens of the previous one are read, except after the first
-    chunk, so that the first token does not wait while the program of the other chunks is compiled.
+    """Run in chunks, dispatching each chunk before the tokens of the previous one are read.
+
+    The first chunk is read before the second is dispatched, so that the first tokens need not wait for a compilation.
 
     Args:
         prepared: the call.
-        streamer: receives the tokens: by row if it has `put_row`, otherwise by step, after the prompts.
-        deadline: when to stop, by `time.monotonic`, or None.
+        streamer: receives the tokens by row if it has `put_row`; otherwise, it receives the prompts, then each step.
+        deadline: the time to stop, as measured by `time.monotonic`, or None.
     """
     run, mode, before, by_row = prepared.run, prepared.mode, None, has_methods(streamer, "put_row")
 
     def show(progress: loop.Progress) -> bool:
-        """Pass new tokens to the streamer; return True if all rows have ended."""
+        """Pass new tokens to the streamer. Return True if all rows have ended."""
         nonlocal before
         seen = jax.device_get(progress)
         if by_row:
@@ -116,13 +117,13 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
 
 
 def _put_steps(streamer: Any, before: Any, now: Any) -> None:
-    """Pass on the steps that all rows took between two `Progress` on the host; `before` may be None at first."""
+    """Stream the steps that all rows have taken since `before`, a `Progress` on the host, or None at the start."""
     for column in range(0 if before is None else int(before.steps), int(now.steps)):
         streamer.put(now.tokens[:, column])
 
 
 def _put_rows(streamer: Any, before: Any, now: Any) -> None:
-    """Pass on the tokens that each row got between two `Progress` on the host; `before` may be None at first."""
+    """Stream the new tokens of each row since `before`, a `Progress` on the host, or None at the start."""
     begin = np.zeros_like(now.lengths) if before is None else before.lengths
     just_ended = now.ended if before is None else now.ended & ~before.ended
     for row in np.flatnonzero((now.lengths > begin) | just_ended):

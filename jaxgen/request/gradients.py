@@ -1,4 +1,4 @@
-"""The loop of generate() has no gradient, because tokens are integers."""
+"""An error for attempts to differentiate generate(), which has no gradient because tokens are integers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def without_gradient(tree: T) -> T:
-    """Return the same tree. Taking a derivative of its arrays raises an error before anything is compiled.
+    """Return the tree unchanged. Differentiating with respect to its arrays raises an error before compilation.
 
-    This is a differentiation rule and not a check of the arrays, because arrays under a jit inside the differentiated
-    function do not reveal that they are differentiated.
+    This is a differentiation rule rather than a check of the arrays, because arrays under a jit inside the
+    differentiated function do not show that they are being differentiated.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [

@@ -1,4 +1,4 @@
-"""Token healing: the last token of each prompt is removed, and the answer begins by spelling its text again."""
+"""Token healing: remove the last token of each prompt, and make the answer start with its text."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxgen.request.inputs import mask_of, prompts_of
 from jaxgen.request.prepare import CallInputs
 from jaxgen.text.tokenizer import check_tokenizer
 
-# Options that force tokens at positions counted from the prompt's first token.
+# Options that force tokens at positions counted from the start of the prompt.
 _PLACED = ("forced_bos_token_id", "forced_decoder_ids")
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple[CallInputs, TokenAutomaton]:
-    """Return the prompts without their last tokens, and the automaton of texts that begin with those tokens' bytes.
+    """Return the prompts without their last tokens, and the automaton of texts that start with these tokens' bytes.
 
-    If the last token begins within a character, earlier tokens are removed back to the start of that character, so that
-    the answer has whole characters. A prompt stays unchanged if its last token has no text, like a special token, or is
-    its only token. Columns before the removed tokens move to the right, so the width is unchanged.
+    If the last token starts in the middle of a character, all tokens from the start of this character on are removed,
+    so that the answer has whole characters. A prompt stays unchanged if its last token has no text (such as a special
+    token) or is its only token. Columns before the removed tokens move to the right, so the width does not change.
 
     Args:
         cfg: the config.
@@ -70,9 +70,9 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
 
 
 def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
-    """Return how many tokens to take back from a prompt whose tokens have these texts, and their text.
+    """Return the number of tokens to remove from a prompt whose tokens have these texts, and the removed text.
 
-    Only the last token is taken back if its first character does not begin in the prompt after the first token.
+    If the last token's first character does not start after the first token, only the last token is removed.
     """
     last = texts[-1]
     if not last or len(texts) == 1:

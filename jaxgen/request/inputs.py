@@ -1,7 +1,7 @@
 """The arrays of a request: prompts, masks, embeddings and negative prompts.
 
-Concrete arrays are checked by value and stay numpy. Arrays that the caller's own transformation traces are checked by
-shape and dtype. Padding is inferred and checked here; `jaxgen.decoding.alignment.Tokens.align` removes it.
+Concrete arrays are checked by value and stay in numpy. Arrays that the caller's transformation traces are checked only
+by shape and dtype. Padding is inferred and checked here, and removed by `jaxgen.decoding.alignment.Tokens.align`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxgen.model.config import ModelConfig
 
 
 def is_traced(*trees) -> bool:
-    """Return True if an array in the trees is traced by the caller's own transformation."""
+    """Return True if any array in the trees is traced by the caller's transformation."""
     return bool([leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Tracer)])
 
 
@@ -59,10 +59,10 @@ def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Arr
     """Return ids int32[B, P], `UNKNOWN` if only embeddings were given, and the embeddings `[B, P, D]` or None.
 
     Args:
-        ids: as the caller passed them, or None.
+        ids: the ids that the caller passed, or None.
         embeds: the embeddings that the caller passed, or None.
-        cfg: has the model and the default first id, `bos_token_id`.
-        continues: True if a cache comes before the prompts.
+        cfg: the config, with the model and the default first id, `bos_token_id`.
+        continues: True if the prompts continue a cache.
     """
     if embeds is not None:
         embeds = embeds if is_traced(embeds) else np.asarray(embeds)
@@ -105,7 +105,7 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
 
 
 def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
-    """Infer the mask in the same way as `_prepare_attention_mask_for_generation` of transformers.
+    """Infer the mask as in transformers' `_prepare_attention_mask_for_generation`.
 
     Pad tokens are padding unless the pad id is also an eos id.
     """
@@ -138,14 +138,14 @@ def _check_embeds(embeds: Array, model: ModelConfig) -> None:
 def negative_prompts(
     negative, mask, cfg: GenerationConfig, prompts: int, has_ids: bool
 ) -> tuple[Array | None, Array | None]:
-    """Return the negative prompts of guidance, int32[B, Q], and their mask bool[B, Q]; None, None for the default.
+    """Return the negative prompts for guidance, int32[B, Q], and their mask, bool[B, Q]; None, None for the default.
 
     Args:
-        negative: as the caller passed them, or None.
+        negative: the negative prompts that the caller passed, or None.
         mask: the mask that the caller passed, or None.
-        cfg: has the model and `guidance_scale`.
-        prompts: B.
-        has_ids: True if the prompts have ids; the last id is then the default negative prompt.
+        cfg: the config, with the model and `guidance_scale`.
+        prompts: the number of prompts, B.
+        has_ids: True if the prompts have ids, in which case the last id is the default negative prompt.
     """
     if negative is None and mask is not None:
         raise InputError("negative_prompt_attention_mask is for negative_prompt_ids: pass them too")

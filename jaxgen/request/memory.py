@@ -1,6 +1,6 @@
-"""The memory of a call's caches, checked before anything is compiled or allocated.
+"""Check the memory for a call's caches before anything is compiled or allocated.
 
-It is a lower bound: what the compiled programs take is known once they are compiled, and checked by `jaxgen.programs`.
+This is a lower bound. The memory that compiled programs need is known only later, and checked by `jaxgen.programs`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxgen.model.cache_storage import SCALED
 from jaxgen.model.config import ModelConfig
 from jaxgen.programs import default_device
 
-# Changes of arguments of `caches_bytes` that make a call smaller.
+# Changes to the arguments of `caches_bytes` that reduce the memory for a call.
 _REMEDIES: dict[str, dict[str, Any]] = {
     f"cache_dtype={SCALED.name!r}": {"cache_dtype": SCALED.name},
     "a smaller max_new_tokens": {"capacity": capacity_for(1, recorded=False)},
@@ -34,7 +34,7 @@ _REMEDIES: dict[str, dict[str, Any]] = {
 
 @functools.lru_cache
 def cache_bytes(model: ModelConfig, rows: int, slots: int, dtype: str | None = None) -> int:
-    """Return the bytes of `KVCache.create(model, rows, slots, dtype)`."""
+    """Return the size in bytes of `KVCache.create(model, rows, slots, dtype)`."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: KVCache.create(model, rows, slots, dtype)))
     return sum([math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves])
 
@@ -50,9 +50,9 @@ def caches_bytes(
     slots: int | None,
     prefixes: int = 0,
 ) -> int:
-    """Return the bytes of a call's caches: of prompts, the rows of all sequences, and an engine's store of prefixes.
+    """Return the size in bytes of a call's caches of prompts and sequences, and of an engine's store of prefixes.
 
-    With `slots`, that many rows are in memory, even if there are fewer.
+    With `slots`, this many rows are in memory, even if there are fewer sequences.
     """
     prompts, rows = (prompts, prompts * sequences) if slots is None else (slots, slots)
     sizes = [(model, *size, cache_dtype) for model in models for size in ((prompts, width), (rows, capacity))]
@@ -60,9 +60,9 @@ def caches_bytes(
 
 
 def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
-    """Raise an `InputError` if the device lacks the memory for a call's caches.
+    """Raise an `InputError` if the device does not have enough memory for a call's caches.
 
-    `width` is that of the prompts in the program, `prefixes` the bytes of an engine's store of prefixes.
+    `width` is the width of prompts in the program. `prefixes` is the size in bytes of an engine's store of prefixes.
     """
     needed = functools.partial(
         caches_bytes,
@@ -77,15 +77,15 @@ def check_call_memory(run: Run, width: int, prefixes: int = 0) -> None:
     )
     leaf = jax.tree.leaves(run.params)[0]
     devices = leaf.devices() if isinstance(leaf, jax.Array) else {default_device()}
-    count = len(devices)  # of a mesh, which have about equal parts
+    count = len(devices)  # on a mesh, all devices store parts of about equal size
     if (each := needed() // count) > SMALL:
         check_free("this call needs {}", each, devices, lambda free: remedy(needed, free * count))
 
 
 def remedy(needed: functools.partial[int], free: int, more: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Name what makes a request fit into `free` bytes: single changes that suffice, else a combination.
+    """Suggest changes that make a request fit into `free` bytes: single ones that suffice, or else a combination.
 
-    `needed` returns the bytes for other arguments too, and `more` has changes of those that `caches_bytes` lacks.
+    `needed` returns the number of bytes for changed arguments. `more` contains changes besides those in `_REMEDIES`.
     """
     remedies = {**(more or {}), **_REMEDIES}
     if needed.keywords["slots"] is None:

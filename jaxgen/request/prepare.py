@@ -1,4 +1,4 @@
-"""Preparation of a call of generate(): normalize it, check concrete values, and round sizes up if it is eager."""
+"""Prepare a call of generate(): normalize it, check concrete values, and round sizes up if the call is eager."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Prepared:
         request: the prompts, with sizes rounded up if the call is eager.
         ids: int32[B, P], the prompts as passed; P is 0 if only embeddings were passed.
         mask: bool[B, P], True for tokens.
-        width: the prompts' width as passed, including embeddings.
-        new_tokens: the maximum number of tokens that a row can generate, not rounded up.
+        width: the width of the prompts as passed, including embeddings.
+        new_tokens: the maximum number of tokens that a row can generate, before rounding up.
     """
 
     mode: Mode
@@ -89,10 +89,10 @@ def prepare(
     eager: bool,
     assistant: Assistant | None = None,
 ) -> Prepared:
-    """Check a call and return the inputs of the loop.
+    """Check a call, and return the inputs of the loop.
 
-    In an eager call, prompt width and the number of new tokens are rounded up, so that few programs serve all calls.
-    Prompts get padding on the left, which the program removes first. Under the caller's jit, sizes are unchanged.
+    In an eager call, prompt width and number of new tokens are rounded up, so that a few programs serve all calls. The
+    program first removes the resulting padding on the left. Under the caller's jit, sizes are unchanged.
 
     Raises:
         InputError, ConfigError, TypeError: the call is not valid.
@@ -141,7 +141,7 @@ def prepare(
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
-    """Split a run into the run without the prompts' values, and these values; see `Request.options`.
+    """Split a run into the run without per-prompt values, and these values; see `Request.options`.
 
     All values become arrays.
     """
@@ -158,7 +158,7 @@ def _check(
     extensions: Extensions,
     mode: Mode,
 ) -> None:
-    """Raise an error if parts of a call do not fit together."""
+    """Raise an error if parts of a call are incompatible."""
     check_options(cfg, prompts)
     if cache is not None:
         check_cache(cache, cfg, prompts, extensions, mode)
@@ -174,7 +174,7 @@ _wrapped = Program(Continuation.from_cache, "generate (cache)")
 
 
 def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:
-    """Return the cache of a call with the ids of its tokens, on the mesh if there is one."""
+    """Return a call's cache as a `Continuation`, on the mesh if there is one."""
     if not isinstance(cache, Continuation | KVCache):
         raise TypeError(
             f"cache must be the cache of an earlier output, or a jaxgen.KVCache, got {type(cache).__name__}"
@@ -184,12 +184,12 @@ def _continuation(cache, mesh: Mesh | None, eager: bool) -> Continuation:
 
 
 def _cached_tokens(cache: Continuation, prompts: int, eager: bool) -> Array:
-    """int32[B], the number of tokens before each prompt."""
+    """Return the number of tokens before each prompt, int32[B]."""
     return np.repeat(np.asarray(cache.count), prompts // cache.rows) if eager else repeat_rows(cache.count, prompts)
 
 
 def _widened(x: Array) -> Array:
-    """Pad columns on the left of `[B, P, ...]`, up to a bucket."""
+    """Pad `[B, P, ...]` with columns on the left, up to the next bucket."""
     padding = [(0, 0)] * x.ndim
     padding[1] = (prompt_bucket(x.shape[1]) - x.shape[1], 0)
     return np.pad(x, padding)
@@ -198,7 +198,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the slots for the cache's tokens and, unless its rows are shared by several prompts, the prompts."""
+    """Return the number of slots for the cache's tokens and, unless several prompts share a row, for the prompts."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
@@ -212,16 +212,16 @@ def _slots(
 def _budget(
     cfg: GenerationConfig, mask: Array, cached: Array | None, room: int, extensions: Extensions, eager: bool
 ) -> tuple[int, Array]:
-    """Return the maximum number of new tokens of any row, and the budget of each prompt, int32[B].
+    """Return the maximum number of new tokens in any row, and the budget of each prompt, int32[B].
 
-    `max_new_tokens` wins over `max_length`, which counts all tokens of a row, including those of its cache.
+    `max_new_tokens` takes precedence over `max_length`, which counts all tokens in a row, including cached tokens.
 
     Args:
         cfg: the config.
         mask: bool[B, P], True for the prompts' tokens.
         cached: int32[B], the number of tokens before each prompt, or None.
-        room: an upper bound on a row's tokens before generation, the tightest one known under jit.
-        extensions: the caller's extensions; an automaton's shortest text must fit into the budget.
+        room: an upper bound on a row's tokens before generation; the tightest one that is known under jit.
+        extensions: the caller's extensions. The shortest text that an automaton accepts must fit within the budget.
         eager: False under the caller's jit.
     """
     prompts = mask.shape[0]
@@ -254,7 +254,7 @@ def _budget(
 
 
 def _static_budget(cfg: GenerationConfig, room: int) -> int:
-    """Return how many tokens `max_length` leaves. Used if `max_new_tokens` is traced and so cannot size arrays."""
+    """Return how many tokens `max_length` leaves, for use if `max_new_tokens` is traced and so cannot size arrays."""
     if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= room:
         raise ConfigError(
             "max_new_tokens is traced under jit and cannot size arrays: set max_length to the maximum number of "

@@ -17,12 +17,12 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceScores:
-    """Scores of several answers to one question.
+    """Scores of several answers to the same question.
 
     Attributes:
         logprobs: float32[n], the log-probability of each answer.
-        per_token: float32[n], `logprobs` divided by the answer's number of tokens.
-        per_byte: float32[n], `logprobs` divided by the answer's number of UTF-8 bytes; comparable across tokenizers.
+        per_token: float32[n], `logprobs` divided by the number of tokens in each answer.
+        per_byte: float32[n], `logprobs` divided by the number of UTF-8 bytes; comparable across tokenizers.
     """
 
     logprobs: np.ndarray
@@ -38,18 +38,18 @@ def score_choices(
     >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
     >>> scores.per_token.argmax()                                                                # doctest: +SKIP
 
-    Each answer directly follows the question, without a space or a chat template in between. Its tokens are those after
-    the tokens of the question alone, so a token that spans both counts as part of the answer.
+    Each answer directly follows the question, without a space or a chat template in between. Its tokens are all tokens
+    after those shared with the question alone, so a token that spans question and answer is part of the answer.
 
     Args:
         params: the parameters.
-        question: the text before every answer, rendered by `tokenizer.render_chat` for a chat model.
-        choices: the answers, none of them empty.
+        question: the text before every answer. For a chat model, render it with `tokenizer.render_chat`.
+        choices: the answers, none of which may be empty.
         cfg: as in `score`.
         tokenizer: the model's tokenizer.
 
     Raises:
-        InputError: there are no answers, or one is empty or adds no token.
+        InputError: there are no answers, or an answer is empty or adds no token.
         TypeError: `choices` is not a list of texts.
     """
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):

@@ -1,4 +1,4 @@
-"""Log-probabilities of many texts of any length, and of several continuations of a context."""
+"""Log-probabilities of many texts of any length, and of several continuations of the same context."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxgen.request.checks import check_call
 from jaxgen.request.inputs import token_ids
 from jaxgen.scoring.text import LOGITS_AT_ONCE, check_size, chunk_size
 
-# A 7B model in bfloat16 needs 0.5 GB of keys and values for 8,192 tokens. On a CPU, more than 1,024 tokens gain
-# nothing: matrix products are no faster, and layer outputs no longer fit into its caches.
+# A 7B model in bfloat16 needs 0.5 GB for the keys and values of 8,192 tokens. On a CPU, more than 1,024 tokens do not
+# help, because matrix products are no faster, and layer outputs no longer fit into the CPU's caches.
 _BATCH_TOKENS, _BATCH_TOKENS_ON_CPU = 8192, 1024
-_MOST_CONTINUATIONS = 32  # continuations of one context in a group; the rest form further groups
+_MOST_CONTINUATIONS = 32  # maximum number of continuations of one context in a group
 _LEAST_WIDTH = 16  # minimum width for continuations of more than one token
 
 
@@ -36,7 +36,7 @@ class TokenScores:
 
     Attributes:
         logprobs: float32[n], the log-probability of each token given all tokens before it.
-        is_greedy: bool[n], True if it is the token that greedy search would choose.
+        is_greedy: bool[n], True for each token that greedy search would choose.
     """
 
     logprobs: np.ndarray
@@ -50,11 +50,11 @@ class TokenScores:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Continuations of one context, by their request numbers.
+    """Continuations of one context, by request number.
 
     Attributes:
-        copies: the number of rows.
-        widths: the number of columns for the context and for the longest continuation.
+        copies: the number of rows for continuations.
+        widths: the numbers of columns for the context and for the longest continuation.
     """
 
     context: tuple[int, ...]
@@ -65,17 +65,17 @@ class _Group:
     @classmethod
     def of(cls, context: tuple[int, ...], continuations: dict[int, tuple[int, ...]]) -> _Group:
         width = _width(max(map(len, continuations.values())))
-        columns = 1 if len(context) == 1 else prompt_bucket(len(context))  # text windows have one token of context
+        columns = 1 if len(context) == 1 else prompt_bucket(len(context))  # text windows have 1 token of context
         return cls(context, continuations, power_of_two(len(continuations), 1), (columns, width))
 
 
 def _width(size: int) -> int:
-    """Return the number of columns for a continuation; the last token is not read, so one token needs no pass."""
+    """Return the number of columns for a continuation. Its last token is not read, so a single token needs no pass."""
     return 1 if size == 1 else 1 + _columns(size - 1)
 
 
 def _columns(size: int) -> int:
-    """Round up to a power of two; above 256, to one of four steps between powers, as text windows share a length."""
+    """Round up to a power of two. Above 256, use four steps per power, because text windows have equal lengths."""
     step = power_of_two(size, _LEAST_WIDTH) // 8
     return -(-size // step) * step if size > 256 else 8 * step
 
@@ -88,28 +88,28 @@ def score_many(
     *,
     batch_tokens: int | None = None,
 ) -> list[TokenScores]:
-    """Score any number of continuations of contexts, in batches of similar length.
+    """Score any number of continuations of contexts, in batches of similar lengths.
 
     >>> scores = score_many(params, [(question, yes), (question, no)], cfg)                      # doctest: +SKIP
     >>> scores[0].total > scores[1].total                                                        # doctest: +SKIP
     >>> texts = score_many(params, [(ids[:1], ids[1:]) for ids in corpus], cfg)                  # doctest: +SKIP
 
-    A context shared by several requests is read once. Sizes are rounded up to buckets, so that few programs are
-    compiled. In float32, the results equal those of `score` up to about 1e-5.
+    A context shared by several requests is read only once. Sizes are rounded up to buckets, so that only a few programs
+    are compiled. In float32, the results match those of `score` to within about 1e-5.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
-        requests: pairs of lists of ids: a context and the continuation to score, each of at least one token.
-        cfg: as in `score`; only `cfg.model` and `cfg.adapter` are read, one adapter for all requests.
-        batch_tokens: approximate number of tokens, padding included, in memory at a time: by default 8,192, or 1,024 on
-            a CPU. A longer request is a batch of its own.
+        requests: pairs of lists of ids: a context and the continuation to score, each with at least one token.
+        cfg: as in `score`. Only `cfg.model` and `cfg.adapter` are used, with the same adapter for all requests.
+        batch_tokens: the approximate number of tokens in memory at a time, including padding; by default 8,192, or
+            1,024 on a CPU. A longer request forms a batch by itself.
 
     Returns:
         The scores, in the order of the requests.
 
     Raises:
         InputError: a context or continuation is empty, or an id is not in the vocabulary.
-        ConfigError: `cfg` has no model, or has dynamic RoPE, which depends on a row's whole length.
+        ConfigError: `cfg` has no model, or the model uses dynamic RoPE, which depends on the whole length of a row.
         TypeError: a request is not a pair of lists of ids.
     """
     check_call(params, cfg)
@@ -132,7 +132,7 @@ def score_many(
 def _groups(
     requests: Iterable[tuple[Sequence[int], Sequence[int]]], model: ModelConfig, batch_tokens: int
 ) -> Iterator[_Group]:
-    """Group the requests by context, continuations of similar length together, at most `batch_tokens` in a group."""
+    """Group requests by context and similar length of continuation, with at most `batch_tokens` tokens per group."""
     of_context: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
     for number, request in enumerate(requests):
         if not isinstance(request, tuple | list) or len(request) != 2:
@@ -143,7 +143,7 @@ def _groups(
         rest = sorted(own.items(), key=lambda item: len(item[1]), reverse=True)
         while rest:
             fitting = max(1, batch_tokens // _width(len(rest[0][1])))
-            size = min(1 << (fitting.bit_length() - 1), _MOST_CONTINUATIONS)  # a group has 2**n rows
+            size = min(1 << (fitting.bit_length() - 1), _MOST_CONTINUATIONS)  # groups have 2**n rows
             yield _Group.of(context, dict(rest[:size]))
             rest = rest[size:]
 
@@ -158,7 +158,7 @@ def _ids(part: Sequence[int], model: ModelConfig, number: int) -> tuple[int, ...
 
 
 def _batches(groups: Iterable[_Group], batch_tokens: int, most_rows: int) -> Iterator[list[_Group]]:
-    """Yield groups to score together, largest first: at most `most_rows` continuations, or those of one context."""
+    """Yield batches of groups, largest first. Batches of several groups have at most `most_rows` continuations."""
     batch, width = [], 0
     for group in sorted(groups, key=lambda group: (group.copies, group.widths), reverse=True):
         width = max(width, group.widths[1])
@@ -180,7 +180,7 @@ def _score(params, batch: list[_Group], cfg: GenerationConfig, mesh: Mesh | None
     columns, width = (max(sizes) for sizes in zip(*(group.widths for group in batch), strict=True))
     contexts, ids = np.zeros((rows, columns), np.int32), np.zeros((rows * copies, width), np.int32)
     context_mask, mask = np.zeros(contexts.shape, bool), np.zeros(ids.shape, bool)
-    context_mask[:, -1] = True  # in rows that only fill the batch
+    context_mask[:, -1] = True  # so that rows that only pad the batch are not empty
     places = {}
     for row, group in enumerate(batch):
         contexts[row, columns - len(group.context) :] = group.context

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of any text, using one forward pass."""
+"""Log-probabilities of the tokens of any text, computed in a single forward pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxgen.programs import under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
 
-# Logits in memory at a time unless `chunk` is set: 128 MiB of float32.
+# The maximum number of logits in memory at a time unless `chunk` is set: 128 MiB in float32.
 LOGITS_AT_ONCE = 2**25
 
 
@@ -44,38 +44,38 @@ def score(
     top_logprobs: int = 0,
     chunk: int | None = None,
 ) -> LogProbs:
-    """Return the log-probability of every token given those before it.
+    """Return the log-probability of every token given the tokens before it.
 
     >>> out = generate(params, batch.ids, key, cfg, attention_mask=batch.attention_mask)         # doctest: +SKIP
     >>> given = {"attention_mask": out.attention_mask, "prompt_width": out.prompt_width}         # doctest: +SKIP
     >>> score(params, out.sequences, cfg, **given).logprobs.sum(axis=1)    # of each answer      # doctest: +SKIP
     >>> score(params, out.sequences, cfg, of="scores", **given).logprobs   # as it was drawn     # doctest: +SKIP
 
-    One forward pass. Logits are computed for a few positions at a time, and recomputed for the gradient. `score` can be
-    differentiated with respect to `params`. Under the caller's jit, an id outside the vocabulary gives NaN.
+    This takes one forward pass. Logits are computed for a few positions at a time, and recomputed for the gradient. The
+    result is differentiable with respect to `params`. Under the caller's jit, ids outside the vocabulary result in NaN.
 
     Args:
         params: the parameters, a tree with Hugging Face's names.
-        ids: int32[B, L], text padded to one width.
-        cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are read. With
-            `of="scores"`, it is the config passed to `generate`; a value per prompt applies to all of the prompt's
-            `num_return_sequences` rows. For other rows, set that to 1 and pass one value per row.
-        attention_mask: `[B, L]`, 0 for padding, which may be anywhere. If left out, it is inferred as in `generate`.
-        of: "logits" for the model's own distribution; "scores" for the one from which greedy search, contrastive
-            search or sampling chooses, after all processors and warpers of `cfg`. Warpers never remove the scored
-            token; a token banned by a processor or a grammar gets -inf.
-        prompt_width: the number of columns, on the left, that are not scored. With `of="scores"` these columns are the
-            prompts, and those after them are the generated tokens, up to the end of each row. The budget, on which
-            `forced_eos_token_id` and an automaton depend, is `max_new_tokens`; without it, the remainder of
-            `max_length`; without either, the number of generated columns.
-        logits_processor, prefix_allowed_tokens_fn: functions, and a `TokenAutomaton`, for `of="scores"`.
-        top_logprobs: n, also return the n most likely tokens for each position.
-        chunk: the number of columns whose logits, for all rows, are in memory at once; by default as many as fit into
-            128 MiB.
+        ids: int32[B, L], texts padded to one width.
+        cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are used. With
+            `of="scores"`, pass the config that was passed to `generate`; a value per prompt applies to all of the
+            prompt's `num_return_sequences` rows. For other rows, set this option to 1 and pass one value per row.
+        attention_mask: `[B, L]`, 0 for padding, which may be anywhere. By default, it is inferred as in `generate`.
+        of: "logits" for the model's own distribution, or "scores" for the distribution from which greedy search,
+            contrastive search or sampling chooses, after all processors and warpers of `cfg`. Warpers never remove the
+            scored token; tokens banned by a processor or a grammar get -inf.
+        prompt_width: the number of columns on the left that are not scored. With `of="scores"`, these columns are the
+            prompts, and the columns after them are the generated tokens, up to the end of each row. The budget, which
+            affects `forced_eos_token_id` and automata, is `max_new_tokens`, or else what `max_length` leaves, or if
+            neither is set, the number of generated columns.
+        logits_processor, prefix_allowed_tokens_fn: functions and a `TokenAutomaton`, for `of="scores"`.
+        top_logprobs: the number of most likely tokens to return for each position, n.
+        chunk: the number of columns for which the logits of all rows are in memory at once. By default, as many as fit
+            into 128 MiB.
 
     Raises:
-        InputError: params, ids or mask do not fit the model or each other; or `generate` cannot return these rows.
-        ConfigError: `cfg` has no model or an unsupported mode; or a size is out of range.
+        InputError: params, ids or mask do not match the model or each other, or `generate` cannot return these rows.
+        ConfigError: `cfg` has no model or an unsupported mode, or a size is out of range.
         TypeError: an argument has the wrong type.
     """
     check_call(params, cfg)
@@ -94,7 +94,7 @@ def score(
 
 
 def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: int, chunk, traced: bool) -> LogProbs:
-    """Run a checked call of `score`, with rounded sizes if it is eager."""
+    """Run a checked call of `score`, with sizes rounded up if the call is eager."""
     rows, width = ids.shape
     left = right = 0
     if not traced:
@@ -110,17 +110,17 @@ def _scored(params, cfg: GenerationConfig, ids, mask, replay, start: int, top: i
         scores = jax.device_put(scores, NamedSharding(mesh, REPLICATED))
     if left + right == 0:
         return scores
-    # Cut on the host, because a slice of a jax array would be compiled for each width.
+    # Slice on the host, because slicing a jax array would compile a program for each width.
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x)[:, left : left + width]), scores)
 
 
 def _adapter_of_rows(cfg: GenerationConfig, rows: int) -> jax.Array | None:
-    """int32[rows]: the adapter of each row; None without adapters."""
+    """Return the adapter of each row, int32[rows], or None without adapters."""
     return repeat_values({"adapter": cfg.adapter}, rows)["adapter"].astype(jnp.int32) if cfg.on("adapter") else None
 
 
 def chunk_size(given: int | None, columns: int, logits: int) -> int:
-    """Return the number of columns in a chunk; one column has `logits` logits."""
+    """Return the number of columns in a chunk, where each column has `logits` logits."""
     if given is not None:
         return min(int(given), columns)
     chunks = -(-columns // max(1, LOGITS_AT_ONCE // logits))
@@ -128,7 +128,7 @@ def chunk_size(given: int | None, columns: int, logits: int) -> int:
 
 
 def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | None:
-    """Return the rules that produce the scores, in addition to `cfg`; None for the model's own distribution."""
+    """Return the extensions that, together with `cfg`, produce the scores; None for the model's own distribution."""
     if of not in ("logits", "scores"):
         raise ConfigError(
             "of must be 'logits', for the model's own distribution, or 'scores', for the distribution that generate "
@@ -152,7 +152,7 @@ def _rules(cfg: GenerationConfig, of: str, processors, allowed) -> Extensions | 
 
 
 def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int, traced: bool) -> Replay:
-    """Return the replay, after checking that `generate` can return these rows."""
+    """Return the replay after checking that `generate` could have returned these rows."""
     if not start:
         raise ConfigError("of='scores' needs prompt_width, the first generated column: out.prompt_width of the output")
     rows, width = ids.shape
@@ -163,19 +163,19 @@ def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int
         check_grammar(extensions.allowed, cfg, prompts)
     if not is_traced(ids, mask, cfg.eos_token_id):
         _check_rows(cfg, ids, np.asarray(mask), start)
-    # Rows longer than the default max_length did not come from generate, so the default limit does not apply.
+    # Rows longer than the default max_length were not generated with it, so this limit does not apply to them.
     longest_row = width if is_traced(mask) else int(np.sum(mask, axis=-1).max())
     fits = cfg.max_length != GenerationConfig.max_length or longest_row <= cfg.max_length
     counts_prompt = not cfg.on("max_new_tokens") and fits
     longest = cfg.max_length if counts_prompt else np.iinfo(np.int32).max
     new_tokens = cfg.max_new_tokens if cfg.on("max_new_tokens") else width - start
     leaves = cfg if traced else normal_form(cfg)
-    # Arrays, not numbers, so that jax.disable_jit() gives the same result.
+    # Convert numbers to arrays, so that the result is the same under jax.disable_jit().
     return Replay(jax.tree.map(jnp.asarray, leaves), extensions, jnp.asarray(new_tokens, jnp.int32), jnp.int32(longest))
 
 
 def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start: int) -> None:
-    """Raise an error for a row of `[rows, L]` that `generate` cannot have returned."""
+    """Raise an error for any row of `ids [rows, L]` that `generate` cannot have returned."""
     tokens, live = ids[:, start:], mask[:, start:]
     ended = ~live
     if cfg.on("eos_token_id"):

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that generate has chosen, from its recorded scores."""
+"""Log-probabilities of generated tokens, computed from the recorded scores."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jaxgen.programs import program
 def compute_transition_scores(
     sequences, scores: jax.Array | Sequence, beam_indices=None, normalize_logits: bool = False
 ) -> jax.Array:
-    """Return the score with which each generated token was chosen: `compute_transition_scores` of transformers.
+    """Return the score with which each generated token was chosen, like transformers' `compute_transition_scores`.
 
     >>> out = generate(params, ids, None, cfg.replace(output_scores=True))                       # doctest: +SKIP
     >>> compute_transition_scores(out.sequences, out.scores, normalize_logits=True)              # doctest: +SKIP
 
-    With beams, a row's sum over its tokens, divided by their number to the power of `length_penalty`, equals its
+    With beams, the sum over a row's tokens, divided by their number to the power of `length_penalty`, equals the row's
     `sequences_scores`. Unlike in transformers, the result has as many steps as the scores. Without `beam_indices`,
-    entries after a row's end are the scores of the pad id; see `lengths` of the output.
+    entries after the end of a row are the scores of the pad id; see `lengths` in the output.
 
     Args:
-        sequences: int32[rows, P + N].
-        scores: float32[N, R, V], or N of float32[R, V]; R is the number of rows, or of beams of all prompts.
+        sequences: int32[rows, P + N], the prompts and the generated tokens.
+        scores: float32[N, R, V], or N arrays float32[R, V]. R is the number of rows, or of beams of all prompts.
         beam_indices: int32[rows, N], the row of `scores` from which each token was chosen; negative after a row's end.
         normalize_logits: convert the scores to log-probabilities first.
 

@@ -1,4 +1,4 @@
-"""The service: OpenAI's protocol on top of an engine, as an ASGI application."""
+"""The service: an ASGI application that implements OpenAI's protocol on top of an engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from jaxgen.serving.tools import Tools
 from jaxgen.version import __version__
 
 _PREPARING = 2  # threads that read requests
-_ALTERNATIVES = 5  # how many of the most likely tokens the page shows
+_ALTERNATIVES = 5  # number of most likely tokens that the page shows
 
 
 class ClientLeft(Exception):
@@ -62,10 +62,10 @@ class Service:
     Args:
         engine: the engine, with a tokenizer, `output_logprobs`, and preferably `stop_in_prompt=False`.
         params: the parameters, used to score prompts.
-        name: the name of the model in requests.
+        name: the model's name in requests.
         context: the maximum number of tokens in a prompt and its answer together; by default the model's context.
         fingerprint: identifies the weights and their form.
-        adapters: the names of the adapters in `params`, in order: a request names one as its model.
+        adapters: the names of the adapters in `params`, in order. A request selects one by naming it as its model.
         keys: the clients' API keys; if empty, no key is required.
         limits: limits for requests.
     """
@@ -105,7 +105,7 @@ class Service:
             needs_key=bool(keys),
         )
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
-        # Compiling a grammar may take seconds, and other requests must not wait for it.
+        # Compiling a grammar can take seconds, and other requests must not wait for it.
         self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxgen scores")
         self.metrics = Metrics(name, self._gauges)
@@ -172,13 +172,13 @@ class Service:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        # Compare all keys, so that the time does not reveal anything.
+        # Compare all keys, so that the response time does not reveal anything about them.
         found = [hmac.compare_digest(digest, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(found):
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request."""
+        """Read and return a request's body."""
         most = self._limits.body
         too_large = ApiError(413, f"the body is larger than the {most} bytes that are accepted")
         if int(request.headers.get("content-length", "0") or 0) > most:
@@ -260,7 +260,7 @@ class Service:
                 each.cancel()
 
     async def _whole(self, asked: Asked, replies: Replies, live: Live, started: float) -> dict[str, Any]:
-        """Return the body of a whole answer."""
+        """Return the body of an answer that is not streamed."""
         scored = await self._scored(asked)
         await self._submit(live, asked)
         count = len(asked.prompts) * asked.sequences
@@ -314,7 +314,7 @@ class Service:
         scored: list[Scored] | None,
         started: float,
     ) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yield the chunks of a stream, in groups that are ready together; an empty group is a sign of life."""
+        """Yield groups of chunks that are ready together; a group is empty if there is progress but nothing to send."""
         options, count = request.stream_options, len(asked.prompts) * asked.sequences
         counts_all = options is not None and options.include_usage
         answers, begun, left = [asked.answer() for _ in range(count)], set(), count
@@ -400,7 +400,7 @@ class Service:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _page(self, _: Request) -> Response:
-        headers = {"content-security-policy": "frame-ancestors 'none'"}  # no other site may embed the page
+        headers = {"content-security-policy": "frame-ancestors 'none'"}  # so that no other site can embed the page
         return Response(self._html, headers=headers, media_type="text/html")
 
 

@@ -32,7 +32,7 @@ class ApiError(Exception):
         status: the HTTP status.
         message: the value received, what is allowed, and what to do.
         param: the field of the request, or None.
-        headers: additional headers of the response.
+        headers: additional response headers.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None):

@@ -1,4 +1,4 @@
-"""Limits of size and time for the clients of the service."""
+"""Size and time limits for requests to the service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of requests.
+    """Limits for a request.
 
     Attributes:
         body: the maximum number of bytes in a request's body.

@@ -16,18 +16,18 @@ from jaxgen.serving.reading import Asked
 
 
 class Live:
-    """The prompts of a request in the engine, and a queue of news for the coroutine that answers it.
+    """A request's prompts in the engine, and a queue of news for the coroutine that answers the request.
 
     Args:
         asked: the request.
         engine: the engine that answers it.
         metrics: the counters to update.
-        started: when the request arrived, by `time.monotonic`.
-        streams: queue all news; otherwise only the ends of sequences.
+        started: when the request arrived, as returned by `time.monotonic`.
+        streams: if True, queue all news; otherwise, only the ends of sequences.
 
     Attributes:
-        news: the place of a sequence among all sequences of the request, and its news.
-        handles: the handles of the prompts.
+        news: pairs of a sequence's index within the request, and its news.
+        handles: the prompts' handles in the engine.
     """
 
     def __init__(self, asked: Asked, engine: Engine, metrics: Metrics, started: float, streams: bool):
@@ -46,10 +46,10 @@ class Live:
         self._lock = threading.Lock()
 
     def submit(self) -> None:
-        """Submit all prompts; called in any thread.
+        """Submit all prompts; can be called from any thread.
 
         Raises:
-            QueueFull, EngineClosed, JaxgenError, TypeError: as for `Engine.submit`; then no prompt is answered.
+            QueueFull, EngineClosed, JaxgenError, TypeError: as in `Engine.submit`. No prompt is answered.
         """
         try:
             for number, prompt in enumerate(self._asked.prompts):
@@ -63,7 +63,7 @@ class Live:
             raise
 
     def _hear(self, number: int, news: News) -> None:
-        """Count the news of a prompt and queue it; called in the engine's thread."""
+        """Update the metrics with a prompt's news, and queue the news; called in the engine's thread."""
         place, now = number * self._asked.sequences + news.sequence, time.monotonic()
         if news.tokens:
             count = len(news.tokens)
@@ -77,17 +77,17 @@ class Live:
             self._loop.call_soon_threadsafe(self.news.put_nowait, (place, news))
 
     def completion(self, place: int) -> Completion:
-        """Return a sequence in its current state."""
+        """Return the current state of a sequence."""
         prompt, sequence = divmod(place, self._asked.sequences)
         return self.handles[prompt].completion(sequence)
 
     def failure(self, place: int) -> BaseException | None:
-        """Return the exception with which the engine gave up the prompt of a sequence, or None."""
+        """Return the exception that made the engine give up on a sequence's prompt, or None."""
         return self.handles[place // self._asked.sequences].failure
 
     @property
     def cached_tokens(self) -> int:
-        """How many of the prompts' tokens were in the store of prefixes."""
+        """The number of prompt tokens that were found in the store of prefixes."""
         return sum(handle.cached_tokens for handle in self.handles)
 
     def cancel(self) -> None:
@@ -101,5 +101,5 @@ class Live:
 
 
 async def in_thread(pool: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a thread of a pool."""
+    """Call a function in a thread pool."""
     return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)

@@ -1,4 +1,4 @@
-"""The page for people: a chat with the service, or recorded answers, with the log-probability of each token."""
+"""The web page: a chat with the service, or recorded answers, with the log-probability of each token."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def page(settings: dict[str, Any]) -> str:
 
 
 def chat_page(model: str, *, is_chat: bool, alternatives: int, needs_key: bool) -> str:
-    """Return the page that chats with a service.
+    """Return the page for chatting with a service.
 
     Args:
         model: the model's name.
-        is_chat: whether the model has a chat template; if not, the page offers to continue a text.
+        is_chat: whether the model has a chat template; if not, the page continues text instead.
         alternatives: the number of most likely tokens to ask for.
         needs_key: whether to ask the user for an API key.
     """
@@ -37,6 +37,6 @@ def recorded_page(model: str, prompt: str, answers: list[dict[str, Any]]) -> str
     Args:
         model: the model's name.
         prompt: the text.
-        answers: dicts with `text`, `tokens` (of `jaxgen.serving.scored.entries`) and `note`.
+        answers: dicts with `text`, `tokens` (from `jaxgen.serving.scored.entries`) and `note`.
     """
     return page({"kind": "recorded", "model": model, "prompt": prompt, "answers": answers})

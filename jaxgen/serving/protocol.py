@@ -1,6 +1,6 @@
-"""Request bodies: OpenAI's fields, and vLLM's common additions.
+"""Request bodies: OpenAI's fields, and common ones that vLLM adds.
 
-A field that is not listed here is rejected by name. `None` and a missing field mean the same.
+A field that is not listed here is rejected by name. `None` means the same as a missing field.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from jaxgen.serving.errors import ApiError
 
-MOST_SEQUENCES = 128  # OpenAI's limit of `n`
+MOST_SEQUENCES = 128  # OpenAI's limit for `n`
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _PLACE = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _INSTEAD = {

@@ -1,4 +1,4 @@
-"""Conversion of requests to prompts for the engine."""
+"""Convert requests to prompts for the engine."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from jaxgen.text.streaming import TextStream
 from jaxgen.text.tokenizer import Tokenizer
 
 _GRAMMARS = 64  # maximum number of cached grammars
-_COMPLETION_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API
+_COMPLETION_TOKENS = 16  # default max_tokens for completions, as in OpenAI's API
 _SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A request that has been read.
+    """A request that has been read and validated.
 
     Attributes:
-        prompts: the engine's prompts, each a dict with `ids` and options by name.
+        prompts: the prompts for the engine, each a dict with `ids` and options by name.
         texts: the prompts' texts if they are repeated in the answer (`echo`); otherwise None.
         sequences: the number of sequences per prompt.
-        logprobs: how many of the most likely tokens to show with each token; None for no log-probabilities.
+        logprobs: the number of most likely tokens to show for each token; None for no log-probabilities.
         prompt_logprobs: the same for the prompts' tokens.
         tools: the tools that the model may call, or None.
         answer: creates an empty answer.
@@ -78,7 +78,7 @@ class Reader:
         """Read a request for completions.
 
         Raises:
-            ApiError, ValueError, TypeError: a field is not valid or not supported.
+            ApiError, ValueError, TypeError: a field is invalid or unsupported.
         """
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise ApiError(400, f"best_of={request.best_of} is not supported: leave it out, or pass n", "best_of")
@@ -102,7 +102,7 @@ class Reader:
         """Read a request for chat completions.
 
         Raises:
-            ApiError, ValueError, TypeError: a field is not valid or not supported.
+            ApiError, ValueError, TypeError: a field is invalid or unsupported.
         """
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -211,7 +211,7 @@ class Reader:
         return number
 
     def _options(self, request: Common, most: int) -> dict[str, Any]:
-        """Return the options of a request by their names in the engine; `most` is the maximum of new tokens."""
+        """Return a request's options by their names in the engine; `most` is the maximum number of new tokens."""
         own: dict[str, Any] = {name: getattr(request, name) for name in _SAME if getattr(request, name) is not None}
         if own.get("top_k") == -1:  # vLLM's value for "off"
             own["top_k"] = 0
@@ -336,7 +336,7 @@ def _no_stream(name: str) -> ApiError:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Return the prompts in the field `prompt`, which is a text, ids, or a list of either."""
+    """Return the prompts in the field `prompt`, which is a string, a list of ids, or a list of either."""
     is_id = [isinstance(item, int) and not isinstance(item, bool) for item in prompt]
     if isinstance(prompt, str) or (prompt and all(is_id)):
         return [prompt]
@@ -358,7 +358,7 @@ def _stops(request: Common) -> list[str]:
 
 
 def _response_format(request: Common) -> Structured | None:
-    """Return the constraint in the `response_format` of a chat."""
+    """Return the constraint in a chat request's `response_format`, or None."""
     form = request.response_format if isinstance(request, ChatRequest) else None
     if form is None:
         return None
@@ -385,7 +385,7 @@ def _escaped(text: str) -> str:
 
 
 def _keys(seed: int | None, count: int) -> list[jax.Array]:
-    """Return a random key for each prompt; equal seeds give equal keys, and the first is the seed's own key."""
+    """Return a random key for each prompt; equal seeds give equal keys, and the first is the key of the seed itself."""
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
     words: Any = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)

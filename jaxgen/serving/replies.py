@@ -17,7 +17,7 @@ from jaxgen.serving.tools import Call
 
 @dataclasses.dataclass
 class Replies:
-    """Writes the answers to one request.
+    """Builds the response bodies for one request.
 
     Args:
         request: the request.
@@ -37,14 +37,14 @@ class Replies:
         self._is_chat = isinstance(self.request, ChatRequest)
         self.id = self.request.request_id or f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._offsets: dict[int, int] = {}  # by choice, the number of characters before the next token
+        self._offsets: dict[int, int] = {}  # for each choice, the number of characters before the next token
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.id, "object": kind, "created": self._created, "model": self.model}
         return {**head, "system_fingerprint": self.fingerprint}
 
     def usage(self, generated: int, cached: int) -> dict[str, Any]:
-        """Return the counts of tokens."""
+        """Return the token counts."""
         prompts = sum(len(prompt["ids"]) for prompt in self.asked.prompts)
         details = {"cached_tokens": cached}
         total = {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
@@ -53,7 +53,7 @@ class Replies:
     def whole(
         self, choices: Sequence[tuple[Answer, Delta]], usage: dict[str, Any], of_prompts: Sequence[Scored] | None
     ) -> dict[str, Any]:
-        """Return the body with all choices, in the order of prompts; `of_prompts` has the prompts' tokens."""
+        """Return the body with all choices, in the order of the prompts; `of_prompts` contains the prompts' tokens."""
         write = self._chat_choice if self._is_chat else self._completion_choice
         body = self._head("chat.completion" if self._is_chat else "text_completion")
         body["choices"] = [write(index, *choice, of_prompts) for index, choice in enumerate(choices)]
@@ -67,7 +67,7 @@ class Replies:
     def chunk(
         self, index: int, answer: Answer, delta: Delta, is_first: bool, of_prompt: Scored | None
     ) -> dict[str, Any]:
-        """Return a chunk with the addition to a choice."""
+        """Return a chunk that adds `delta` to a choice."""
         choice: dict[str, Any] = {"index": index}
         body = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         if self._is_chat:
@@ -92,7 +92,7 @@ class Replies:
         return body | {"choices": [choice]}
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the last chunk, which has the counts."""
+        """Return the last chunk, which contains the token counts."""
         return self._head("chat.completion.chunk" if self._is_chat else "text_completion") | {
             "choices": [],
             "usage": usage,
@@ -132,7 +132,7 @@ class Replies:
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
     def _scored(self, delta: Delta, of_prompt: Scored | None) -> Scored | None:
-        """Return the tokens to show; if the prompt is repeated, its tokens come first."""
+        """Return the tokens to show; if the prompt is echoed, its tokens come first."""
         if self.asked.logprobs is None:
             return None
         if delta.logprobs is None:
@@ -159,7 +159,7 @@ class Replies:
         self._offsets[index] = offset
         most_likely = []
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):
-            # The chosen token is included. If several tokens have the same text, the most likely one counts.
+            # The chosen token is included. If several tokens have the same text, the most likely one is shown.
             pairs = [*likely[: self.asked.logprobs], (token, logprob)]
             named: dict[str, float | None] = {}
             for other, value in pairs:

@@ -1,4 +1,4 @@
-"""Tokens with their texts and log-probabilities, in the format of OpenAI's chats."""
+"""Tokens with their texts and log-probabilities, in OpenAI's chat format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.errors import ConfigError
 from jaxgen.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # stands for -inf, which JSON lacks; vLLM uses the same number
+_LEAST = -9999.0  # replaces -inf, which JSON cannot represent; vLLM uses the same number
 
 
 class TokenTexts:
-    """The text and the bytes of single tokens."""
+    """The text and bytes of individual tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -26,12 +26,12 @@ class TokenTexts:
             self._bytes = []
 
     def bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text, or the name of a special token."""
+        """Return the bytes that a token adds to the text, or the name of a special token."""
         own = self._bytes[token] if token < len(self._bytes) else None
         return (self._tokenizer.backend.id_to_token(token) or "").encode() if own is None else own
 
     def text(self, token: int, as_id: bool = False) -> str:
-        """Return the text of a token, with U+FFFD for part of a character; with `as_id`, return its id as text."""
+        """Return a token's text, with U+FFFD for incomplete characters; with `as_id`, return its id as text."""
         return f"token_id:{token}" if as_id else self.bytes(token).decode("utf-8", "replace")
 
 
@@ -66,7 +66,7 @@ def _finite(value: float) -> float:
 
 
 def entries(scored: Scored, texts: TokenTexts, as_id: bool = False) -> list[dict[str, Any]]:
-    """Return the entries of `logprobs.content` of a chat response; with `as_id`, show each token as its id."""
+    """Return the entries of `logprobs.content` in a chat response; with `as_id`, show each token as its id."""
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": texts.text(token, as_id), "logprob": logprob, "bytes": list(texts.bytes(token))}

@@ -22,7 +22,7 @@ class EventStream:
     Args:
         groups: the chunks, in groups that are ready together.
         live: the prompts, which are cancelled if the stream ends early.
-        limits: the time limit of the answer, and how long to wait before sending a comment.
+        limits: the time limit for the answer, and how long to wait before sending a comment.
         count: called with the name of the counter to increment.
     """
 
@@ -67,7 +67,7 @@ class EventStream:
         await _send_last(send, error)
 
     async def _bodies(self) -> AsyncIterator[bytes]:
-        """Yield the data to send: groups of chunks, or a comment if there has been none for a while."""
+        """Yield the data to send: groups of chunks, or a comment if there has been no group for a while."""
         following = asyncio.ensure_future(anext(self._groups, None))
         try:
             while True:

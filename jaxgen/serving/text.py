@@ -1,4 +1,4 @@
-"""The text of an answer as it grows: whole characters, without stop strings, with tool calls set apart."""
+"""The text of an answer as it grows: in whole characters, cut at stop strings, and separate from tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxgen.text.streaming import TextStream
 
 
 class StopCut:
-    """Cuts a text at the first stop string; the beginning of a possible stop string is held back.
+    """Cuts text at the first stop string; the beginning of a possible stop string is held back.
 
     Attributes:
         found: the string that ended the text, or None.
@@ -26,7 +26,7 @@ class StopCut:
         self.found: str | None = None
 
     def put(self, text: str) -> str:
-        """Append text, and return the part that certainly does not belong to a stop string."""
+        """Append text, and return the part that cannot be part of a stop string."""
         if self.found is not None:
             return ""
         if not self._strings:
@@ -42,7 +42,7 @@ class StopCut:
         return text[: len(text) - held]
 
     def _length_held(self, text: str) -> int:
-        """Return the length of the longest suffix of a text that is a prefix of a stop string."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(string.startswith(end) for string in self._strings):
@@ -63,7 +63,7 @@ class Delta(NamedTuple):
         calls: complete tool calls.
         tokens: the new tokens, including those whose text is held back.
         logprobs: the log-probabilities of the tokens, or None.
-        finish: OpenAI's reason for the end; None before it.
+        finish: OpenAI's finish reason; None before the end.
     """
 
     text: str
@@ -94,7 +94,7 @@ class Answer:
         return self._cut.found
 
     def put(self, news: News) -> Delta:
-        """Append news of the sequence, and return the addition to the answer."""
+        """Process news of the sequence, and return what it adds to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason
         text, calls = self._cut.put(self._stream.put(news.tokens)), []

@@ -1,4 +1,4 @@
-"""Tool calls in OpenAI's form, for models that write them as Qwen2.5 does (the format of Hermes).
+"""Tool calls in OpenAI's format, for models that write them as Qwen2.5 does (in the Hermes format).
 
 A call is `<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>` in the generated text.
 """
@@ -20,7 +20,7 @@ from jaxgen.text.json_file import parse_json
 from jaxgen.text.tokenizer import Tokenizer
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-RETURNED = ("refusal", "audio", "annotations", "function_call")  # clients send these fields back empty, as received
+RETURNED = ("refusal", "audio", "annotations", "function_call")  # clients send these fields back empty
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " \t\n\r"
 _JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters outside strings
@@ -29,11 +29,11 @@ _JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # charact
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a request in the form that chat templates expect.
 
-    The role `developer` becomes `system`, text parts are joined without a separator, and the arguments of calls, which
-    arrive as a string of JSON, become objects. Roles unknown to OpenAI are left to the template.
+    The role `developer` becomes `system`, text parts are joined without a separator, and the arguments of calls are
+    converted from JSON strings to objects. Roles that OpenAI does not define are left to the template.
 
     Raises:
-        InputError: a message is not valid or not supported; the error names the field.
+        InputError: a message is invalid or unsupported; the error names the field.
     """
     if not messages:
         raise InputError("messages must have at least one message")
@@ -104,7 +104,7 @@ class Tools:
         names: the functions that may be called.
         forced: True if the answer must be a call.
         named: True if the request names the one function that must be called.
-        most_calls: the maximum number of calls, after which any further calls are dropped; None for no limit.
+        most_calls: the maximum number of calls (None for no limit). Additional calls are dropped.
     """
 
     for_template: list[dict[str, Any]] | None
@@ -116,10 +116,10 @@ class Tools:
 
     @classmethod
     def of(cls, tools: Any, tool_choice: Any, parallel_tool_calls: Any) -> Tools | None:
-        """Read the three fields of a request, each None if absent; without tools, return None.
+        """Read these three fields of a request (None if absent); return None if there are no tools.
 
         Raises:
-            InputError: a field is not valid or not supported; the error names it.
+            InputError: a field is invalid or unsupported; the error names it.
         """
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             _refuse("parallel_tool_calls", "true or false", parallel_tool_calls)
@@ -144,19 +144,19 @@ class Tools:
 
     @property
     def parses(self) -> bool:
-        """True if the answer may have calls."""
+        """True if the answer may contain calls."""
         return self.for_template is not None
 
     @property
     def key(self) -> tuple[int | None, str] | None:
-        """Cache key of the automaton, apart from the vocabulary; None if there is no automaton.
+        """Cache key of the automaton (for a fixed vocabulary), or None if there is no automaton.
 
         The order of an object's keys matters, because arguments are generated in the order of the schema.
         """
         return (self.most_calls, json.dumps(self._parameters)) if self.forced else None
 
     def automaton(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenAutomaton | None:
-        """Return the automaton of the forced calls, or None if no call is forced.
+        """Return the automaton for forced calls, or None if no call is forced.
 
         It accepts exactly one call, or one or more if there is no limit.
 
@@ -176,7 +176,7 @@ class Tools:
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
-    """Return the function for the template: name, description and parameters, in HF's order, without null."""
+    """Return the function for the template: name, description and parameters, in HF's order, without null values."""
     given = _typed(tool, where, "function", ("function",))["function"]
     where = f"{where}.function"
     given = _object(given, where, ("name", "description", "parameters", "strict"))
@@ -193,7 +193,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         _refuse(f"{where}.parameters.type", "'object'", parameters["type"])
     if parameters:
         try:
-            plain(parameters)  # so that neither the template nor the grammar gets a value that JSON does not have
+            plain(parameters)  # so that neither the template nor the grammar gets a value that is not JSON
         except InputError as error:
             raise InputError(f"{where}.parameters: {error}") from error
     return {key: given[key] for key in ("name", "description", "parameters") if given.get(key) is not None}
@@ -227,7 +227,7 @@ def _chosen(tool: Any, where: str, functions: Mapping[str, Any]) -> str:
 
 
 def _arguments(name: str, parameters: dict[str, Any] | None) -> Expression:
-    """Return the expression of a function's arguments; without a schema, it has no arguments."""
+    """Return the grammar of a function's arguments; without a schema, the function has no arguments."""
     if parameters is None:
         return Text(b"{}")
     decided = any(key in COMPANIONS for key in parameters)
@@ -239,21 +239,20 @@ def _arguments(name: str, parameters: dict[str, Any] | None) -> Expression:
 
 
 class Call(NamedTuple):
-    """A call of a function; `arguments` is the JSON of an object."""
+    """A function call; `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
 
 
 class CallParser:
-    r"""Parser of generated text that arrives in pieces. How the text is split has no effect on the result.
+    r"""Parser for generated text that arrives in pieces. The result does not depend on how the text is split.
 
-    The strings in a call's JSON may contain the tags. Text that turns out not to be a call is content (including the
-    tags), never an error: JSON that is not valid, whose name is not among the functions `names` (None for any), or
-    whose arguments are not an object. If the arguments are missing, they are `{}`. Calls after the first `most_calls`
-    are dropped.
+    Strings in a call's JSON may contain the tags. A call is treated as content, including its tags, if its JSON is
+    invalid, its name is not in `names` (None allows any name), or its arguments are not an object. Missing arguments
+    are read as `{}`. Calls after the first `most_calls` are dropped.
 
-    Whitespace before a call is dropped, and so is whitespace at the end of a text with calls.
+    Whitespace before a call is dropped, as is whitespace at the end of text with calls.
 
         >>> parser = CallParser({"f"}, None)
         >>> parser.put('Yes.\n<tool_call>\n{"name": "f", "arguments": {"x"')
@@ -267,12 +266,12 @@ class CallParser:
     def __init__(self, names: Collection[str] | None, most_calls: int | None):
         self._names, self._most, self._found = names, most_calls, 0
         self._held: list[str] = []  # characters of a possible call, and the whitespace before it
-        self._place = "opening"  # also in plain text, where no character of the tag has matched yet
-        self._matched = 0  # matched characters of the opening or closing tag
+        self._place = "opening"  # also the state in plain text, where no character of the tag has matched
+        self._matched = 0  # number of matched characters of the opening or closing tag
         self._depth = 0  # number of open objects and lists
 
     def put(self, text: str) -> tuple[str, list[Call]]:
-        """Read more text; return the content and the calls that this text made certain."""
+        """Read more text; return the content and calls that can no longer change."""
         content: list[str] = []
         calls: list[Call] = []
         for char in text:
@@ -280,7 +279,7 @@ class CallParser:
         return "".join(content), calls
 
     def end(self) -> tuple[str, list[Call]]:
-        """Return the content and calls that were held back; a call that only lacks the closing tag counts as a call."""
+        """Return the content and calls that were held back; a call that lacks only the closing tag is accepted."""
         content: list[str] = []
         calls: list[Call] = []
         if self._place == "closing":
@@ -381,7 +380,7 @@ def _object(value: Any, where: str, keys: Collection[str]) -> Mapping[str, Any]:
 def _typed(
     value: Any, where: str, kind: str, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Mapping[str, Any]:
-    """Check that a value is an object with a type and these keys, and return it."""
+    """Check that a value is an object with the given type and keys, and return it."""
     if isinstance(value, Mapping) and value.get("type") != kind:
         _refuse(f"{where}.type", shown(kind), value.get("type"))
     given = _object(value, where, ("type", *required, *optional))

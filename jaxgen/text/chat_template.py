@@ -1,4 +1,4 @@
-"""Chat templates: conversations rendered to prompts by the checkpoint's jinja code, in a sandbox."""
+"""Chat templates: render conversations to prompts with the checkpoint's jinja code, in a sandbox."""
 
 import difflib
 import functools
@@ -15,17 +15,17 @@ import jinja2.parser
 from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.text import sandbox
 
-# Beginnings of a text that tokenizers join in different ways to what is before them
+# Beginnings of a message that tokenizers merge with the preceding text in different ways
 _STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 ROLES = ("system", "user", "assistant", "tool")  # roles that are allowed even if the template does not name them
-LARGEST = 100_000  # characters of a template; known checkpoints have at most 30,000
+LARGEST = 100_000  # characters in a template; known checkpoints have at most 30,000
 
 
 def named(template: Any) -> dict[str, str]:
-    """Return the templates of a config's `chat_template` by name; a single template is named "default".
+    """Return the templates in a config's `chat_template` by name; a single template is named "default".
 
     Raises:
-        ConfigError: it is neither a string nor a list of objects with a name and a template each, or it is too large.
+        ConfigError: it is neither a string nor a list of objects with a name and a template, or it is too large.
     """
     if template is None:
         return {}
@@ -128,7 +128,7 @@ def _check_messages(messages: Any) -> None:
 
 
 def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> None:
-    """Reject roles that the model cannot know. Many templates accept any role, and others drop the message."""
+    """Reject unknown roles, because many templates would accept any role, and others would drop the message."""
     for i, message in enumerate(conversation):
         role = message["role"]
         if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
@@ -139,7 +139,7 @@ def _check_roles(conversation: Sequence[Mapping[str, Any]], template: str) -> No
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """Block from `generation` to `endgeneration`, which marks answers for training; rendered unchanged."""
+    """The block from `generation` to `endgeneration`, which marks answers for training; it is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 

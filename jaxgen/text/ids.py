@@ -1,4 +1,4 @@
-"""Sequences of token ids, as callers pass them."""
+"""Check and convert sequences of token ids that callers pass."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from jaxgen.errors import InputError, shown
 
 
 def id_list(ids: Any) -> list[int]:
-    """Check one sequence of token ids, or a single id, of any type and return it as a list."""
+    """Check a sequence of token ids of any type, or a single id, and return it as a list."""
     try:
         array = np.atleast_1d(np.asarray(ids))
     except ValueError as error:
@@ -40,10 +40,10 @@ def rows_of(sequences: Any) -> list[Any]:
 
 
 def without_prefix(rows: list[list[int]], prefix: list[int]) -> list[list[int]]:
-    """Return what follows the prefix in each row.
+    """Return the part of each row after the prefix.
 
     Raises:
-        InputError: a row does not begin with it, or has nothing else.
+        InputError: a row does not begin with the prefix, or contains nothing else.
     """
     for i, row in enumerate(rows):
         pairs = enumerate(itertools.zip_longest(prefix, row[: len(prefix)]))

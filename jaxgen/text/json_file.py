@@ -1,4 +1,4 @@
-"""Untrusted JSON and other small files of a checkpoint, read within limits."""
+"""Read untrusted JSON and other small files of a checkpoint, within limits."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any, NoReturn
 
 from jaxgen.errors import ConfigError, InputError, one_line
 
-LARGEST = 10_000_000  # maximum number of bytes; the largest known checkpoint's index has 9 MB
+LARGEST = 10_000_000  # maximum number of bytes; the largest known index of a checkpoint is 9 MB
 _DEEPEST = 200  # levels of nesting
-_MOST = 500_000  # brackets, because lists and objects take far more memory than their text
+_MOST = 500_000  # opening brackets; limited because lists and objects take far more memory than their text
 
 
 def read_file(file: Path, largest: int) -> bytes | None:
     """Return the content of a regular file, or None if the file does not exist.
 
     Raises:
-        ConfigError: it is a directory, pipe, device or broken link, or has more than `largest` bytes.
+        ConfigError: the path is a directory, pipe, device or broken link, or the file has more than `largest` bytes.
     """
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would wait
+        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would block
             raise ConfigError(f"{file}: not a regular file: {kind_of(file)}")
         with open(file, "rb") as stream:
             data = stream.read(largest + 1)
@@ -60,8 +60,8 @@ def json_object(source: str, data: bytes) -> dict[str, Any]:
     """Return the object in a JSON text. NaN and infinite numbers are allowed, because transformers writes them.
 
     Raises:
-        ConfigError: `parse_json` rejects the text, or it is not UTF-8, is not an object, or has too many lists and
-            objects. The message begins with `source`.
+        ConfigError: `parse_json` rejects the text, or the text is not UTF-8, is not an object, or contains too many
+            lists and objects. The message begins with `source`.
     """
     if data.count(b"[") + data.count(b"{") > _MOST:
         raise ConfigError(f"{source}: not valid JSON: more than {_MOST:,} lists and objects")
@@ -80,8 +80,8 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        InputError: the text is not valid JSON, repeats a key in an object, has half of a surrogate pair, is nested too
-            deeply, or, if `finite`, has a NaN or infinite number.
+        InputError: the text is not valid JSON, repeats a key in an object, contains half of a surrogate pair, is nested
+            too deeply, or, if `finite`, contains a NaN or infinite number.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite} if finite else {}
     try:
@@ -94,7 +94,7 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
         raise InputError("not valid JSON: a string has half of a surrogate pair, such as \\ud83d") from error
     except RecursionError as error:
         raise InputError("not valid JSON: nested too deeply") from error
-    except ValueError as error:  # also a number with thousands of digits
+    except ValueError as error:  # including numbers with thousands of digits
         raise InputError(f"not valid JSON: {error}") from error
     if _is_deep(value):
         raise InputError("not valid JSON: nested too deeply")
@@ -102,7 +102,7 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
 
 
 def fetch_again(directory: Path, problems: Iterable[str]) -> list[str]:
-    """Return advice to repair a directory with these problems, if its files are damaged and were downloaded."""
+    """Return advice on repairing a directory, if it was downloaded and its problems are due to damaged files."""
     damaged = any(sign in problem for problem in problems for sign in ("damaged", "truncated", "not valid JSON"))
     if not damaged or directory.parent.name != "snapshots":
         return []

@@ -1,8 +1,8 @@
-"""A sandbox for the jinja code of a checkpoint, with limits on time and on the size of values.
+"""A sandbox for a checkpoint's jinja code, with limits on time and on the size of values.
 
-Jinja's own sandbox keeps a template away from the machine, but lets it run forever and fill the memory. Here every
-value that a template makes is measured; where one operation could make a huge one, its size is estimated first. So
-each operation is short, and checking the clock between them bounds the whole, in any thread.
+Jinja's own sandbox isolates a template from the machine, but lets it run forever and use up all memory. Here, every
+value that a template creates is measured, and its size is estimated first if it could be huge. Each operation is
+therefore short, and checking the clock between operations limits the total time, in any thread.
 """
 
 import contextvars
@@ -18,33 +18,33 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2 import nodes
 
-SECONDS = 1.0  # of CPU time, plus the same per million input characters
-# Characters of a value or the output, and of all values; and more of them per input character.
+SECONDS = 1.0  # of CPU time, plus the same again per million input characters
+# Maximum characters in a value or the output, and in all values together; then how much each input character adds.
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300
-_STEPS = 32  # between two looks at the clock
+_STEPS = 32  # between two checks of the clock
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
-_OBJECT = 50  # characters that count as much as an object
+_OBJECT = 50  # an object counts as this many characters
 _LARGEST_INTEGER = 100_000  # bits
 
-# Fields whose width has four digits or is a value, and fields with attributes or items, which are not measured. After
-# a "%" with a name, which may contain anything, no four digits are allowed. Each search takes linear time.
+# Format fields to reject (in linear time): those with a width of four digits or from a value, and those with attributes
+# or items, which are not measured. After a "%" with a name, which can contain anything, any four digits are rejected.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
 }
-# Filters and methods that may write their arguments once for each part of a value.
+# Filters and methods that can write their arguments once for each part of a value.
 _MULTIPLYING = {"expandtabs", "indent", "replace", "tojson"}
-# Those with a number of characters or items as an argument.
+# Filters and methods with a number of characters or items as an argument.
 _LENGTHENING = {"batch", "center", "ljust", "rjust", "round", "slice", "zfill"}
-# Filters that may read an attribute, or an attribute of an attribute, of each item.
+# Filters that can read an attribute of each item, or an attribute of an attribute.
 _BY_ATTRIBUTE = {"groupby", "map", "max", "min", "rejectattr", "selectattr", "sort", "sum", "unique"}
-# These may take quadratic time, and no known template uses them.
+# These can take quadratic time, and no known template uses them.
 _REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwrap xmlattr".split())
 
 
 class TooMuch(BaseException):
-    """A template that exceeds a limit. Not an `Exception`, which jinja catches here and there."""
+    """A template exceeded a limit. Not a subclass of `Exception`, because jinja catches those in some places."""
 
 
 class _Limits:
@@ -57,7 +57,7 @@ class _Limits:
         self.deadline = time.thread_time() + self.seconds
 
     def counted(self, value: Any) -> Any:
-        """Return a value that the template made, after counting it."""
+        """Count a value that the template created, and return it."""
         self.count(1)
         self.left -= 0 if value is None else size_of(value, self.largest)
         if self.left < 0:
@@ -65,7 +65,7 @@ class _Limits:
         return value
 
     def count(self, steps: int) -> None:
-        """Count steps, and look at the clock from time to time."""
+        """Count steps, and check the clock from time to time."""
         self.steps += steps
         if self.steps >= _STEPS:
             self.steps = 0
@@ -78,7 +78,7 @@ class _Limits:
             raise TooMuch(f"makes a value of more than {self.largest:,} characters")
 
     def check_call(self, name: str, value: Any, arguments: tuple, named: Mapping = _EMPTY, sign: str = "{") -> None:
-        """Raise an error if a filter or a method of a string would make too much; `sign` begins a format's fields."""
+        """Raise an error if a filter or string method would create too much; `sign` begins a format field."""
         positional, arguments = arguments, (*arguments, *named.values())
         if name in _REFUSED:
             raise TooMuch(f"uses {name}, which is not offered")
@@ -105,7 +105,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     """Render a template of an `Environment`, within limits that grow with the size of its variables.
 
     Raises:
-        TooMuch: a limit was exceeded; the text says which.
+        TooMuch: a limit was exceeded; the message says which.
     """
     token = _limits.set(_Limits(list(variables.values())))
     try:
@@ -115,10 +115,10 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 def size_of(value: Any, largest: int) -> int:
-    """Return the characters in nested lists and dicts, plus `_OBJECT` for each object.
+    """Return the number of characters in nested lists and dicts, plus `_OBJECT` for each object.
 
     Raises:
-        TooMuch: it is more than `largest`.
+        TooMuch: the size exceeds `largest`.
     """
     size, items = 0, ()
     if isinstance(value, (str, bytes)):
@@ -141,7 +141,7 @@ def _extent(value: Any) -> int:
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits; `render` its templates."""
+    """Jinja's sandbox with limits; use `render` for its templates."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
@@ -176,7 +176,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self.concat(map(str, values))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Calculate `left operator right`."""
+        """Compute `left operator right`."""
         limits = _limits.get()
         if operator == "%" and isinstance(left, str):
             limits.check_call("format", left, (right,), sign="%")
@@ -192,7 +192,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Call a function, method or macro."""
         limits, method = _limits.get(), getattr(__obj, "__wrapped__", __obj)  # jinja wraps `format` and `format_map`
         owner = getattr(method, "__self__", None)
-        if len(arguments) > 99:  # the macro may write them
+        if len(arguments) > 99:  # a macro can write them
             limits.counted(arguments)
         if isinstance(owner, str | bytes | int) and method.__name__ == "join":
             arguments = tuple(map(list, arguments))
@@ -203,7 +203,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or a test with limits. It takes the context, so that jinja does not call it while compiling."""
+    """Add limits to a filter or test. It accepts the context, so that jinja does not call it while compiling."""
 
     @jinja2.pass_context
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
@@ -217,27 +217,27 @@ def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 @jinja2.pass_context  # so that jinja does not call it while compiling
 def _output(context: Any, value: Any) -> str:
-    """Return a value as the template writes it."""
+    """Return the text that the template writes for a value."""
     limits = _limits.get()
     if not isinstance(value, str):
-        size_of(value, limits.largest)  # raises an error before the text is made
+        size_of(value, limits.largest)  # raises an error before the text is created
         value = str(value)
     return limits.counted(value)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    def __repr__(self) -> str:  # it can contain itself
+    def __repr__(self) -> str:  # a namespace can contain itself
         return "<Namespace>"
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Counts what is computed without calling the environment, and the turns of loops and calls of macros.
+    """Counts what is computed without calling the environment, as well as loop iterations and macro calls.
 
-    A comparison with a constant is too short to be counted by itself, so a loop or macro counts all of those in it.
+    A comparison with a constant is too short to be counted by itself, so a loop or macro counts all those inside it.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:
-        """Rewrite a node and those in it."""
+        """Rewrite a node and its children."""
         node = super().generic_visit(node, *arguments, **named)
         if isinstance(node, nodes.For | nodes.Macro):
             steps = nodes.Const(1 + sum(1 for _ in node.find_all(nodes.Compare)))

@@ -1,4 +1,4 @@
-"""Decoding of ids to text while they are generated, in whole characters."""
+"""Decode ids to text while they are generated, in whole characters."""
 
 import asyncio
 import functools
@@ -17,20 +17,20 @@ from jaxgen.text.token_bytes import FALLBACK
 from jaxgen.text.tokenizer import Tokenizer, clean_up
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A pattern of clean_up starts with a space; these are the characters that can follow before it is complete
+# The patterns of clean_up start with a space; these characters can follow it before a pattern is complete
 UNDECIDED = re.compile(r" [ 'nvr]*$")
 # An incomplete UTF-8 character has at most 3 bytes, so it begins in one of the last 3 tokens
 CONTEXT = 4
 
 
 class TextStream:
-    """Decoder of ids as they arrive: the texts that `put` and `end` return join to `tokenizer.decode` of all ids.
+    """Decoder for ids as they arrive; the concatenated results of `put` and `end` equal `tokenizer.decode` of all ids.
 
     A character is returned when it is complete. Three kinds of text are held back: a U+FFFD at the end, which may be an
-    incomplete character; byte tokens (`<0x..>`, byte fallback) until another token follows, because one wrong byte
+    incomplete character; byte tokens (`<0x..>`, byte fallback) until a regular token follows, because one wrong byte
     turns all of them into U+FFFD; and, with clean-up, a space and the following characters that clean-up might still
-    change. `end` returns the rest. The cost of a token does not depend on the number of earlier tokens, except those
-    held back.
+    change. `end` returns the rest. The cost of a token does not depend on the number of earlier tokens, except for
+    those held back.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TextStream:
         self._restart()
 
     def put(self, ids: Any) -> str:
-        """Append one or several ids and return the text that they complete."""
+        """Append one or more ids and return the text that they complete."""
         return "".join(self._put(token_id) for token_id in id_list(ids))
 
     def end(self) -> str:
@@ -60,8 +60,8 @@ class TextStream:
         return clean_up(text) if self.cleans_up else text
 
     def _restart(self) -> None:
-        self._window: list[int] = []  # enough of the last tokens to decode the next one as in the whole text
-        self._given = 0  # characters of the window's text already returned
+        self._window: list[int] = []  # the last tokens, enough to decode the next one as if with the whole text
+        self._given = 0  # number of characters of the window's text that were already returned
         self._undecided = ""  # text that clean-up might still change
 
     def _decode(self) -> str:
@@ -90,12 +90,12 @@ class TextStream:
 
 
 class TextStreamer:
-    """Streamer that prints the text of one row as it is generated: HF's `TextStreamer`.
+    """Streamer that prints the text of one row as it is generated, like HF's `TextStreamer`.
 
     Pass it to `generate(..., streamer=)`, which calls `put` with the prompt and then with each new token, and finally
     `end`. Unlike HF's, it prints characters as soon as they are complete instead of whole words, and it skips special
     tokens by default, like `Tokenizer.decode`. Override `on_finalized_text` to send the text elsewhere. `decode_kwargs`
-    are those of `TextStream`. A `file` of None means the standard output.
+    are passed to `TextStream`. If `file` is None, the text goes to the standard output.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TextStreamer:
             self.on_finalized_text(self._stream.put(ids.reshape(-1)))
 
     def end(self) -> None:
-        """Print the text that was held back and a newline; the next `put` is a prompt again."""
+        """Print the text that was held back and a newline; the next `put` receives a prompt again."""
         self._expects_prompt = True
         self.on_finalized_text(self._stream.end(), stream_end=True)
 
@@ -134,14 +134,14 @@ class TextStreamer:
 
 
 class TextRowStreamer:
-    """Streamer for several rows. It prints each complete line after the number of its row.
+    """Streamer for several rows. It prints each complete line, preceded by its row number.
 
     >>> generate(..., streamer=TextRowStreamer(tok))                                        # doctest: +SKIP
     >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
 
     With `on_text`, nothing is printed; instead, the function is called as soon as tokens complete characters of a row.
-    `ended` is True in the last call for a row; its text may be empty. Rows are numbered as in `GenerateOutput`, from 0;
-    prompts are left out. `decode_kwargs` are those of `TextStream`. A `file` of None means the standard output.
+    `ended` is True in the last call for a row, where the text may be empty. Rows are numbered from 0, as in
+    `GenerateOutput`; prompts are left out. `decode_kwargs` are passed to `TextStream`. `file` is as in `TextStreamer`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class TextRowStreamer:
             self.on_text(row, text, ended)
 
     def end(self) -> None:
-        """End the rows that have not ended; the streamer can then be used for another run."""
+        """End the rows that have not ended; the streamer can then be used for a new run."""
         for row in sorted(self._streams):
             self.put_row(row, [], ended=True)
 
@@ -185,7 +185,7 @@ class TextRowStreamer:
 
 
 class _QueueStreamer(TextStreamer):
-    """Streamer that passes its text to another reader: texts, and finally None or an exception."""
+    """Streamer that puts its texts into a queue, followed by None or an exception."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_prompt: bool = False, timeout: float | None = None, **decode_kwargs: Any
@@ -212,7 +212,7 @@ class _QueueStreamer(TextStreamer):
             self.send(None)
 
     def error(self, exception: BaseException) -> None:
-        """End the run: the iteration returns the text so far, and then raises the exception."""
+        """End the run with an exception: the iteration returns the text so far, and then raises the exception."""
         if not isinstance(exception, BaseException):
             raise TypeError(f"error must be called with an exception, got {exception!r}")
         self._expects_prompt = True
@@ -222,7 +222,7 @@ class _QueueStreamer(TextStreamer):
             self.send(exception)
 
     def _read(self, item: str | BaseException | None) -> str:
-        """Return the text of an item, which is empty at the end; if the item is an exception, raise it."""
+        """Return an item's text, which is empty at the end; if the item is an exception, raise it."""
         self._ended = not isinstance(item, str)
         if isinstance(item, BaseException):
             raise item
@@ -230,9 +230,9 @@ class _QueueStreamer(TextStreamer):
 
 
 class TextIteratorStreamer(_QueueStreamer):
-    """Streamer that passes its text to another thread, which iterates over it: HF's `TextIteratorStreamer`.
+    """Streamer that another thread iterates over to receive the text, like HF's `TextIteratorStreamer`.
 
-    `generate` runs in its own thread. An exception there would only end that thread and leave the iteration waiting;
+    `generate` runs in a separate thread. An exception there would end only that thread and leave the iteration waiting;
     `error` passes the exception on, so that it is raised where the text is read:
 
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
@@ -247,10 +247,10 @@ class TextIteratorStreamer(_QueueStreamer):
         for text in streamer:
             print(text, end="", flush=True)
 
-    `timeout` is the number of seconds to wait for the next token, or None for no limit; the first token comes after
-    compilation. On a timeout, the iteration raises `queue.Empty`. A streamer can serve several runs, one after the
-    other: an iteration ends with its run, and the next `for` waits for the next run. Ending an iteration early does not
-    stop the run.
+    `timeout` is the number of seconds to wait for the next token, or None for no limit; the wait for the first token
+    includes compilation. On a timeout, the iteration raises `queue.Empty`. A streamer can serve several runs, one after
+    the other: an iteration ends with its run, and the next `for` waits for the next run. Ending an iteration early does
+    not stop the run.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class TextIteratorStreamer(_QueueStreamer):
 
 
 class AsyncTextIteratorStreamer(_QueueStreamer):
-    """Streamer that passes its text to a coroutine: `AsyncTextIteratorStreamer` of later releases of transformers.
+    """Streamer that a coroutine iterates over, like `AsyncTextIteratorStreamer` in later transformers releases.
 
     Create it in the event loop that reads it, and run `generate` in a thread:
 

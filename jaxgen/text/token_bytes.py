@@ -1,4 +1,4 @@
-"""The bytes that each token adds to a text, derived from the tokenizer's decoder."""
+"""The bytes that each token adds to the text, derived from the tokenizer's decoder."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import tokenizers
 
 from jaxgen.errors import ConfigError
 
-# GPT-2 writes a byte as one printable character: the byte itself if printable, otherwise the next free one from 256 on.
+# GPT-2 writes a byte as one printable character: the byte itself if printable, otherwise the next free one from 256 up.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHER)}

@@ -1,4 +1,4 @@
-"""Text to ids and back: HF's fast tokenizers and chat templates, without transformers."""
+"""Convert text to ids and back with HF's fast tokenizers and chat templates, without transformers."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ from jaxgen.text.tokenizer_config import CLASS_DEFAULTS, add_tokens, check_types
 from jaxgen.text.tokenizer_file import library_errors, probe, read_backend
 from jaxgen.text.utf8_text import encoded
 
-# Methods of transformers' tokenizers, and what takes their place
+# Methods of transformers' tokenizers, and their replacements
 ELSEWHERE = {
     "__call__": "batch(texts), or encode(text) for one",
     "batch_encode_plus": "batch(texts)",
@@ -34,27 +34,27 @@ ELSEWHERE = {
     "get_vocab": "backend.get_vocab()",
     "tokenize": "backend.encode(text).tokens",
 }
-# transformers writes int(1e30) where a checkpoint states no limit
+# transformers writes int(1e30) if a checkpoint has no limit
 NO_MAX_LENGTH = 10**20
 _LARGEST_ID = 2**31 - 1
 
 
 class Batch(NamedTuple):
-    """Prompts of one call: `ids` and `attention_mask`, both int32[B, P] and left-padded."""
+    """The prompts of one call: `ids` and `attention_mask`, both int32[B, P] and left-padded."""
 
     ids: np.ndarray
     attention_mask: np.ndarray
 
 
 class Tokenizer:
-    """Conversion of text and conversations to ids and back, as by HF's fast tokenizer of the same files.
+    """Converts text and conversations to ids and back, like HF's fast tokenizer for the same files.
 
     `backend` is the `tokenizers.Tokenizer` that does the work. It is modified: tokens are added, and its own padding
     and truncation are turned off. `config` is the content of a tokenizer_config.json.
     `Tokenizer.from_pretrained` reads both from a directory.
 
     `bos_token`, `eos_token`, `unk_token`, `pad_token` and their `*_token_id` are None if the checkpoint has no such
-    token, `model_max_length` if it states no limit. `chat_template` is the default template or None.
+    token; so is `model_max_length` if there is no limit. `chat_template` is the default template or None.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
@@ -99,12 +99,12 @@ class Tokenizer:
         over the config's template), special_tokens_map.json and added_tokens.json (as in HF, only if the config has
         no `added_tokens_decoder`), and config.json for the tokenizer class if the config names none.
 
-        BOS and EOS are added as tokenizer.json says. With LlamaTokenizer and LlamaTokenizerFast, `add_bos_token` (on
-        by default) and `add_eos_token` decide instead, because HF's class ignores tokenizer.json there.
+        tokenizer.json determines whether BOS and EOS are added. LlamaTokenizer and LlamaTokenizerFast ignore it, as in
+        HF; for these, `add_bos_token` (on by default) and `add_eos_token` in the config decide instead.
 
         Raises:
-            InputError: a directory without a fast tokenizer.
-            ConfigError: damaged files.
+            InputError: the directory has no fast tokenizer.
+            ConfigError: a file is damaged.
         """
         directory = Path(path)
         if not os.path.isdir(directory):
@@ -129,7 +129,7 @@ class Tokenizer:
         return tokenizer
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        """Refuse, and name the methods that encode."""
+        """Raise an error that names the methods that encode."""
         raise TypeError(f"a Tokenizer is not called: use {ELSEWHERE['__call__']}")
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +141,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens without the added ones, as in HF; `len(tokenizer)` counts all."""
+        """Number of tokens without added ones, as in HF; `len(tokenizer)` counts all tokens."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def encode(
@@ -155,15 +155,15 @@ class Tokenizer:
         """Convert one text to its ids.
 
         Special tokens written in the text are recognized unless `split_special_tokens` is set, which is meant for
-        untrusted text (None: as the config says, off by default). `max_length` includes the added special tokens and
-        truncates at the config's `truncation_side`.
+        untrusted text. By default, the config's setting applies (off if missing). `max_length` includes the added
+        special tokens; ids are truncated at the config's `truncation_side`.
         """
         if not isinstance(text, str):
             raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
         encoded("the text", text)
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         backend = self._splitting_backend if split else self.backend
-        # In two steps, because the backend's own truncation is a setting of the whole tokenizer
+        # In two steps, because the backend can only truncate through a setting of the whole tokenizer
         with library_errors(self.source):
             encoding = backend.encode(text, add_special_tokens=False)
         if max_length is not None:
@@ -185,9 +185,9 @@ class Tokenizer:
     ) -> str:
         """Convert one sequence of ids (list, numpy or jax array, or a single id) to text.
 
-        `clean_up_tokenization_spaces` removes the spaces before punctuation and English contractions (None: as the
-        config says, on by HF's default). Ids beyond the vocabulary decode to nothing, as in HF, because models pad
-        their vocabularies; a negative id is an error.
+        `clean_up_tokenization_spaces` removes the spaces before punctuation and English contractions. By default, the
+        config's setting applies (on if missing, as in HF). Ids beyond the vocabulary decode to nothing, as in HF,
+        because models pad their vocabularies. Negative ids are an error.
         """
         with library_errors(self.source):
             text = self.backend.decode(id_list(ids), skip_special_tokens=skip_special_tokens)
@@ -196,8 +196,8 @@ class Tokenizer:
     def batch(self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None) -> Batch:
         """Encode texts and left-pad them to the longest.
 
-        `add_special_tokens=False` is for texts that continue others: a BOS does not belong in the middle of a row. Pads
-        with the pad id, else eos, else unk, else 0. The mask makes the choice irrelevant to the model.
+        Use `add_special_tokens=False` for texts that continue others, because BOS does not belong in the middle of a
+        row. Padding uses the pad id, else eos, else unk, else 0; masking makes the choice irrelevant to the model.
         """
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             raise TypeError(f"batch accepts a list of str, got {type(texts).__name__}: pass [text] for one text")
@@ -216,13 +216,13 @@ class Tokenizer:
     ) -> Batch:
         """Render conversations with the chat template, encode and left-pad them.
 
-        A conversation is a list of {"role": ..., "content": ...} dicts; a single one may come without the list around
-        it. The template writes BOS and other special tokens itself; none are added. `max_length` truncates at the
-        config's `truncation_side`: on the right, that removes the generation prompt. The other arguments are those of
-        `render_chat`.
+        A conversation is a list of {"role": ..., "content": ...} dicts; a single conversation can be passed without an
+        outer list. The template writes BOS and other special tokens itself; no others are added. `max_length` truncates
+        at the config's `truncation_side`; truncation on the right removes the generation prompt. The other arguments
+        are as in `render_chat`.
 
-        `after`: the ids that `chat_prefix` returned. Each conversation must begin with them, and they are left out.
-        `max_length` counts them, and what follows them is truncated.
+        `after` is the result of `chat_prefix`. Each conversation must begin with these ids, which are left out of the
+        result. `max_length` includes them, but only the ids after them are truncated.
         """
         if isinstance(conversations, str | Mapping) or not isinstance(conversations, Sequence):
             raise TypeError(f"chat accepts a list of conversations, got {type(conversations).__name__}")
@@ -251,17 +251,17 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Return the first ids of every conversation that begins with `messages`, such as a system message.
+        """Return the ids shared by all conversations that begin with `messages`, such as a system message.
 
         >>> prefix = tok.chat_prefix(system)                                                # doctest: +SKIP
         >>> cache = prefill(params, [prefix], cfg)                                          # doctest: +SKIP
         >>> batch = tok.chat([[*system, *turns] for turns in requests], after=prefix)       # doctest: +SKIP
 
-        They end before the first token that the next message could change. The arguments are those of `render_chat`;
+        The ids end before the first token that the next message could change. The arguments are as in `render_chat`;
         `chat` must be called with the same ones.
 
         Raises:
-            InputError: with this template, such conversations have no first token in common.
+            InputError: with this template, such conversations do not share a first token.
         """
         options = {"tools": tools, "documents": documents, **template_kwargs}
         rendered = [self.render_chat(c, **options) for c in chat_template.continuations(messages)]
@@ -280,13 +280,13 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """Render one conversation as HF's `apply_chat_template(tokenize=False)`.
+        """Render one conversation, like HF's `apply_chat_template(tokenize=False)`.
 
-        A role is system, user, assistant, tool or one that the template names, as a string in quotes.
-        `tools` are JSON schemas and select the template "tool_use" if there is one. `template_kwargs` are further
-        variables of the template and override the special tokens' names. The template runs in a sandbox, with the
-        functions of 4.41.1 and of later releases: `tojson` without HTML escapes, `break` and `continue`, generation
-        blocks, and `strftime_now`, with which some templates print today's date.
+        A role must be system, user, assistant, tool, or one that the template contains as a quoted string.
+        `tools` are JSON schemas; they select the template "tool_use" if there is one. `template_kwargs` are additional
+        variables for the template, which take precedence over special tokens. The template runs in a sandbox, with the
+        functions of transformers 4.41.1 and later releases: `tojson` without HTML escapes, `break` and `continue`,
+        generation blocks, and `strftime_now`, which some templates use to print today's date.
         """
         return chat_template.render(
             self._templates,
@@ -313,9 +313,9 @@ class Tokenizer:
         >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])         # doctest: +SKIP
         >>> tok.decode_batch(sequences)                                                     # doctest: +SKIP
 
-        The second form, with the arrays of an output, is the same as the first. Without `prompt_width`, rows are
-        decoded whole, with the prompt and the text of any padding that is not a special token, as by HF's
-        `batch_decode`. Rows of ids are an array, `int[rows, n]`, or a list of sequences of any lengths.
+        The second form passes the arrays of an output and is equivalent to the first. Without `prompt_width`, whole
+        rows are decoded, including the prompt and any padding that is not a special token, as in HF's `batch_decode`.
+        Rows of ids can be an array, `int[rows, n]`, or a list of sequences of any lengths.
         """
         if hasattr(out, "prompt_width"):
             lengths = out.lengths if lengths is None else lengths
@@ -344,16 +344,16 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """The id that `pad` fills rows with: that of pad, else of eos, else of unk, else 0."""
+        """The id that `pad` fills rows with: the pad id, else eos, else unk, else 0."""
         choices = (self.pad_token_id, self.eos_token_id, self.unk_token_id, 0)
         return next(choice for choice in choices if choice is not None)
 
     def token_bytes(self) -> list[bytes | None]:
-        """Return the bytes that each id adds to a text; None for a special token and for an id without a token.
+        """Return the bytes that each id adds to the text; None for special tokens and ids without a token.
 
-        The list is as long as the vocabulary with the added tokens. Joined, the bytes of a text's ids are the text in
-        UTF-8; a single token may contribute only part of a character. A SentencePiece token with a leading space keeps
-        it here, although `decode` drops the space at the beginning of a whole text.
+        The list is as long as the vocabulary, including added tokens. Joined, the bytes of a text's ids are the text in
+        UTF-8; a single token may contribute only part of a character. The leading space of a SentencePiece token is
+        kept, although `decode` drops it at the beginning of a whole text.
 
         Raises:
             ConfigError: the tokenizer's text is not the concatenation of its tokens' text.
@@ -369,7 +369,7 @@ class Tokenizer:
         return (None, None) if token is None else (token, self.backend.token_to_id(token))
 
     def cleans_up(self, choice: bool | None) -> bool:
-        """Return `choice`, or if it is None whether the config turns clean-up on."""
+        """Return `choice`, or the config's setting if it is None."""
         return self.clean_up_tokenization_spaces if choice is None else choice
 
     def _rebuild_post_processor(self, add_bos: bool, add_eos: bool) -> None:
@@ -408,7 +408,7 @@ class Tokenizer:
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Raise a TypeError for another tokenizer, such as one of transformers."""
+    """Raise a TypeError for any other kind of tokenizer, such as one from transformers."""
     if not isinstance(tokenizer, Tokenizer):
         raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
 

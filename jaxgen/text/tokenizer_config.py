@@ -1,4 +1,4 @@
-"""Settings of a checkpoint's tokenizer, read from its files, and the tokens that they add."""
+"""The settings of a checkpoint's tokenizer, read from its files, and the tokens that they add."""
 
 import itertools
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from jaxgen.text.utf8_text import decoded
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null is a value)
+# Defaults of the tokenizer classes for keys that tokenizer_config.json lacks (null counts as a value)
 CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "LlamaTokenizer": {
@@ -38,7 +38,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
     **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
 }
-_MOST_ADDING = 20_000_000  # added tokens times the runs in which they are added
+_MOST_ADDING = 20_000_000  # number of added tokens times the number of runs in which they are added
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _additional(directory: Path, config: Mapping[str, Any]) -> list[Any]:
 
 
 def check_types(config: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a setting of another type."""
+    """Raise a ConfigError for a setting of the wrong type."""
     for name, kind in _TYPES.items():
         value = config.get(name)
         if value is not None and not isinstance(value, kind):
@@ -115,7 +115,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # In runs, because the order gives the ids and older releases of the library read no flag in add_tokens
+    # In runs, because the order determines the ids, and add_tokens ignores the flag `special` in older releases
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
         raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")

@@ -1,4 +1,4 @@
-"""Reading of untrusted tokenizer.json files. On damaged files, the Rust library panics or uses up all memory."""
+"""Read untrusted tokenizer.json files. Damaged files can make the Rust library panic or use up all memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import tokenizers
 from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.json_file import json_object, read_file
 
-LARGEST = 50_000_000  # bytes; known checkpoints have at most 35 MB
-_MOST_ADDED = 1000  # tokens added around a text, such as BOS and EOS
-_MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen a text
+LARGEST = 50_000_000  # bytes; the largest known file is 35 MB
+_MOST_ADDED = 1000  # tokens added around the text, such as BOS and EOS
+_MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the text
 
-# Escapes and character classes, which do not contain operators, and single characters.
+# Matches an escape, a character class (neither contains operators) or any other character.
 _REGEX = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 # The Rust library does not validate this table; its key may be written with escapes.
 _CHARSMAP, _ESCAPE = b"precompiled_charsmap", re.compile(rb"\\u00[2-7]")
@@ -70,7 +70,7 @@ def probe(source: str, backend: tokenizers.Tokenizer) -> None:
 
 @contextlib.contextmanager
 def library_errors(source: str) -> Iterator[None]:
-    """Convert exceptions of the library to errors whose message begins with `source`.
+    """Convert the library's exceptions to errors with a message that begins with `source`.
 
     Raises:
         ConfigError: the library failed.
@@ -88,7 +88,7 @@ def library_errors(source: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_panic_messages() -> Iterator[None]:
-    """If the block fails, drop its output to stderr: Rust prints panics, which become errors anyway."""
+    """If the block fails, discard what it wrote to stderr: Rust prints panics, which are reported as errors anyway."""
     try:
         stderr = os.dup(2)
     except OSError:  # closed
@@ -107,7 +107,7 @@ def _without_panic_messages() -> Iterator[None]:
 
 
 def _check_charsmaps(file: Path, content: Any) -> None:
-    """Reject a table that states a size larger than itself, because the library would allocate that much."""
+    """Reject a table that claims to be larger than it is, because the library would allocate the claimed size."""
     for node in _objects(content):
         charsmap = node.get("precompiled_charsmap")
         if charsmap is not None and not _fits(charsmap):
@@ -132,7 +132,7 @@ def _fits(charsmap: Any) -> bool:
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    """Return an upper bound for the factor by which a normalizer or decoder lengthens a text."""
+    """Return an upper bound on the factor by which a normalizer or decoder lengthens the text."""
     if part.get("type") == "Sequence":
         return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
     if part.get("type") == "Replace":
@@ -144,9 +144,9 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def _is_explosive(pattern: str) -> bool:
-    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated, which may take exponential time."""
-    inner = [False]  # for each open group, True if it has one of these
-    closed = False  # True if the group that has just ended has one
+    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated, which can take exponential time."""
+    inner = [False]  # for each open group, True if it contains one of these
+    closed = False  # True if the group that has just ended contains one
     for token in _REGEX.findall(pattern):
         if token in "*+{" and closed:
             return True

@@ -1,4 +1,4 @@
-"""Decoding of UTF-8 text and its lines."""
+"""Decode and encode UTF-8 text, and split it into lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def encoded(source: str, text: str) -> bytes:
     """Encode text as UTF-8.
 
     Raises:
-        InputError: the text has half of a surrogate pair; the message begins with `source`.
+        InputError: the text contains half of a surrogate pair; the message begins with `source`.
     """
     try:
         return text.encode("utf-8")
@@ -32,9 +32,9 @@ def encoded(source: str, text: str) -> bytes:
 
 
 def text_lines(source: str, data: bytes) -> list[tuple[int, str]]:
-    """Return the lines that are not empty, with their numbers, counted from 1.
+    """Return the non-empty lines with their numbers, counted from 1.
 
-    Lines only end at `\\n` or `\\r\\n`: other separators, such as U+2028, are part of the text. A byte-order mark at
+    Lines end only at `\\n` or `\\r\\n`; other separators, such as U+2028, are part of the text. A byte-order mark at
     the beginning is skipped.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The state of a training run on disk. Each process writes its own parts; a killed write leaves the previous state."""
+"""A training run's state on disk. Each process writes its own parts; a killed write leaves the previous one."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def write_state(directory: Path, state: Any, step: int, settings: str) -> None:
 
 
 def has_state(directory: Path, settings: str) -> bool:
-    """Return whether `write_state` wrote a state of this run.
+    """Return True if `write_state` has written a state of this run.
 
     Raises:
-        InputError: the state belongs to a run with other settings, or is damaged.
+        InputError: the state is from a run with different settings, or is damaged.
     """
     if not (directory / _STATES).is_dir():
         return False
@@ -59,7 +59,7 @@ def read_state(directory: Path, like: State) -> State:
 
     Args:
         directory: as in `write_state`.
-        like: the tree, with a `jax.ShapeDtypeStruct` with a sharding for each array.
+        like: the tree, with a `jax.ShapeDtypeStruct` (including a sharding) in place of each array.
 
     Raises:
         InputError: the state is damaged.
@@ -75,7 +75,7 @@ def remove_state(directory: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Prevent other processes from training in `directory`. Create it, and remove it at the end if it is empty.
+    """Create `directory` and keep other processes from training in it; remove it at the end if it is empty.
 
     Raises:
         InputError: another process is training there.

@@ -1,4 +1,4 @@
-"""Texts and conversations as rows of training data."""
+"""Convert texts and conversations to rows of training data."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ IGNORED = -100  # the label of tokens that do not contribute to the loss
 
 
 class Example(NamedTuple):
-    """One text: its ids and its labels. A label is the token's id or `IGNORED`. The first label is never used."""
+    """The ids and labels of a text. A label is the token's id or `IGNORED`. The first label is never used."""
 
     ids: list[int]
     labels: list[int]
 
 
 def text_example(tokenizer: Tokenizer, text: str) -> Example:
-    """Return a plain text followed by the eos token, with labels for all tokens."""
+    """Return plain text followed by the eos token, with labels for all tokens."""
     ids = _ended(tokenizer, tokenizer.encode(text))
     return Example(ids, ids)
 
@@ -74,11 +74,11 @@ def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]
 def read_examples(file: str | Path, tokenizer: Tokenizer) -> list[Example]:
     """Read a JSONL file of `{"messages": [...]}`, `{"prompt": ..., "completion": ...}` or `{"text": ...}` lines.
 
-    If the tokenizer has a chat template, a prompt and its completion form a conversation. Otherwise they form one text
+    If the tokenizer has a chat template, a prompt and its completion form a conversation. Otherwise, they form a text
     in which only the completion has labels.
 
     Raises:
-        InputError: a line is not valid; the message has the line number.
+        InputError: a line is invalid; the message gives the line number.
     """
     examples = []
     for number, line in text_lines(str(file), Path(file).read_bytes()):
@@ -132,9 +132,9 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens. Each goes into the first of the last 64 rows with enough space.
+    """Pack examples into rows of `width` tokens; each goes into the first of the last 64 rows that has enough space.
 
-    Returns the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
+    Return the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
 
     Raises:
         InputError: `width` is less than 2.
@@ -174,9 +174,9 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
 
 
 def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
-    """Return `batches(step)`: `rows` rows of the data, in a new order in each epoch.
+    """Return a function `batches(step)` that returns `rows` rows of the data, in a new order in each epoch.
 
-    The batch of a step depends only on the arguments. The last batch of an epoch is filled with rows of the next epoch.
+    Each batch depends only on the arguments. The last batch of an epoch is filled up with rows from the next epoch.
 
     Raises:
         InputError: there is no data, or `rows` is less than 1.

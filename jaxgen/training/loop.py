@@ -1,4 +1,4 @@
-"""Training: the loss of the forward pass, a pure step on optax, and a loop that resumes after being killed.
+"""Training: the loss, a pure step built on optax, and a loop that resumes after being killed.
 
 The step is a function of a state and a batch; jit it and call it in your own loop:
 
@@ -34,11 +34,11 @@ from jaxgen.training.lora import attach
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Settings of training: AdamW (arXiv 1711.05101) with gradient clipping, linear warm-up and cosine decay.
+    """Training settings: AdamW (arXiv 1711.05101) with gradient clipping, linear warm-up and cosine decay.
 
     Attributes:
         steps: the total number of optimizer steps.
-        learning_rate: the peak, reached after `warmup` steps.
+        learning_rate: the peak rate, reached after `warmup` steps.
         warmup: the number of steps over which the rate rises linearly from 0.
         final_rate: the rate at the end, as a fraction of the peak.
         b1: AdamW's b1.
@@ -47,7 +47,7 @@ class TrainConfig:
         weight_decay: AdamW's weight decay, applied only to matrices, not to biases and norms.
         clip: the maximum global norm of the gradient.
         accumulate: the number of equal micro-batches per step; the gradient is still that of the whole batch.
-        dtype: the dtype of the forward and backward pass; the trained weights stay float32.
+        dtype: the dtype of the forward and backward passes; the trained weights stay float32.
         remat: recompute each layer in the backward pass, which saves memory but takes more time.
         lora_scale: the factor applied to low-rank updates, if they are trained.
         seed: the seed for dropout.
@@ -108,10 +108,10 @@ def _matrices(params):
 
 @flax.struct.dataclass
 class TrainState:
-    """State that a training step changes.
+    """State that a training step updates.
 
     Attributes:
-        params: float32, the trained parameters: the model's parameters, or low-rank updates of them.
+        params: float32, the trained parameters: the model's parameters, or low-rank updates to them.
         optimizer: optax's state.
         step: int32[], the number of completed steps.
     """
@@ -183,7 +183,7 @@ def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = F
 def train_step(
     state: TrainState, batch: TrainBatch, frozen=None, *, model: ModelConfig, cfg: TrainConfig
 ) -> tuple[TrainState, Metrics]:
-    """Take one step: a pure function; jit it with `model` and `cfg` as constants.
+    """Take one training step. This is a pure function; jit it with `model` and `cfg` as constants.
 
     Args:
         state: the state before the step; donate it if it is not needed again.
@@ -245,23 +245,23 @@ def train(
     report_every: int = 10,
     report: Callable[[str], None] | None = None,
 ):
-    """Train and return the trained parameters, float32.
+    """Train, and return the trained parameters in float32.
 
     Args:
         params: the initial values: the model's parameters or low-rank updates.
-        batches: returns the batch of a step. Resuming requires that it return the same batch for the same step.
+        batches: returns the batch for a step. Resuming requires that it return the same batch for the same step.
         model: the model's config.
         cfg: the settings.
         frozen: as in `train_step`.
         directory: the state is saved here every `save_every` steps. Several processes save it in parts, so they must
-            share the directory. A killed run resumes from this state and gives bit-identical results.
-        run: identifies everything else that the result depends on; a state of another run in `directory` is an error.
+            share the directory. A killed run resumes from this state, with bit-identical results.
+        run: identifies everything else that the result depends on. A state from a different run is an error.
         save_every: the number of steps between saved states.
         report_every: the number of steps between reports.
-        report: called with a line of progress.
+        report: called with each line of progress.
 
     Raises:
-        InputError: `directory` has the state of a run with other settings, or a damaged state.
+        InputError: the state in `directory` is from a run with different settings, or is damaged.
         ConfigError: the settings made the loss infinite or NaN.
     """
     settings, mesh = _settings(model, cfg, run), mesh_of((params, frozen))
@@ -274,7 +274,7 @@ def train(
     meter = _Meter(cfg.steps, report or (lambda line: None))
     for step in range(int(state.step), cfg.steps):
         batch = batches(step)
-        tokens = int(np.sum(np.asarray(batch.segments) > 0))  # counted before the rows are divided over processes
+        tokens = int(np.sum(np.asarray(batch.segments) > 0))  # counted before the rows are split across processes
         batch = jax.device_put(batch) if mesh is None else place_rows(batch, mesh)
         state, metrics = _step(state, batch, frozen, model=model, cfg=cfg)
         meter.count(metrics, tokens)
@@ -290,10 +290,10 @@ _step = Program(train_step, static_argnames=["model", "cfg"], donate_argnames=["
 
 
 def can_resume(directory: Path, *, model: ModelConfig, cfg: TrainConfig, run: str = "") -> bool:
-    """Return whether `train` with these arguments would resume from a state in `directory`.
+    """Return True if `train` with these arguments would resume from a state in `directory`.
 
     Raises:
-        InputError: the state belongs to a run with other settings, or is damaged.
+        InputError: the state is from a run with different settings, or is damaged.
     """
     return has_state(directory, _settings(model, cfg, run))
 
@@ -304,7 +304,7 @@ def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
 
 def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
     """Return the mean cross-entropy per label of `data`, computed in `dtype`, `rows` rows at a time."""
-    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # fill the last batch with empty rows: one program suffices
+    lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # add empty rows to the last batch, so that one program suffices
     ids, segments = np.pad(data.ids, lacking), np.pad(data.segments, lacking)
     labels = np.pad(data.labels, lacking, constant_values=-100)
     total = count = 0.0

@@ -11,18 +11,18 @@ from jaxgen.errors import ConfigError, InputError
 from jaxgen.model.causal_lm import FUSED
 from jaxgen.model.lowrank import LowRank
 
-# The projections of every layer. Embeddings and head stay unchanged.
+# The projections of every layer. The embeddings and the head stay unchanged.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
-    """Return updates for the named projections of all layers. A is random and B is zero, so nothing changes yet.
+    """Return updates for the named projections of all layers; A is random and B is zero, so the model is unchanged.
 
-    The tree is that of `params`, with `{"a": float32[r, in], "b": float32[out, r]}` in place of each projection.
+    The updates are nested like `params`, with `{"a": float32[r, in], "b": float32[out, r]}` for each projection.
 
     Raises:
         ConfigError: the rank is below 1, or a target is not in `TARGETS`.
-        InputError: `jaxgen.fuse_projections` has fused some of the projections.
+        InputError: some projections were fused by `jaxgen.fuse_projections`.
     """
     if rank < 1:
         raise ConfigError(f"the rank must be at least 1, got {rank}")

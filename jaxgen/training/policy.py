@@ -1,7 +1,7 @@
-"""Objectives of policy-gradient training, as pure functions of log-probabilities: GRPO, PPO, DAPO.
+"""Objectives for policy-gradient training (GRPO, PPO, DAPO) as pure functions of log-probabilities.
 
 Dimensions: B answers, G per prompt, in N columns of tokens. Masks are True for generated tokens. All log-probabilities
-refer to the distribution from which tokens were drawn: `output_logprobs="scores"` of `generate`, and
+refer to the distribution from which tokens were sampled: `output_logprobs="scores"` of `generate`, and
 `score(..., of="scores")` for the parameters being trained.
 """
 
@@ -18,16 +18,16 @@ _MOST_LOG_RATIO = 20.0  # keeps exp finite in float32, as in verl
 def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps: float = 1e-4) -> jax.Array:
     """Return GRPO's advantage: how much better each answer is than the other answers to the same prompt.
 
-    (r - mean) / (std + eps), with the sample standard deviation of the group (arXiv 2402.03300; eps as in TRL).
+    It is (r - mean) / (std + eps), with the sample standard deviation of the group (arXiv 2402.03300; eps as in TRL).
 
     Args:
         rewards: float32[B], the G answers of prompt 0, then those of prompt 1, in the order that `generate` returns.
         group: G, at least 2.
-        divide: divide by the standard deviation; if False, this is the advantage of Dr. GRPO (arXiv 2503.20783).
+        divide: divide by the standard deviation; if False, the result is Dr. GRPO's advantage (arXiv 2503.20783).
         eps: added to the standard deviation.
 
     Returns:
-        float32[B]; 0 for all answers of a group with equal rewards.
+        float32[B]; 0 for all answers in a group with equal rewards.
     """
     if group < 2:
         raise ConfigError(f"group must be at least 2, got {group}: a single answer cannot be compared with others")
@@ -55,14 +55,14 @@ def clipped_objective(
 ) -> jax.Array:
     """Return PPO's clipped objective for each token, to be maximized (arXiv 1707.06347).
 
-    min(ratio A, clip(ratio, 1 - low, 1 + high) A) with the ratio exp(logprobs - old).
+    It is min(ratio A, clip(ratio, 1 - low, 1 + high) A), where the ratio is exp(logprobs - old).
 
     Args:
         logprobs: float32[B, N], under the parameters being trained.
-        old: float32[B, N], under the parameters at the start of the step; without gradients.
+        old: float32[B, N], under the parameters at the start of the step; no gradient flows through them.
         advantage: float32[B], or float32[B, N].
         low: how far the ratio may fall below 1.
-        high: how far it may rise above 1, `low` by default; DAPO uses 0.28 (arXiv 2503.14476).
+        high: how far the ratio may rise above 1, `low` by default; DAPO uses 0.28 (arXiv 2503.14476).
     """
     advantage = advantage[:, None] if advantage.ndim == 1 else advantage
     ratio = jnp.exp(_bounded(logprobs - jax.lax.stop_gradient(old)))
@@ -77,7 +77,7 @@ def importance_weight(trainer: jax.Array, sampler: jax.Array, *, most: float = 2
     differently or has older weights (Ionides 2008, Truncated Importance Sampling; verl's `rollout_is="token"`).
 
     Args:
-        trainer: float32[B, N], under the parameters that drew the tokens, computed by the trainer.
+        trainer: float32[B, N], under the parameters that sampled the tokens, computed by the trainer.
         sampler: float32[B, N], computed by the sampler.
         most: the largest weight.
     """
@@ -85,7 +85,7 @@ def importance_weight(trainer: jax.Array, sampler: jax.Array, *, most: float = 2
 
 
 def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Array:
-    """Estimate KL(policy || other) at each token that the policy drew (http://joschu.net/blog/kl-approx.html).
+    """Estimate KL(policy || other) at each token that the policy sampled (http://joschu.net/blog/kl-approx.html).
 
     Args:
         logprobs: float32[B, N], under the policy.

@@ -12,7 +12,7 @@ from tests.support.tokenizers import byte_level_backend, save
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """A model that counts: after A comes B, and after a token beyond the first 64, the first one, "!"."""
+    """Save a counting model, in which "B" follows "A" and any token after the first 64 is followed by token 0, "!"."""
     folder = tmp_path_factory.mktemp("command") / "counting"
     cfg = counting_config(vocab_size=len(Tokenizer(byte_level_backend())))
     save_hf(counting_params(cfg), cfg, folder)
@@ -26,7 +26,7 @@ def copy(checkpoint, tmp_path) -> Path:
 
 @pytest.fixture
 def run(capsys):
-    """Run the command in this process; returns its exit status and what it wrote."""
+    """Return a function that runs the command in this process and returns its status, stdout and stderr."""
 
     def run(*arguments) -> tuple[int, str, str]:
         status = cli.main([str(argument) for argument in arguments])
@@ -37,7 +37,7 @@ def run(capsys):
 
 @pytest.fixture
 def refused(run):
-    """Run the command, which must say what is wrong in one line and nothing else; returns the line."""
+    """Return a function that runs a command, checks that all it prints is a one-line error, and returns that line."""
 
     def refused(*arguments) -> str:
         status, out, err = run(*arguments)

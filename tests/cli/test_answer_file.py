@@ -1,4 +1,4 @@
-"""The file of --output: whatever interrupts its writers, nothing is lost and nothing is there twice."""
+"""The --output file: an interrupted writer neither loses nor duplicates an answer."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_the_file_of_another_run_is_refused(target, name, place):
         write(target, run={**RUN, name: "another"})
     assert files(target) == [place]
     assert target.with_name(place).read_bytes() == partial(1)
-    target.with_name(place).write_bytes(header())  # it has no answers
+    target.with_name(place).write_bytes(header())  # a header without answers
     write(target, run={**RUN, name: "another"})
     assert target.read_bytes() == WHOLE
 
@@ -103,8 +103,8 @@ class TestShards:
         assert target.read_bytes() == WHOLE
         assert files(target) == ["answers"]
 
-    def test_another_number_of_shards_continues(self, target):
-        target.with_name("answers.1-of-3.partial").write_bytes(partial(1, 4, 7)[:-9])  # 7 is torn
+    def test_a_different_number_of_shards_continues(self, target):
+        target.with_name("answers.1-of-3.partial").write_bytes(partial(1, 4, 7)[:-9])  # prompt 7's line is cut short
         target.with_name("answers.2-of-3.partial").write_bytes(partial(2))
         assert write(target, shard=Shard(0, 2)) == 3
         assert target.with_name("answers.0-of-2.partial").read_bytes().count(b"\n") == 1 + 8
@@ -184,7 +184,7 @@ ROUNDING = {"--dtype": "bfloat16", "--slots": 32, "--device": "cpu", "--mesh": "
 
 
 @pytest.mark.parametrize(("name", "before"), [("--slots", 8), ("--device", "NVIDIA H100"), ("--mesh", "1x8")])
-def test_another_rounding_is_accepted_with_a_warning_in_16_bits(target, own, capsys, name, before):
+def test_different_rounding_in_16_bits_is_accepted_with_a_warning(target, own, capsys, name, before):
     def resume(before, now, answered=10):
         target.unlink(missing_ok=True)
         own.write_bytes(partial(*range(answered), run=before))
@@ -201,8 +201,8 @@ def test_another_rounding_is_accepted_with_a_warning_in_16_bits(target, own, cap
     assert "in float16" in resume(begun | {"--dtype": "float16"}, RUN | ROUNDING | {"--dtype": "float16"})
     assert resume(RUN | ROUNDING, RUN | ROUNDING) == ""
     assert resume(begun | {"--dtype": "float32"}, RUN | ROUNDING | {"--dtype": "float32"}) == ""
-    assert resume(begun, RUN | ROUNDING, answered=0) == ""  # nothing to continue
-    assert resume(begun, RUN | ROUNDING, answered=20) == ""  # nothing to add
+    assert resume(begun, RUN | ROUNDING, answered=0) == ""  # no answers to keep
+    assert resume(begun, RUN | ROUNDING, answered=20) == ""  # all prompts are answered
 
 
 def test_a_run_that_had_several_forms_remembers_them(target, own, capsys):
@@ -215,7 +215,7 @@ def test_a_run_that_had_several_forms_remembers_them(target, own, capsys):
 
     assert "was begun with" not in interrupted(small, 1)
     assert "--slots 32:" in interrupted(large, 2)
-    assert "--slots 8:" in interrupted(small, 3)  # although it began with this one
+    assert "--slots 8:" in interrupted(small, 3)  # the file records both values of --slots
     write(target, run=small)
     assert target.read_bytes() == WHOLE
 
@@ -234,8 +234,8 @@ def test_a_place_that_cannot_be_written(tmp_path, name):
     assert module.recorded(tmp_path / name) == {}
 
 
-def test_another_writer_was_faster(target, monkeypatch):
-    """Two processes find that no prompt is left; the other one has the lock first."""
+def test_a_different_writer_was_faster(target, monkeypatch):
+    """Two processes find that no prompt is left, and the other one acquires the lock first."""
     lock = module._locked
 
     def late(stream, operation):

@@ -1,4 +1,4 @@
-"""Values that an option does not accept, as a class: each is one line and status 2, before any weights are read."""
+"""Invalid option values: each ends with status 2 and a one-line error, before any weights are read."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ NUMBERS = ["", "\0", "\udcff", "x", "nan", "-1e999", "0x10", "[1]", "null", "tru
 WHOLE = [*NUMBERS, "2.5", "1e3", str(2**31), str(-(2**31) - 1), HUGE, "-7"]
 JSON = ["", "\0", "\udcff", "{}}", "NaN", "[" * 100_000, '"x"', "1.5", '["x"]', "[null]", HUGE, "[true]", '{"a": 1}']
 WORDS = ["", "\0", "\udcff", "x", "[1]", "null", "1.5", "True"]
-# Every value of each of these is refused by some options and accepted by others.
+# Some options accept these values, and others refuse them.
 SOME = ["[]", "{}", "[[]]", "[1]", "[-1]", "[100000]", "[[1, 2], [3]]", "[[[1], 0.5]]", '[[[1], "x"]]', "[[1, 99999]]"]
 SOME += ["[2147483648]", '{"bias": "x"}', "[[1, 2.5]]", "[[1, 1], [1, 1]]", "-1e-5", "0", "1", "0.5", "1e30", "[[[1]]]"]
 PATHS = ["", "\0", "x" * 5000, "nowhere", "."]
@@ -34,10 +34,10 @@ GROUPS = {
 
 
 def refused_by(option) -> list[str]:
-    """Values that an option does not accept, whatever the others are."""
+    """Return values that this option always refuses, whatever the other options are."""
     match option.kind:
         case Flag():
-            return []  # no value
+            return []  # a flag has no value
         case Text():
             return ["", "\udcff"]
         case OneOf() | Layers():
@@ -66,7 +66,7 @@ def stubbed(monkeypatch):
 
 
 def line_of(flag: str, value: str) -> str:
-    """Run the command with a value of an option; return the line that refuses it."""
+    """Run the command with this value of an option, and return the one-line error."""
     out, err, begin = io.StringIO(), io.StringIO(), time.process_time()
     prompt = ["A"] if flag not in ("--prompt", "--prompt-file", "--input") else []
     words = ["--", value] if flag == "--prompt" else [f"{flag}={value}"]

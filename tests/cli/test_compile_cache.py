@@ -1,4 +1,4 @@
-"""The command's compiled programs are kept on disk, in bounded room."""
+"""The command caches its compiled programs on disk, and limits the size of the cache."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def test_the_next_process_finds_them(tmp_path, checkpoint):
 
     kept = run(tmp_path / "home")
     assert kept
-    assert run(tmp_path / "home") == kept  # nothing was compiled again
+    assert run(tmp_path / "home") == kept  # nothing was recompiled
     assert not run(tmp_path / "other", "--no-compile-cache")
     (tmp_path / "file").write_text("")
-    run(tmp_path / "file")  # a home that cannot be written to
+    run(tmp_path / "file")  # the cache directory cannot be created

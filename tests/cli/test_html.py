@@ -1,4 +1,4 @@
-"""`--html`."""
+"""The option `--html`."""
 
 import json
 

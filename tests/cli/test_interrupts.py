@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: it ends the process at once (130 in a shell), and there is no other word."""
+"""Ctrl-C ends the process at once (with status 130 in a shell) and without any message, whenever it is pressed."""
 
 import os
 import random
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Says when Python has started and our first line comes.
+# Prints "!" when Python has started and is about to run our first line.
 START = "import sys; from jaxgen.__main__ import main; sys.stderr.write('!'); sys.stderr.flush(); main()"
 
 
 def interrupted(checkpoint, programs, after: float) -> tuple[int, str, str]:
-    """Start the command and interrupt it some seconds after its first line; it would take longer."""
+    """Start the command, which would run for a long time, and interrupt it `after` seconds after its first line."""
     words = ["--model", str(checkpoint), "--input", "-", "--max-new-tokens", "200", "--slots", "1"]
     pipe = subprocess.PIPE
     environment = {**os.environ, **programs, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -34,7 +34,7 @@ def interrupted(checkpoint, programs, after: float) -> tuple[int, str, str]:
 def check(checkpoint, programs, count: int, seed: int) -> None:
     rng = random.Random(seed)
     for number in range(count):
-        # Half of them while Python imports, where an exception would come from the middle of an extension.
+        # Half of the interrupts come while Python imports modules, when extensions could raise the exception.
         after = rng.uniform(0, 0.5) if number % 2 else rng.uniform(0, 4)
         status, out, err = interrupted(checkpoint, programs, after)
         assert (status, err) == (-signal.SIGINT, ""), f"after {after:.4f} s: {status} {err}"

@@ -22,7 +22,7 @@ from tests.support.tokenizers import CHATML, byte_level_backend, save
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# What is drawn: one program for all of it, as temperature, seed and length are arguments.
+# Options for sampling. All of these calls share one program, because temperature, seed and length are arguments.
 DRAWN = ("--dtype", "bfloat16", "--do-sample", "--temperature", 9, "--max-new-tokens", 20)
 
 
@@ -49,7 +49,7 @@ class TestText:
     def test_greedy(self, run, checkpoint):
         assert run("--model", checkpoint, "A", "--max-new-tokens", 5) == (0, "BCDEF\n", "")
 
-    def test_a_text_that_cannot_continue_is_printed_up_to_there(self, run, checkpoint):
+    def test_text_before_a_failure_is_printed(self, run, checkpoint):
         own = Tokenizer.from_pretrained(checkpoint).encode("BC")
         banned = [token for token in range(load_hf(checkpoint)[1].model.vocab_size) if token not in own]
         options = ("--suppress-tokens", json.dumps(banned), "--no-repeat-ngram-size", 1)
@@ -119,7 +119,7 @@ class TestText:
 
     @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
     def test_quantized(self, run, checkpoint, monkeypatch, platform):
-        """On a GPU, projections are fused too."""
+        """On a GPU, projections are also fused."""
         monkeypatch.setattr(cli, "default_device", lambda: types.SimpleNamespace(platform=platform))
         names = set()
 
@@ -191,7 +191,7 @@ class TestLength:
         assert np.max(asked) == 12
 
     @pytest.mark.slow
-    def test_no_more_than_the_model_holds(self, run, checkpoint):
+    def test_no_more_than_the_model_supports(self, run, checkpoint):
         assert len(run("--model", checkpoint, "A" * 500)[1]) - 1 == 12
 
     @pytest.mark.parametrize(("field", "value", "length"), [("max_new_tokens", 7, 7), ("max_length", 9, 6)])
@@ -210,7 +210,7 @@ class TestLength:
         assert run("--model", copy, "A")[1] == "BC\n"
         assert "C" not in run("--model", copy, "A@", option, 8)[1][:length]
 
-    def test_longer_than_the_model_holds(self, refused, checkpoint):
+    def test_longer_than_the_model_supports(self, refused, checkpoint):
         assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-new-tokens", 508)
         assert "at most 507" in refused("--model", checkpoint, "ABCDE", "--max-length", 513)
         assert "shorten it" in refused("--model", checkpoint, "A" * 512)
@@ -382,7 +382,7 @@ class TestMistakes:
             assert option in out
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals and pipes are POSIX's")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and pipes")
 class TestProcess:
     @pytest.mark.slow
     def test_closed_pipe(self, checkpoint, programs):
@@ -390,7 +390,7 @@ class TestProcess:
             assert command.stdout.read(1) == "B"
             command.stdout.close()
             assert command.stderr.read() == ""
-        assert command.returncode in (0, 141)  # 0: all was written before the pipe was closed
+        assert command.returncode in (0, 141)  # 0 if everything was written before the pipe was closed
 
     def test_interrupted_while_compiling(self, checkpoint):
         with process("--model", checkpoint, "A", JAX_LOG_COMPILES="1") as command:

@@ -1,4 +1,4 @@
-"""Requests of the command that memory cannot hold are refused before the weights are read."""
+"""The command refuses requests that do not fit in memory before it reads the weights."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def checkpoint(tmp_path) -> Path:
 
 @pytest.fixture
 def refusal(checkpoint, monkeypatch):
-    """Check a request of the tiny model with so many bytes free; return what the error says, "" without one."""
+    """Return a function that checks a request with `free` bytes of memory, and returns the error or ""."""
 
     def refusal(free: int | None, *, prompts=1, width=8, max_new_tokens=8, dtype=None, **options) -> str:
         monkeypatch.setattr(memory, "free_bytes", lambda device: free)
@@ -72,7 +72,7 @@ def test_mixed_dtypes(tmp_path):
     assert weights_bytes(path) == nbytes(load_hf(path)[0])
 
 
-def test_what_load_hf_refuses_is_refused(tmp_path, refusal):
+def test_inputs_that_load_hf_refuses_are_refused(tmp_path, refusal):
     with pytest.raises(CheckpointError, match="is not a directory"):
         check_memory(tmp_path / "absent", GenerationConfig(max_new_tokens=8), prompts=1, width=8)
     with pytest.raises(ConfigError, match="int8"):
@@ -85,12 +85,12 @@ def test_enough_or_unknown(refusal):
 
 
 def test_what_is_counted_is_needed(checkpoint, refusal):
-    """The weights and the cache that `generate` returns."""
+    """The estimate counts the weights and the cache that `generate` returns."""
     params, cfg = load_hf(checkpoint)
     out = generate(params, [[1, 2, 3]] * 2, None, cfg.replace(max_new_tokens=5))
     needed = nbytes(params) + nbytes(out.cache.kv)
     assert refusal(needed - 1, prompts=2, width=3, max_new_tokens=5)
-    lengths = 2 * 4  # that part of the cache is there for the prompts and for the rows
+    lengths = 2 * 4  # the cache's lengths are stored once for the prompts and once for the rows
     assert refusal(needed + lengths, prompts=2, width=3, max_new_tokens=5) == ""
 
 
@@ -118,7 +118,7 @@ def test_a_remedy_for_what_is_large(refusal, request_, remedy):
 
 
 def test_bfloat16_where_it_helps(refusal, checkpoint):
-    free = weights_bytes(checkpoint)  # which leaves nothing for the rest
+    free = weights_bytes(checkpoint)  # leaves nothing for the cache
     for dtype in (None, "float32"):
         assert refusal(free, dtype=dtype).endswith("is free: try --dtype bfloat16 or --quantize int8")
     assert refusal(free, dtype="bfloat16") == refusal(free, dtype="float16") == ""

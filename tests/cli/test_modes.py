@@ -1,4 +1,4 @@
-"""The command's other ways: a conversation, a file of prompts."""
+"""The command's other modes: conversations and files of prompts."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def talking(copy):
 
 @pytest.fixture
 def ending(copy):
-    """A model that ends with Z."""
+    """Make the saved model end its answers with Z."""
     eos = Tokenizer.from_pretrained(copy).encode("Z")[0]
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
     return copy
@@ -37,7 +37,7 @@ def ending(copy):
 
 @pytest.fixture
 def say(run, talking, monkeypatch):
-    """Hold a conversation with these lines; returns status, answers and notes."""
+    """Return a function that holds a conversation with these lines and returns the status, the answers and stderr."""
 
     def say(text, *options):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
@@ -47,14 +47,14 @@ def say(run, talking, monkeypatch):
 
 
 class TestChat:
-    # The model counts: after the newline that ends a prompt comes "!" and so on, whatever was said.
+    # The model counts: the newline that ends a prompt is followed by "!" and so on, whatever the prompt is.
     @pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
     @pytest.mark.slow
     def test_turns(self, say, turns):
         assert say("\n\n".join("ABC"[:turns])) == (0, '!"#$\n' * turns, "")
 
     @pytest.mark.slow
-    def test_the_cache_is_kept_and_says_the_same(self, say, talking, monkeypatch):
+    def test_the_cache_is_kept_and_changes_no_answer(self, say, talking, monkeypatch):
         asked = []
         generate = printing.generate
 
@@ -69,7 +69,7 @@ class TestChat:
         assert [cache is None for _, cache, _ in asked] == [True, False, False]
         assert asked[2][0] < asked[0][0] + len("and more")
         (talking / "generation_config.json").write_text('{"slots": 1}')
-        assert say("Hello\nand more\nand more", *options) == kept  # there is no cache
+        assert say("Hello\nand more\nand more", *options) == kept  # with slots, no cache is kept
         (talking / "generation_config.json").unlink()
         assert asked[5][0] > asked[4][0] > asked[3][0] == asked[0][0]
         del asked[3:]
@@ -77,7 +77,7 @@ class TestChat:
         def fresh(self):
             self._cache, self._text = None, ""
 
-        # A chat that forgets its cache before each turn says the same.
+        # A chat that drops its cache before each turn gives the same answers.
         ask = Chat.ask
         monkeypatch.setattr(Chat, "ask", lambda self, *arguments: fresh(self) or ask(self, *arguments))
         assert say("Hello\nand more\nand more", *options) == kept
@@ -191,7 +191,7 @@ class TestChat:
         ]
 
     @pytest.mark.slow
-    def test_another_value_compiles_nothing(self, say, monkeypatch):
+    def test_a_new_value_compiles_nothing(self, say, monkeypatch):
         counts, generate = [], printing.generate
 
         def counting(*arguments, **options):
@@ -317,7 +317,7 @@ class TestInput:
 
     @pytest.mark.slow
     def test_a_line_that_cannot_continue(self, run, checkpoint, tmp_path):
-        # Its n-grams of one token ban every token, in the order in which the model counts.
+        # Prompt "ABCDEFGHIJ" contains every token that is still allowed, so banning its 1-grams bans everything.
         tokenizer = Tokenizer.from_pretrained(checkpoint)
         letters = [tokenizer.decode([id]) for id in tokenizer.encode("ABCDEFGHIJ")]
         banned = [id for id in range(load_hf(checkpoint)[1].model.vocab_size) if id not in tokenizer.encode("CDEFGHIJ")]
@@ -408,7 +408,7 @@ class TestMeshes:
 
 
 class TestPrompts:
-    """A prompt that is not an argument."""
+    """Prompts that are not passed as an argument."""
 
     @pytest.mark.parametrize("arguments", [[], ["-"]])
     @pytest.mark.parametrize("text", ["AB", "AB\n", "AB\r\n", "\ufeffAB"])

@@ -1,4 +1,4 @@
-"""`jaxgen serve`: what it refuses before it loads anything, and a service from its start to SIGTERM."""
+"""`jaxgen serve`: what it refuses before it loads anything, and a service from startup to SIGTERM."""
 
 import os
 import re
@@ -44,11 +44,11 @@ def test_a_port_in_use(capsys):
 def test_a_service_from_start_to_end(tmp_path):
     command = [sys.executable, "-m", "jaxgen", "serve", "--port", "0", "--slots", "2", "--prompt-width", "64"]
     command += ["--max-new-tokens", "64", "--api-key", "one", "--api-key", "two", "--name", "mine"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # plugins for other devices may say what they lack
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # plugins for other devices may print warnings
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         found = (re.search(r"mine at (http://127\.0\.0\.1:\d+/v1)", line) for line in process.stderr)
-        url = next(filter(None, found))  # the lines end if the process does
+        url = next(filter(None, found))  # the lines end if the process exits
         with httpx.Client(base_url=url[1], headers={"Authorization": "Bearer two"}, timeout=60) as http:
             [card] = http.get("/models").json()["data"]
             assert (card["id"], card["max_model_len"]) == ("mine", 640)

@@ -1,4 +1,4 @@
-"""The start of the command: what it imports, and the user's files that it does not."""
+"""Startup of the command: what it imports, and which of the user's files it must not import."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_help_and_mistakes_import_no_jax():
     assert done.stderr.count("jaxgen: error: ") == 3
 
 
-# As pip writes it.
+# The entry script as pip writes it.
 SCRIPT = "import sys\nfrom jaxgen.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
@@ -63,7 +63,7 @@ def test_a_first_answer_needs_three_programs(run):
     jax.clear_caches()
     with compilations() as count:
         assert run("Tell me a story about an owl", "-n", 4)[0] == 0
-    assert count == [3]  # the prompt with the first token, the other steps, the end
+    assert count == [3]  # prefill with the first token, the other steps, and the end
 
 
 def test_the_key_is_jaxs():
@@ -73,7 +73,7 @@ def test_the_key_is_jaxs():
 
 
 def test_an_argument_in_utf_8_whatever_the_locale():
-    text = "Erzähl".encode().decode("ascii", "surrogateescape")  # as Python reads it where the locale is ASCII
+    text = "Erzähl".encode().decode("ascii", "surrogateescape")  # as Python reads it in an ASCII locale
     assert options.parse([text]).prompt == "Erzähl"
 
 
@@ -99,14 +99,14 @@ def test_debug_shows_what_is_compiled(run, checkpoint, monkeypatch):
     assert "compiling" not in run("--model", checkpoint, "A", "-n", 2)[2]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_stdout_that_cannot_be_written():
     command = [sys.executable, "-m", "jaxgen", "--help"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "jaxgen: error: No space left on device\n")
     closed = subprocess.run(["sh", "-c", f"{sys.executable} -m jaxgen --version >&-"], cwd=ROOT, capture_output=True)
-    assert (closed.returncode, closed.stderr) == (0, b"jaxgen 0.1.0\n")  # argparse's way
+    assert (closed.returncode, closed.stderr) == (0, b"jaxgen 0.1.0\n")  # this is what argparse does
     begin = subprocess.run(
         ["sh", "-c", f"{sys.executable} -m jaxgen --help | head -c 1"], cwd=ROOT, capture_output=True
     )

@@ -23,7 +23,7 @@ def talking(copy):
 
 @pytest.fixture
 def start(request, programs, tmp_path):
-    """Start the command in a terminal; where the test waits for compiling, programs are not kept and take long."""
+    """Return a function that starts the command in a terminal. Compiling is slow in tests that wait for it."""
     slow = {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_FLAGS": ""}
     kept = slow if "compiling" in request.node.name else programs
 
@@ -44,7 +44,7 @@ def test_a_conversation(start, talking, tmp_path):
         assert "--max-new-tokens 4" in terminal.wait_for(PROMPT)
         terminal.type("A\n")
         assert '!"#$' in terminal.wait_for(PROMPT)
-        terminal.type("\x1b[A\x1b[A0\n")  # the line before the last one, with 40 for 4
+        terminal.type("\x1b[A\x1b[A0\n")  # recalls the line before the last and changes 4 to 40
         assert "--max-new-tokens 40" in terminal.wait_for(PROMPT)
         terminal.type("/set max_new_tokens 400\n")
         terminal.wait_for(PROMPT)
@@ -77,7 +77,7 @@ def test_interrupts(start, talking, moment):
     with start("--model", talking, "--chat") as terminal:
         terminal.wait_for(moment)
         terminal.interrupt()
-        terminal.type("\x04")  # on a busy machine the interrupt may come too late: then there is a prompt
+        terminal.type("\x04")  # on a busy machine the answer may end before the interrupt, and the prompt is shown
         status = terminal.end()
         assert status == (0 if "/exit quits" in terminal.output else -signal.SIGINT)
         assert "Traceback" not in terminal.output
@@ -90,7 +90,7 @@ def test_interrupts_while_compiling(start, talking):
             terminal.wait_for(PROMPT)
             terminal.type("A\n")
             terminal.wait_for("compiling")
-            time.sleep(0.3)  # until the compiler is called
+            time.sleep(0.3)  # until the compiler is running
             key()
         assert "the message was dropped" in terminal.output
         assert terminal.end() == -signal.SIGQUIT
@@ -107,7 +107,7 @@ def test_progress_of_a_file(start, checkpoint, tmp_path):
         assert re.search(r" tokens/s, \d+% of 1 slots in use, 0:00:00 left", terminal.output)
         assert terminal.screen.strip() == ""
     assert len((tmp_path / "answers").read_text().splitlines()) == 3
-    with start(*options) as terminal:  # the answers themselves show the progress
+    with start(*options) as terminal:  # the printed answers already show the progress
         assert terminal.end() == 0
         assert " left" not in terminal.output
         assert [line[:2] for line in terminal.screen.splitlines() if line] == ['{"'] * 3

@@ -1,4 +1,4 @@
-"""The command `jaxgen train`: what it learns, what it writes, what it refuses, and that a kill costs nothing."""
+"""The command `jaxgen train`: what it learns, writes and refuses, and that it resumes after being killed."""
 
 import functools
 import json
@@ -61,7 +61,7 @@ def data(tmp_path) -> Path:
 
 @pytest.fixture
 def run(checkpoint, data, tmp_path, capsys):
-    """Run the command, by default to fine-tune `checkpoint` on `data`: its status and what it wrote to stderr."""
+    """Return a function that runs the command, by default to fine-tune `checkpoint` on `data`: status and stderr."""
     default = {"data": data, "model": checkpoint, "out": tmp_path / "out", "batch": 2, "width": 64, "steps": 8}
 
     def run(*words, **options) -> tuple[int, str]:
@@ -76,7 +76,7 @@ def run(checkpoint, data, tmp_path, capsys):
 
 
 def answers(path: Path) -> list[str]:
-    """The checkpoint's answers to the prompts it was trained on."""
+    """Return the checkpoint's answers to the prompts that it was trained on."""
     params, cfg = load_hf(path)
     tokenizer = Tokenizer.from_pretrained(path)
     batch = tokenizer.chat([[{"role": "user", "content": prompt}] for prompt, _ in CHATS])
@@ -241,7 +241,7 @@ class TestGoingOn:
 
     @pytest.mark.slow
     def test_killed_at_random_moments(self, checkpoint, data, tmp_path):
-        """Kill the command at random moments, also while it writes; whatever finishes has the same bytes."""
+        """A command killed at random moments, even while it writes, resumes and writes bit-identical files."""
 
         def start(out: Path) -> subprocess.Popen:
             words = f"--model {checkpoint} --data {data} --out {out} --steps 150 --batch 2 --width 64 --save-every 1"
@@ -355,7 +355,7 @@ class TestMistakes:
 
 class TestParts:
     MODEL = model_config(**SMALL)
-    CFG = TrainConfig(steps=8, learning_rate=finetune.FULL_RATE, weight_decay=0.0)  # the command's, here by default
+    CFG = TrainConfig(steps=8, learning_rate=finetune.FULL_RATE, weight_decay=0.0)  # the command's defaults
 
     def rows(self, count: int = 3) -> TrainBatch:
         rows = pack([text_example(byte_level(), text) for pair in CHATS * 2 for text in pair], 64)[0]
@@ -381,8 +381,8 @@ class TestParts:
             batch = jax.tree.map(lambda leaf: leaf[:1, :8], self.rows())
             return step.lower(begin, batch, params).compile().memory_analysis().temp_size_in_bytes
 
-        layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * SMALL["intermediate_size"]  # weights that are updated
-        assert taken(5) - taken(1) < 4 * layer  # a copy in bfloat16 would be twice that, in float32 four times
+        layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * SMALL["intermediate_size"]  # weights that get updates
+        assert taken(5) - taken(1) < 4 * layer  # a copy would take 2 * layer in bfloat16, 4 * layer in float32
 
     def test_training_lets_go_of_what_it_begins_with(self):
         alive = []

@@ -1,4 +1,4 @@
-"""Lines of a terminal that break at words."""
+"""Word wrapping in a terminal."""
 
 import contextlib
 import os
@@ -20,13 +20,13 @@ LINK = "https://example.com/" + "x" * 10
 
 
 def wrapped(*pieces: str, columns: int = 20) -> list[str]:
-    """The rows of the text, as far as they are broken by newlines."""
+    """Return the wrapped text, split at newlines."""
     wrapper = Wrapper()
     return ("".join(wrapper.put(piece, columns) for piece in pieces) + wrapper.end()).split("\n")
 
 
 @given(st.lists(st.from_regex(r"\A[a-z]{1,10}( |  |\n)\Z"), max_size=40), st.integers(10, 30), st.integers(1, 9))
-def test_words_in_any_pieces_are_wrapped_as_textwrap_does(words, columns, size):
+def test_words_split_in_any_way_are_wrapped_like_textwrap(words, columns, size):
     text = "".join(words)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     lines = [textwrap.wrap(line, columns) or [""] for line in text.split("\n")]
@@ -84,7 +84,7 @@ def test_a_word_is_returned_when_its_place_is_known():
 
 @contextlib.contextmanager
 def on_a_terminal():
-    """Replace stdout by a terminal of 20 columns; yield it and a function that expects a text on it."""
+    """Replace stdout with a terminal of 20 columns; yield it and a function that checks the text shown."""
     own, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 20))
 
@@ -100,7 +100,7 @@ def on_a_terminal():
 
 
 def stream(text: str, **more) -> Printer:
-    """Print an answer as it is generated, up to its end."""
+    """Print an answer as if it were being generated, except for its end."""
     session: Any = SimpleNamespace(tokenizer=byte_level(), generate_kwargs=more)
     printer = Printer(session)
     printer.put([0])  # the prompt

@@ -39,7 +39,7 @@ def test_fields_and_defaults_are_those_of_transformers():
     assert {name: getattr(cfg, name) for name in DEFAULTS_441} == DEFAULTS_441
 
 
-def test_an_eos_token_outside_the_vocabulary_is_refused_where_the_user_gives_it():
+def test_an_eos_token_outside_the_vocabulary_is_refused_if_the_user_sets_it():
     model, smaller = model_config(vocab_size=50), model_config(vocab_size=30)
     for ids in (50, [1, 50], [[1], [50]], np.array([1, 50]), jnp.array([50])):
         for make in (
@@ -52,7 +52,7 @@ def test_an_eos_token_outside_the_vocabulary_is_refused_where_the_user_gives_it(
     cfg = GenerationConfig(model=model, eos_token_id=[1, 49])
     with pytest.raises(ConfigError, match="the vocabulary is 0 to 29"):
         cfg.replace(model=smaller)
-    stray = GenerationConfig.from_hf({"eos_token_id": 50}, model)  # as some checkpoints have it
+    stray = GenerationConfig.from_hf({"eos_token_id": 50}, model)  # some checkpoints do this
     assert stray.replace(temperature=0.5, do_sample=True).eos_token_id == 50
     assert jax.tree.map(lambda leaf: leaf, stray) == stray
 
@@ -294,13 +294,13 @@ def test_unread_values_of_the_checkpoint_draw_no_warning(copied):
     checkpoint = copied(GenerationConfig.from_hf(SAMPLING))
     for fields in ({}, {"num_beams": 4}, {"penalty_alpha": 0.6, "top_k": 4}, {"min_new_tokens": 3}):
         assert warnings_of(checkpoint.replace(do_sample=False, **fields)) == []
-    mine = checkpoint.replace(do_sample=False, temperature=0.5)  # the same value, but of the user
+    mine = checkpoint.replace(do_sample=False, temperature=0.5)  # the checkpoint's value, but now set by the user
     assert warnings_of(copied(mine)) == ["greedy_search does not read temperature=0.5"]
     assert warnings_of(mine.replace(top_p=0.5, temperature=None)) == ["greedy_search does not read top_p=0.5"]
     assert warnings_of(GenerationConfig(temperature=0.5)) == ["greedy_search does not read temperature=0.5"]
 
 
-def test_who_set_a_value_is_not_part_of_the_config():
+def test_the_origin_of_a_value_is_not_part_of_the_config():
     checkpoint, mine = GenerationConfig.from_hf(SAMPLING), GenerationConfig(**SAMPLING)
     assert checkpoint == mine
     assert repr(checkpoint) == repr(mine)
@@ -316,7 +316,7 @@ def test_who_set_a_value_is_not_part_of_the_config():
 @pytest.mark.parametrize(
     ("name", "value"), [("use_cache", False), ("cache_implementation", "offloaded"), ("low_memory", True)]
 )
-def test_what_is_not_offered_is_refused_at_once_and_read_from_a_checkpoint(name, value):
+def test_unsupported_options_are_refused_but_accepted_from_a_checkpoint(name, value):
     for make in (GenerationConfig, GenerationConfig().replace):
         with pytest.raises(ConfigError, match=f"{name}={value!r} is not offered: [^.]*$"):
             make(**{name: value})
@@ -404,7 +404,7 @@ def test_ids_become_tables_whose_sizes_are_rounded_up(name, case):
     assert jax.tree.leaves(GenerationConfig(**{name: per_prompt}).replace(top_k=0))[-1].shape[0] == 2
     with pytest.raises(ConfigError, match=f"{name} has one value per prompt"):
         GenerationConfig(**{name: per_prompt}).to_hf()
-    # What jit gives back is the same config, and its fields can be set again.
+    # jit returns the same config, and its fields can still be set.
     for given in (cfg, GenerationConfig(**{name: per_prompt})):
         through = jax.jit(lambda cfg: cfg.replace(temperature=0.5))(given)
         assert through.replace(temperature=1.0) == given
@@ -436,7 +436,7 @@ def test_every_record_is_consistent(option):
 
 
 class Placeholder:
-    """Takes the place of an array, as jax does when it describes a program's arguments."""
+    """A stand-in for an array, like those that jax uses to describe a program's arguments."""
 
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS.values() if o.kind.traced and o.examples], ids=lambda o: o.name)

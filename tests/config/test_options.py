@@ -1,4 +1,4 @@
-"""Every option works, is refused by its name, or draws a warning where the mode does not read it."""
+"""Every option works, is refused by name, or warns if the mode does not read it."""
 
 from pathlib import Path
 
@@ -34,12 +34,12 @@ def run(prompt=3, **fields):
 
 
 def tokens(*expected):
-    """The option makes the tokens these, where they are 4, 5, 6, 7 without it."""
+    """Return a check that the option changes the tokens from 4, 5, 6, 7 to these."""
     return lambda out: generated(out, 0) == list(expected)
 
 
 def kept(count):
-    """Sampling draws from so many tokens."""
+    """Return a check that sampling draws from `count` tokens."""
     return lambda out: int(np.isfinite(out.scores[0, 0]).sum()) == count
 
 
@@ -65,7 +65,7 @@ WORKS = {
     "top_h": (SAMPLED | {"top_h": 0.5}, kept(1)),
     "repetition_penalty": ({"prompt": [4, 3], "repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
     "encoder_repetition_penalty": ({"prompt": [5, 3], "encoder_repetition_penalty": 5.0}, tokens(5, 6, 7, 8)),
-    # Negative values make the first generated token likelier; tokens of the prompt, as 9 is, are not counted.
+    # Negative values make the first generated token more likely. Tokens of the prompt, like 9, are not counted.
     "frequency_penalty": ({"prompt": [9, 3], "frequency_penalty": -30.0}, tokens(4, 4, 4, 4)),
     "presence_penalty": ({"prompt": [9, 3], "presence_penalty": -30.0}, tokens(4, 4, 4, 4)),
     "no_repeat_ngram_size": ({"prompt": [3, 4, 3], "no_repeat_ngram_size": 2}, tokens(5, 6, 7, 8)),
@@ -90,7 +90,7 @@ WORKS = {
     "forced_decoder_ids": ({"forced_decoder_ids": [[2, 20]]}, tokens(4, 20, 21, 22)),
     "sequence_bias": ({"sequence_bias": {(4, 6): 15.0, (8,): -15.0}}, tokens(4, 6, 7, 9)),
     "guidance_scale": (
-        # The last token of the prompt alone is what is guided away from: the first step stays, by its rank
+        # Guidance moves away from the prompt's last token, here the whole prompt. The scores are only normalized.
         {"guidance_scale": 1.5, "output_scores": True},
         lambda out: bool(jnp.isclose(jax.nn.logsumexp(out.scores[0, 0]), 0.0, atol=1e-5)),
     ),
@@ -148,7 +148,7 @@ WORKS = {
         {"prompt": [4, 5, 6, 7, 3], "prompt_lookup_num_tokens": 2},
         lambda out: generated(out, 0) == [4, 5, 6, 7] and (int(out.drafted[0]), int(out.accepted[0])) == (2, 2),
     ),
-    # The most likely token, 4, is in the prompt: it is as similar to an earlier token as can be.
+    # The most likely token, 4, is in the prompt, so its similarity to an earlier token is as high as possible.
     "penalty_alpha": ({"prompt": [4, 3], "penalty_alpha": 0.9, "top_k": 2}, tokens(5, 6, 7, 8)),
     "constraints": (
         {"num_beams": 2, "constraints": [PhrasalConstraint([9, 8]), DisjunctiveConstraint([[20], [30]])]},
@@ -178,7 +178,7 @@ REFUSED = {
     "max_cache_len": ({"max_cache_len": 9}, ConfigError),
     "return_legacy_cache": ({"return_legacy_cache": True}, ConfigError),
 }
-# Read by modes other than greedy search.
+# Options that modes other than greedy search read.
 WARNED = {
     "early_stopping": True,
     "length_penalty": 2.0,
@@ -199,7 +199,7 @@ WARNED = {
 
 
 def test_the_tables_have_every_option():
-    elsewhere = {"stop_strings", "token_healing", "adapter"}  # which have tests of their own
+    elsewhere = {"stop_strings", "token_healing", "adapter"}  # these have their own tests
     assert WORKS.keys() | REFUSED.keys() | WARNED.keys() | elsewhere == OPTIONS.keys()
 
 
@@ -211,7 +211,7 @@ def test_the_reference_is_that_of_the_code():
     page = reference()
     assert all(page.count(f"\n| `{name}` |") == 1 for name in OPTIONS)
     path = Path(__file__).resolve().parents[2] / "docs" / "options.md"
-    assert path.read_text() == page, "write it again: python -m jaxgen.config.reference > docs/options.md"
+    assert path.read_text() == page, "regenerate it: python -m jaxgen.config.reference > docs/options.md"
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_without_jit():
         assert tokens(4, 5, 6, 7)(run(**SAMPLED | {"top_k": 1}))
 
 
-@pytest.mark.slow  # most of them are a program of their own
+@pytest.mark.slow  # most of them compile their own programs
 @pytest.mark.parametrize(("name", "case"), WORKS.items(), ids=WORKS)
 def test_works(name, case):
     fields, holds = case
@@ -235,13 +235,13 @@ def test_is_refused_by_name(name, case):
 
 
 @pytest.mark.parametrize(("name", "value"), WARNED.items(), ids=WARNED)
-def test_what_greedy_search_does_not_read_draws_a_warning(name, value):
+def test_options_that_greedy_search_ignores_draw_a_warning(name, value):
     with pytest.warns(UserWarning, match=f"greedy_search does not read {name}={value}"):
         assert tokens(4, 5, 6, 7)(run(**{name: value}))
 
 
 @pytest.mark.slow
-def test_penalty_alpha_is_read_by_contrastive_search_alone():
+def test_only_contrastive_search_reads_penalty_alpha():
     with pytest.warns(UserWarning, match=r"sample does not read penalty_alpha=0\.6"):
         run(penalty_alpha=0.6, do_sample=True)
 
@@ -285,13 +285,13 @@ def test_stop_strings_need_a_tokenizer():
         run(stop_strings="x")
 
 
-def test_stop_strings_for_another_number_of_prompts_are_refused():
+def test_stop_strings_for_a_different_number_of_prompts_are_refused():
     cfg = CFG.replace(stop_strings=[["!"], None, ["#"]])
     with pytest.raises(InputError, match="stop_strings has 3 values for 1 prompts: pass one per prompt or one for all"):
         generate(PARAMS, [[3]], None, cfg, tokenizer=byte_level())
 
 
-# Sampling options together, and those of all modes in three groups: values for three prompts, the second mostly off.
+# Sampling options together, then those of the other modes in three groups. Most are off for the second prompt.
 PER_PROMPT = {
     "sampling": {
         "do_sample": True,
@@ -358,6 +358,6 @@ def test_a_value_per_prompt_is_that_of_the_row_alone(values):
     ("name", "value"),
     [(name, value) for values in PER_PROMPT.values() for name, value in values.items() if name != "do_sample"],
 )
-def test_values_for_another_number_of_prompts_are_refused(name, value):
+def test_values_for_a_different_number_of_prompts_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} has 3 values for 1 prompts"):
         generate(PARAMS, [[1]], None, CFG.replace(**{name: value}))

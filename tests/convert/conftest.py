@@ -18,7 +18,7 @@ def sharded(tmp_path) -> Path:
 
 @pytest.fixture
 def call(capsys):
-    """Run the command: its exit status, stdout and stderr."""
+    """Return a function that runs the command and returns its exit status, stdout and stderr."""
 
     def call(*arguments) -> tuple[int, str, str]:
         try:

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: read and written, beside what the real peft computes, and what is refused."""
+"""Adapters in PEFT's format: reading and writing them, results compared with peft, and what is refused."""
 
 import json
 

@@ -108,7 +108,7 @@ def test_what_is_never_replaced(tmp_path, target):
     assert names(tmp_path) == ["out"]
 
 
-def test_something_that_appeared_meanwhile_is_not_replaced(target):
+def test_a_target_that_appeared_in_the_meantime_is_not_replaced(target):
     def write():
         with new_directory(target) as directory:
             fill(directory, "new")
@@ -121,7 +121,7 @@ def test_something_that_appeared_meanwhile_is_not_replaced(target):
     assert (target / "config.json").read_text() == "other"
 
 
-def test_leftovers_go_unless_their_writer_lives(tmp_path, target):
+def test_leftovers_are_removed_unless_their_writer_is_alive(tmp_path, target):
     alive, dead, similar = (tmp_path / f".out.{number}.partial" for number in ("00000000", "11111111", "x"))
     for path in (alive, dead, similar):
         path.mkdir()

@@ -78,7 +78,7 @@ def test_bad_input_as_a_process():
     assert "convert.hub.local_directory" in err
 
 
-# The command, which reads a checkpoint for as long as its stdin is open.
+# A process that keeps reading a checkpoint while its stdin is open.
 READING = """
 import sys
 import convert.__main__ as command
@@ -129,7 +129,7 @@ def test_list_needs_sound_files(call, qwen2):
     assert "truncated or damaged" in err
 
 
-def test_the_same_dtype_gives_the_same_bytes_and_configs(call, qwen2, tmp_path):
+def test_the_same_dtype_gives_identical_files(call, qwen2, tmp_path):
     for name in TOKENIZER_FILES:
         (qwen2 / name).write_text(name)
     (qwen2 / "README.md").write_text("")

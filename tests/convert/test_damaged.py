@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints, generated: each is refused in one line, or loads with a correct result."""
+"""Generated checkpoints that are damaged or hostile: each is refused in one line, or loads with a correct result."""
 
 import collections
 import json
@@ -22,12 +22,12 @@ from tests.support.templates import HOSTILE
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS, BYTES = 2.0, 500 << 20
 SEED = Choice.of_environment().seed
-# Faults of the conversation, not of a file.
+# Errors about the conversation rather than a file.
 OF_THE_CONVERSATION = ("prompt 0 has no tokens", "this tokenizer has no chat template")
 
 
 def outcomes(folder: Path, count: int) -> list[dict]:
-    """Try `count` cases of each group, or all, in one process of their own."""
+    """Try `count` cases of each group (0: all of them) in a separate process."""
     command = [sys.executable, "-m", "tests.support.damage", str(SEED), str(count), str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RUST_BACKTRACE": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
@@ -78,7 +78,7 @@ def test_there_are_enough_templates():
     assert len(HOSTILE) >= 60
 
 
-# What the generated cases rely on
+# What the generated cases depend on
 
 
 def test_one_line():

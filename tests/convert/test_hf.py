@@ -35,7 +35,7 @@ def flat(params) -> dict:
 
 
 def same(params, tensors: dict) -> bool:
-    """True if the parameters are these tensors, bit by bit."""
+    """Return True if the parameters and these tensors are bit-identical."""
     arrays = flat(params)
     return arrays.keys() == tensors.keys() and all(
         isinstance(arrays[name], jax.Array)
@@ -73,7 +73,7 @@ def test_names_values_and_configs(qwen2):
 def test_shards(sharded):
     params, cfg = load_hf(str(sharded))
     assert same(params, weights(LLAMA, "bfloat16"))
-    assert cfg.model.dtype == "bfloat16"  # of the tensors, though config.json says float32
+    assert cfg.model.dtype == "bfloat16"  # the tensors' dtype, although config.json says float32
 
 
 def test_without_generation_config_the_fields_of_config_json_count(tmp_path):
@@ -143,7 +143,7 @@ def test_values_that_do_not_fit_are_reported_together(tmp_path):
     assert {problem.split(": ")[1] for problem in caught.value.problems} == {NORM, QUERY}
 
 
-# What is wrong with a checkpoint
+# Faulty checkpoints
 
 
 def test_everything_wrong_is_reported_together(tmp_path):
@@ -338,7 +338,7 @@ def test_numpy_arrays_of_any_layout_are_written(tmp_path, qwen2):
     assert (tmp_path / "b" / SINGLE).read_bytes() == (qwen2 / SINGLE).read_bytes()
 
 
-def test_mixed_dtypes_are_kept_and_config_has_that_of_the_embedding(tmp_path):
+def test_mixed_dtypes_are_kept_and_the_config_has_the_embeddings_dtype(tmp_path):
     tensors = weights(QWEN2, "float16") | {NORM: np.ones(16, np.float32)}
     params, cfg = load_hf(write(tmp_path / "a", QWEN2, tensors))
     save_hf(params, cfg, tmp_path / "b")
@@ -346,7 +346,7 @@ def test_mixed_dtypes_are_kept_and_config_has_that_of_the_embedding(tmp_path):
     assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == "float16"
 
 
-def test_a_wrong_tree_is_refused_with_all_that_is_wrong(tmp_path, qwen2):
+def test_a_wrong_tree_is_refused_with_a_list_of_its_errors(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     del params["model"]["norm"]
     params["lm_head"] = {"weight": jnp.ones((40, 16))}
@@ -416,7 +416,7 @@ def test_overwriting_keeps_the_tokenizer_only(tmp_path, qwen2):
     assert same(load_hf(qwen2)[0], {name: tensor + 1 for name, tensor in weights(QWEN2).items()})
 
 
-def test_an_array_that_is_gone_leaves_the_old_checkpoint(tmp_path, qwen2):
+def test_saving_a_deleted_array_keeps_the_old_checkpoint(tmp_path, qwen2):
     params, cfg = load_hf(qwen2)
     before = (qwen2 / SINGLE).read_bytes()
     params["model"]["norm"]["weight"].delete()
@@ -437,11 +437,11 @@ def test_real_checkpoints_come_back_byte_for_byte(data, tmp_path, name):
     assert load_hf(tmp_path / "b")[1] == cfg
 
 
-# The process
+# Imports and memory
 
 
 def run(code: str, *arguments) -> str:
-    """The output of a Python program in a process of its own."""
+    """Run a Python program in a separate process, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
@@ -483,7 +483,7 @@ assert convert.__main__.main([*sys.argv[1:3], *(["--dtype", sys.argv[3]] if sys.
 
 @pytest.fixture(scope="module")
 def half_billion(tmp_path_factory):
-    """The shapes of Qwen2.5-0.5B in bfloat16, in three files, and the bytes of the parameters."""
+    """Yield a bfloat16 checkpoint in three files with the shapes of Qwen2.5-0.5B, and its size in bytes."""
     config = QWEN2 | {
         "vocab_size": 151936,
         "hidden_size": 896,

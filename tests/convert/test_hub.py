@@ -1,4 +1,4 @@
-"""Against a hub in this process that speaks as much of the protocol as huggingface_hub asks for when it downloads."""
+"""Downloads from a hub in this process, which implements only what huggingface_hub needs for a download."""
 
 import hashlib
 import json
@@ -26,10 +26,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 API = re.compile(r"/api/models/(?P<model>.+?)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
 FILE = re.compile(r"/(?P<model>.+?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
-# Reads lines of JSON, each with hub ids, an environment, and files for the output and the errors. A process of its own
-# for each, as huggingface_hub looks at the environment once, calls local_directory and writes, as JSON, what it returns
-# or raises; what comes back is its status. They are forked from one process, which has imported jax. Retries come at
-# once.
+# Reads lines of JSON, each with hub ids, an environment, and the files for stdout and stderr. For each line it forks a
+# process, because huggingface_hub reads the environment only once. The process calls local_directory and writes the
+# result or the error as JSON; this program prints the exit status. Because the parent has already imported jax, a fork
+# starts fast. Retries do not sleep.
 CALLS = """
 import json, os, signal, sys, time
 
@@ -58,10 +58,10 @@ for line in sys.stdin:
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `models`, each a dict of files, and refuses the ids in `refused` with a status and an error code.
+    """A hub that serves `models`, each a dict of files, and answers ids in `refused` with a status and an error code.
 
-    A code of None is about all of a model, "GatedRepo" about its files. `cuts` responses with weights are broken off
-    half-way; `commit` and `etag` (None: the right one) are sent; `asked` lists the files whose content was asked for.
+    The code None refuses a whole model, and "GatedRepo" only its files. The first `cuts` responses with weights are cut
+    short. `commit` and `etag` are sent (None: the correct etag). `asked` lists the files that were downloaded.
     """
 
     def __init__(self):
@@ -184,7 +184,7 @@ def hub(checkpoint):
 
 @pytest.fixture(scope="module")
 def caller():
-    """The process that forks."""
+    """Yield the process that forks, which runs CALLS."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", CALLS]
@@ -197,7 +197,7 @@ def caller():
 
 @pytest.fixture
 def fetch(hub, caller, tmp_path):
-    """Call `local_directory` in a process of its own, its cache in the test's folder; return what came of each call."""
+    """Return a function that calls `local_directory` in a separate process, with the test's own cache."""
 
     def fetch(*models, **environment) -> list[tuple[str, str]]:
         settings = {
@@ -243,7 +243,7 @@ def test_a_model_is_fetched_once_and_loads(fetch, hub, checkpoint):
     assert fetch("owner/model", HF_ENDPOINT=closed_port()) == [(kind, path)]
 
 
-def test_what_cannot_be_had_is_said_in_one_line(fetch, hub):
+def test_unavailable_models_are_one_line_errors(fetch, hub):
     expected = {
         "owner/absent": ("InputError", ["neither a directory nor a model on", hub.address, "HF_TOKEN"]),
         "absent": ("InputError", ["neither a directory nor a model on"]),
@@ -280,7 +280,7 @@ def test_without_a_connection(fetch):
 
 @pytest.mark.slow
 def test_a_connection_that_is_interrupted(fetch, hub, checkpoint, tmp_path):
-    """Old releases give up where new ones go on; either way no half of a file is taken for the whole."""
+    """Old releases fail where new ones resume. In both cases, a partial file is never used."""
     hub.cuts = 10**6
     ((kind, text),) = fetch("owner/model")
     assert kind == "InputError"

@@ -104,7 +104,7 @@ def test_shards_and_their_index(tmp_path, call, monkeypatch):
 
 
 def rounded(path) -> dict:
-    """The matrices of a quantized directory multiplied out, and the other parameters."""
+    """Return a quantized directory's matrices in float32, and its other parameters unchanged."""
     arrays = load_file(path / FILE)
     return {
         name: x.astype(np.float32) * arrays[f"{name}_scale"][:, None] if x.dtype == np.int8 else x
@@ -114,7 +114,7 @@ def rounded(path) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_the_way_back(qwen2, int8, tmp_path, call, dtype):
+def test_the_reverse_conversion(qwen2, int8, tmp_path, call, dtype):
     expected = {name: x.astype(np.dtype(dtype or "float32")) for name, x in rounded(int8).items()}
     assert (
         call(int8, tmp_path / "back", "--quantize", "none", "--check", *(["--dtype", dtype] if dtype else []))[0] == 0
@@ -131,7 +131,7 @@ def test_the_way_back(qwen2, int8, tmp_path, call, dtype):
     assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == (dtype or "float32")
 
 
-def test_matrices_turned_back_have_the_dtype_of_the_config(tmp_path, call):
+def test_dequantized_matrices_have_the_dtype_of_the_config(tmp_path, call):
     source = write(tmp_path / "source", QWEN2, weights(QWEN2, "bfloat16"))
     assert call(source, tmp_path / "int8", "--quantize", "int8")[0] == 0
     params, cfg = load_hf(tmp_path / "int8", quantize="none")

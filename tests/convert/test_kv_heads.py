@@ -16,7 +16,7 @@ from jaxgen import CausalLM
 from jaxgen.errors import ConfigError
 from tests.support.checkpoints import LLAMA, QWEN2, weights, write
 
-HEAD = 4  # the head size of the configs here
+HEAD = 4  # head size of these configs
 FOUR_HEADS = {"num_key_value_heads": 4}
 CONFIGS = [
     pytest.param(QWEN2 | FOUR_HEADS, id="qwen2"),
@@ -36,7 +36,7 @@ def is_pooled(name: str) -> bool:
 
 
 def pooled(tensors: dict, kv_heads: int, dtype: str | None = None) -> dict[str, np.ndarray]:
-    """The reference: the heads of a group added up in float32, one after the other, and divided by their number."""
+    """Return the reference: the mean of each group's heads, summed one by one in float32."""
     result = {}
     for name, tensor in tensors.items():
         if is_pooled(name):
@@ -58,7 +58,7 @@ def flat(params) -> dict:
     return flatten_dict(params, sep=".")
 
 
-@functools.partial(jax.jit, static_argnames="model")  # a program per model, not one per call
+@functools.partial(jax.jit, static_argnames="model")  # one program per model, not per call
 def forward(params, ids, model):
     return CausalLM(model).apply({"params": params}, ids).logits
 
@@ -91,7 +91,7 @@ def test_heads_are_averaged_and_nothing_else_changes(call, tmp_path, config, kv_
 
 @pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_the_mean_is_taken_in_float32_and_rounded_once(call, tmp_path, qwen2, monkeypatch, stored, wanted):
-    monkeypatch.setattr("convert.tensors._CHUNK", 50)  # fewer elements than a pooled projection has
+    monkeypatch.setattr("convert.tensors._CHUNK", 50)  # smaller than a pooled projection
     tensors = weights(QWEN2 | FOUR_HEADS, stored)
     source = write(tmp_path / "x", QWEN2 | FOUR_HEADS, tensors)
     cast = ["--dtype", wanted] if wanted else []
@@ -115,11 +115,11 @@ def test_groups_of_three(call, tmp_path):
 
 @pytest.mark.parametrize(("config", "kv_heads"), FEWER)
 def test_equal_heads_make_an_equal_model(call, tmp_path, config, kv_heads):
-    """The mean of equal heads is the head, so that the smaller model computes the same, if the groups are right."""
+    """The mean of equal heads is the head itself, so with correct groups the smaller model computes the same."""
 
     def arrange(path, order):
-        """Write the model whose key-value heads are those of `kv_heads` different ones in this order."""
-        tensors = {name: tensor * np.float32(0.3) for name, tensor in weights(config).items()}  # no sharp softmax
+        """Write a model with `kv_heads` different key-value heads, repeated in this order."""
+        tensors = {name: tensor * np.float32(0.3) for name, tensor in weights(config).items()}  # keeps the softmax flat
         for name in filter(is_pooled, tensors):
             heads = np.split(tensors[name], 4)
             tensors[name] = np.concatenate([heads[number] for number in order])
@@ -167,7 +167,7 @@ def test_a_pooled_value_that_does_not_fit(call, tmp_path):
     config = LLAMA | FOUR_HEADS
     tensors = weights(config)
     tensors[KEYS][:2, 0] = 1e5, 1e30
-    tensors[KEYS][HEAD, 0] = -1e5  # the mean with row 0 fits
+    tensors[KEYS][HEAD, 0] = -1e5  # the mean with row 0 is in range
     status, _, err = call(
         write(tmp_path / "x", config, tensors), tmp_path / "out", "--kv-heads", 2, "--dtype", "float16"
     )

@@ -1,4 +1,4 @@
-"""A kind of weight that no code but this file has heard of: made, read, saved, divided, and it generates."""
+"""A kind of weight defined only in this file can be created, loaded, saved, sharded, and used to generate."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ IDS = np.arange(3, 9).reshape(2, 3)
 
 @flax.struct.dataclass
 class Nibbles:
-    """Numbers of 4 bits, two in a byte, times a scale for each row and half of the columns."""
+    """4-bit numbers, two per byte, with one scale for each half of a row."""
 
     name: ClassVar[str] = "nibbles"
     title: ClassVar[str] = "4-bit"
@@ -38,9 +38,9 @@ class Nibbles:
         "_sums": "the sum of each row",
     }
 
-    pairs: Any  # uint8[F, D/2], the numbers of column i and of column i + D/2
+    pairs: Any  # uint8[F, D/2], columns i and i + D/2 in one byte
     scales: Any  # float32[F, 2]
-    sums: Any  # int32[F], unused in a product
+    sums: Any  # int32[F], not used in a product
     dtype: Any = flax.struct.field(pytree_node=False)
 
     @classmethod
@@ -64,7 +64,7 @@ class Nibbles:
         return (self.pairs.shape[0], 2 * self.pairs.shape[1])
 
     def specs(self, spec):
-        rows, _ = spec or (None, None)  # a row is not divided
+        rows, _ = spec or (None, None)  # columns are not divided
         return dataclasses.replace(
             self, pairs=PartitionSpec(rows), scales=PartitionSpec(rows), sums=PartitionSpec(rows)
         )

@@ -1,4 +1,4 @@
-"""Several adapters in one batch: each row as if its adapter had been merged into the weights."""
+"""Several adapters in one batch: each row is computed as if its adapter had been merged into the weights."""
 
 import functools
 
@@ -19,7 +19,7 @@ MODEL = model_config(vocab_size=61)
 CFG = GenerationConfig(model=MODEL, max_new_tokens=10, pad_token_id=0)
 PARAMS = random_params(MODEL, scale=0.3)
 UPDATES = [factors(MODEL, rank, seed, scale=0.2) for seed, rank in enumerate((4, 2, 3))]
-MERGED = [*(merged(PARAMS, own) for own in UPDATES), PARAMS]  # -1 is the last
+MERGED = [*(merged(PARAMS, own) for own in UPDATES), PARAMS]  # index -1 means no adapter
 CHOSEN = [0, 2, 1, -1]
 IDS = np.random.default_rng(0).integers(0, 61, (4, 7))
 KEYS = jax.random.split(jax.random.key(3), 4)
@@ -40,7 +40,7 @@ MODES = [
     {"prompt_lookup_num_tokens": 3},
     {"guidance_scale": 1.5},
 ]
-# Groups order rows as beams do, and chunks keep the adapter of their rows: tests/decoding/test_forward.py.
+# Groups order rows like beam search, and test_forward.py tests that chunks keep the adapters of their rows.
 LIKE_OTHERS = [
     {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     {"prefill_chunk_size": 3},
@@ -126,7 +126,7 @@ def test_an_engine_serves_all_adapters(params):
 
 @pytest.mark.parametrize("ends", [(6,), (2, 4, 9)])
 def test_both_forms_of_the_update(ends):
-    """The form for few rows on a GPU computes what the other one does."""
+    """The GPU's form for few rows computes the same update as the general form."""
     rng = np.random.default_rng(0)
     count, rank, features = 3, 2, ends[-1]
     a, b = rng.normal(size=(count, len(ends), rank, 5)), rng.normal(size=(count, rank, features))

@@ -1,4 +1,4 @@
-"""Assisted generation: the same result as without a draft, in fewer passes; see also test_modes.py."""
+"""Assisted generation: the same result as without a draft, in fewer passes. See also test_modes.py."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ NEW = 12
 CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, eos_token_id=[7, 20])
 SAMPLED = CFG.replace(do_sample=True, top_k=0, temperature=1.5)
 KEY = jax.random.key(3)
-# Its last layer nearly repeats what the first one said, so that its own first layer is a good draft.
+# The last layer changes the hidden states little, so the model's own first layer is a good draft.
 FLAT = {**PARAMS, "model": {**PARAMS["model"], "layers": {**PARAMS["model"]["layers"]}}}
 FLAT["model"]["layers"]["1"] = jax.tree.map(lambda x: x * 0.3, PARAMS["model"]["layers"]["1"])
 ASSISTANTS = {
@@ -51,7 +51,7 @@ def plain(sampled: bool):
 
 
 @pytest.mark.parametrize(("name", "sampled"), slow(("itself", True), ("another", True), ("another", False)))
-def test_the_tokens_are_those_without_an_assistant(name, sampled):
+def test_the_tokens_are_the_same_without_an_assistant(name, sampled):
     out = generate(SAMPLED if sampled else CFG, assistant=ASSISTANTS[name])
     assert all_generated(out) == plain(sampled)
     if name == "itself":  # all drafts are accepted
@@ -69,7 +69,7 @@ def test_the_first_layers_draft(sampled):
 
 
 def reference(row: list[int], most: int) -> int:
-    """Where the last tokens of a row occurred first: for each size a search from the left."""
+    """Return the end of the first earlier occurrence of the row's last tokens. The longest match wins."""
     for size in range(min(most, len(row) - 1), 0, -1):
         for end in range(size, len(row)):
             if row[end - size : end] == row[-size:]:
@@ -99,9 +99,9 @@ def test_lookup_copies_a_text_that_repeats():
     cfg = counting_config(vocab_size=8, max_new_tokens=20, prompt_lookup_num_tokens=4, pad_token_id=0)
     out = generate(cfg.replace(eos_token_id=[[], [6]]), [[*range(8), 0], [5, 6]], params=counting_params(cfg))
     assert all_generated(out) == [[n % 8 for n in range(1, 21)], [7, 0, 1, 2, 3, 4, 5, 6]]
-    # The first row counts round: after one token from the prompt, passes accept 4 drafted tokens and add one.
+    # The first row wraps around: the prompt gives one token, then each pass accepts 4 drafted tokens and adds one.
     assert int(out.accepted[0]) == int(out.drafted[0]) == 15
-    # The prompt of the second row ends with its eos token. Only 6 after 5 occurred before.
+    # The second row's prompt ends with its eos token, and lookup can only find that 6 follows 5.
     assert int(out.accepted[1]) == 1
 
 
@@ -124,7 +124,7 @@ def test_lookup(sampled):
 
 
 class Schedule:
-    """The numbers that transformers would draft for one row, if drafts are right until `right` tokens are written."""
+    """How many tokens transformers drafts and accepts for a row whose drafts are right for the first `right` tokens."""
 
     def __init__(self, budget: int, wanted: int, right: int, grows: bool):
         self.drafted = self.accepted = 0
@@ -141,7 +141,7 @@ class Schedule:
 def test_schedules(schedule):
     cfg = counting_config(vocab_size=50, max_new_tokens=40)
     params = counting_params(cfg)
-    # An assistant that counts to 24 and then says 0 again and again.
+    # An assistant that counts to 24, and predicts 0 where the next token would be 25 or more.
     wrong = counting_params(cfg)
     table = wrong["lm_head"]["weight"]
     wrong["lm_head"]["weight"] = table.at[0].add(table[25:].sum(axis=0)).at[25:].set(0.0)
@@ -162,7 +162,7 @@ def test_an_assistant_without_confidence_stops():
     assistant = (PARAMS, GenerationConfig(model=MODEL, assistant_confidence_threshold=1.0))
     out = generate(cfg, assistant=assistant)
     assert all_generated(out) == expected
-    assert out.drafted.tolist() == [(NEW - 1) // 2] * 3  # one token in each pass, and one more is chosen
+    assert out.drafted.tolist() == [(NEW - 1) // 2] * 3  # each pass drafts one token and chooses one more
     per_row = generate(cfg.replace(assistant_confidence_threshold=[1.0, 0.0, 1.0]), assistant=ASSISTANTS["itself"])
     assert all_generated(per_row) == expected
     assert per_row.drafted.tolist() == [5, int(per_row.accepted[1]), 5]
@@ -256,7 +256,7 @@ def test_a_row_that_is_ahead_is_streamed_at_once():
 
 
 @pytest.mark.slow
-def test_other_values_compile_nothing():
+def test_new_values_compile_nothing():
     run = functools.partial(generate, assistant=ASSISTANTS["another"])
     options = {
         "temperature": lambda rng: float(rng.uniform(0.5, 2)),
@@ -314,7 +314,7 @@ def test_tokens_without_ids_are_refused():
 
 
 @pytest.mark.slow
-def test_settings_that_prompt_lookup_does_not_read_draw_a_warning():
+def test_settings_that_prompt_lookup_ignores_draw_a_warning():
     with pytest.warns(UserWarning, match="^prompt_lookup does not read num_assistant_tokens=7"):
         generate(CFG.replace(**LOOKUP, num_assistant_tokens=7))
     with pytest.warns(UserWarning, match="does not read max_matching_ngram_size=3"):
@@ -323,7 +323,7 @@ def test_settings_that_prompt_lookup_does_not_read_draw_a_warning():
 
 @pytest.mark.slow
 def test_trained_checkpoints(data):
-    """A model that drafts for itself is always right; a text that repeats is looked up."""
+    """A model that is its own draft is always right, and lookup finds text that repeats."""
     folder = data / "checkpoints" / "stories260K-hf"
     (params, cfg), tokenizer = load_hf(folder), Tokenizer.from_pretrained(folder)
     batch = tokenizer.batch(["Once upon a time", "Lily and Tom"])

@@ -1,4 +1,4 @@
-"""Beam search against plain Python, and by its properties."""
+"""Beam search, checked against plain Python and by its properties."""
 
 import itertools
 
@@ -27,7 +27,7 @@ CFG = GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0, num_beam
 
 
 class PlainSearch:
-    """Beam search of one prompt with lists: all beams at full length through the model, without a cache."""
+    """The reference: beam search of one prompt with lists. The model reads each beam in full, without a cache."""
 
     def __init__(self, prompt, cfg, transform=None):
         self.prompt, self.cfg, self.count = prompt, cfg, cfg.num_beams
@@ -264,7 +264,7 @@ def test_distinct_draws_follow_the_distribution():
     keys = jax.random.split(jax.random.key(0), 20_000)
     rows = jnp.broadcast_to(scores, (len(keys), 1, 4))
     values, draws = map(np.asarray, draw_distinct(keys, rows, 3, jnp.full(len(keys), 2), None))
-    assert np.isneginf(values[:, 2]).all()  # none after the second
+    assert np.isneginf(values[:, 2]).all()  # only two are drawn
     probs = np.exp(np.asarray(scores))
     for first in range(4):
         for second in range(4):
@@ -314,13 +314,13 @@ def test_group_transition_scores_sum_to_the_sequences_scores():
 
 
 @pytest.mark.slow
-def test_other_values_compile_nothing():
+def test_new_values_compile_nothing():
     assert compiled_by_other_values(run, CFG, length_penalty=lambda rng: float(rng.uniform(0.1, 0.9))) == 0
 
 
 @pytest.mark.slow
 def test_beam_sampling_draws_without_replacement():
-    """With one step the results are the two best of four different tokens: all ways to draw them, and 2,000 prompts."""
+    """In one step, the results are the best two of four distinct tokens: all possible draws against 2,000 prompts."""
     model = model_config(vocab_size=9)
     params, prompts = random_params(model), 2000
     cfg = CFG.replace(model=model, max_new_tokens=1, num_beams=2, num_return_sequences=2)
@@ -339,4 +339,4 @@ def test_beam_sampling_draws_without_replacement():
     statistic = np.sum((counts - expected)[likely] ** 2 / expected[likely])
     assert likely.sum() > 8
     assert counts[~likely].sum() <= 2 * expected[~likely].sum() + 10
-    assert statistic < likely.sum() + 3.5 * np.sqrt(2 * likely.sum())  # once in some thousand keys; the key is fixed
+    assert statistic < likely.sum() + 3.5 * np.sqrt(2 * likely.sum())  # about one key in several thousand fails

@@ -1,4 +1,4 @@
-"""Generation with keys and values of 8 bits."""
+"""Generation with an 8-bit cache."""
 
 import dataclasses
 
@@ -29,13 +29,13 @@ MODES = {
 
 
 def generated(ids=IDS, cfg=CFG, mask=None, **fields) -> np.ndarray:
-    """The new tokens of each row."""
+    """Return each row's new tokens."""
     out = generate(PARAMS, ids, KEY, cfg.replace(**fields), attention_mask=mask)
     return np.asarray(out.sequences)[:, ids.shape[1] :]
 
 
 def test_tokens_are_those_of_a_pass_over_the_whole_text():
-    """Each token is the most likely one after the text before it, which passes through an empty 8-bit cache at once."""
+    """Each token is the most likely one if a single pass reads the text before it into an empty 8-bit cache."""
     out = generate(PARAMS, IDS, None, CFG.replace(eos_token_id=None))
     rows, width = out.sequences.shape
     cache = KVCache.create(MODEL, rows, width, "int8")
@@ -93,7 +93,7 @@ def test_other_values_are_refused():
 
 @pytest.mark.slow
 def test_the_quality_is_kept():
-    """Perplexity of the bundled model on real text, every key and value being read from 8 bits."""
+    """Perplexity of the bundled model on real text, with all keys and values read from an 8-bit cache."""
     tokenizer = Tokenizer.from_pretrained(PATH)
     batch = tokenizer.chat(
         [text for text, _ in zip(conversations(7), range(24), strict=False)], add_generation_prompt=False

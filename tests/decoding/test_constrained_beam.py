@@ -1,4 +1,4 @@
-"""Constrained beam search against plain Python, and by its properties."""
+"""Constrained beam search, checked against plain Python and by its properties."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ CFG = GenerationConfig(
 
 
 class ConstrainedSearch(PlainSearch):
-    """Constrained beam search of one prompt with lists."""
+    """The reference: constrained beam search of one prompt with lists."""
 
     def __init__(self, prompt, cfg, transform=None):
         self.words = [word if isinstance(word[0], list) else [word] for word in WORDS]
@@ -154,7 +154,7 @@ def test_a_phrase_may_end_the_text():
 @pytest.mark.slow
 def test_other_options_work_together():
     def banned(history, scores):
-        return scores.at[:, 41].set(-jnp.inf)  # 42 is left, after 40
+        return scores.at[:, 41].set(-jnp.inf)  # so only 42 can follow 40
 
     cfg = CFG.replace(
         guidance_scale=1.3,

@@ -1,4 +1,4 @@
-"""Progress through constraints against plain Python lists."""
+"""Progress through constraints, compared with plain Python lists."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests.support.models import slow
 
 
 def follow(words, tokens):
-    """Return the pending words, the one in progress or None, its matched tokens, and how many are met."""
+    """Return the pending words, the word in progress (or None), its matched tokens, and how many words are met."""
     pending, current, matched, met = list(words), None, [], 0
     for token in tokens:
         longer = [*matched, token]
@@ -41,7 +41,7 @@ def longest(words):
 
 
 def proposals_of(words, tokens):
-    """Return the tokens that make progress, with their banks as transformers computes them: from a shared list."""
+    """Return the tokens that make progress, and their banks as transformers computes them from a shared list."""
     pending, current, matched, met = follow(words, tokens)
     if current is None:
         return {a[0]: bank_of(words, [*tokens, a[0]]) for word in pending for a in word}
@@ -100,11 +100,11 @@ def test_random_words_and_texts(seed):
             assert complete[row] == (not pending and current is None)
             pairs = {(int(t), int(b)) for t, b in zip(tokens[row].ravel(), proposed[row].ravel(), strict=True) if t > 0}
             wanted = proposals_of(words, text)
-            # A token that several alternatives continue with is listed once in transformers, first.
+            # If several alternatives continue with the same token, transformers lists only the first.
             assert {token for token, _ in pairs} == wanted.keys()
             assert set(wanted.items()) <= pairs
             broken += len(wanted) > 1 and min(wanted.values()) < bank_of(words, text)
-    assert broken > 5  # the shared list shows
+    assert broken > 5  # the shared list makes a difference
 
 
 def test_a_broken_phrase_goes_to_the_end_of_the_queue():

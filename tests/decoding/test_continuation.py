@@ -1,4 +1,4 @@
-"""Going on from an earlier output's cache is a run from the beginning."""
+"""Continuing from the cache of an earlier output gives the same tokens as starting from the beginning."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def start(cfg, key=None, **options):
 
 
 def both(cfg, first, key=None, **given):
-    """The rows of a run that goes on, and those of one from the beginning."""
+    """Return the tokens of a run that continues, and those of a run that starts from the beginning."""
     ids, mask = left_pad(FOLLOWING)
     on = generate(PARAMS, ids, key, cfg, attention_mask=mask, cache=first.cache, **given)
     whole = [prompt + generated(first, row) + FOLLOWING[row] for row, prompt in enumerate(PROMPTS)]
@@ -58,7 +58,7 @@ def test_a_continued_answer_is_the_whole_one(fields):
 
 @pytest.mark.slow
 def test_own_stop_strings_begin_in_the_cache():
-    """A string of each of two prompts, from the last token of the cache to the first new one."""
+    """Two prompts have stop strings that start in the last cached token and end in the first new one."""
     first, tok = start(CFG), byte_level()
     unstopped, _ = both(CFG, first)
     text = [tok.decode([*generated(first, row)[-1:], *FOLLOWING[row], *unstopped[row][:1]]) for row in range(3)]
@@ -132,7 +132,7 @@ def test_a_long_conversation(turns):
 
 
 @pytest.mark.slow
-def test_max_length_counts_what_the_cache_holds():
+def test_max_length_counts_cached_tokens():
     first = start(CFG)
     out = generate(PARAMS, [[1], [2], [3]], None, CFG.replace(max_new_tokens=None, max_length=21), cache=first.cache)
     assert out.lengths.tolist() == [21 - (len(prompt) + 8 + 1) for prompt in PROMPTS]
@@ -158,7 +158,7 @@ def test_a_cache_of_the_model_alone():
     for options in ({"repetition_penalty": 1.2}, {"forced_bos_token_id": 3}, {"forced_decoder_ids": [[6, 30]]}):
         with pytest.raises(InputError, match=f"{next(iter(options))} depends on all tokens"):
             generate(PARAMS, [[9]], None, CFG.replace(**options), cache=cache)
-    with pytest.raises(InputError, match="repetition_penalty depends on all tokens"):  # nor later
+    with pytest.raises(InputError, match="repetition_penalty depends on all tokens"):  # a later call is refused too
         generate(PARAMS, [[9]], None, CFG.replace(repetition_penalty=1.2), cache=out.cache)
 
 
@@ -213,7 +213,7 @@ def test_caches_that_do_not_fit():
         generate(PARAMS, [[1]], None, CFG, cache=KVCache.create(other, 1, 8))
 
 
-# --- What a cache can be made to hold -----------------------------------------------------------------------------
+# --- Caches from prefill and from other caches --------------------------------------------------------------------
 
 
 def run(ids, cfg=CFG, key=None, **options):
@@ -238,13 +238,13 @@ SYSTEM = [40, 41, 42, 43]
 def test_a_prefix_is_shared_by_many_prompts(fields):
     cfg = CFG.replace(**fields)
     key = jax.random.key(3) if cfg.do_sample else None
-    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # those of the prompts to come
+    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # the eos ids of the prompts to come
     assert system.rows == 1
     out, said = run(PROMPTS, cfg, key, cache=system)
     assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]
     if not cfg.on("guidance_scale"):
-        assert out.cache.kv.parts[0].rows == 1  # not one per prompt
-    # And it is not used up: going on from the results is going on from the whole.
+        assert out.cache.kv.parts[0].rows == 1  # shared, not one per prompt
+    # The prefix is not used up: continuing from the results equals running the whole text.
     following = FOLLOWING * cfg.num_return_sequences
     if cfg.num_return_sequences == 1:
         on = run(following, cfg, key, cache=out.cache)[1]
@@ -270,7 +270,7 @@ def test_prefill_under_jit_and_out_of_a_finished_run():
 
 
 @pytest.mark.slow
-def test_crop_takes_back_what_was_said():
+def test_crop_removes_generated_tokens():
     out, said = run(PROMPTS)
     cut = out.cache.crop(jnp.asarray([len(prompt) + 2 for prompt in PROMPTS]))
     on = run(FOLLOWING, cache=cut)[1]

@@ -1,4 +1,4 @@
-"""Contrastive search against plain Python, and by its properties."""
+"""Contrastive search, checked against plain Python and by its properties."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def states(model, params, embeds):
 
 
 def last_states(embeds) -> np.ndarray:
-    """The last layer's hidden states `[T, D]` of `[T, D]`, of one width for all texts."""
+    """Return the last layer's hidden states [T, D] for embeddings [T, D], padded so that one program serves all T."""
     return np.asarray(states(MODEL, PARAMS, padded(embeds)), np.float64)[: len(embeds)]
 
 
@@ -57,7 +57,7 @@ def embed(ids):
 
 
 def plain_search(prompt, cfg, process=lambda tokens, scores: scores, embed=embed):
-    """Contrastive search of one prompt: every candidate at full length through the model, without a cache."""
+    """Contrastive search of one prompt. The model reads each candidate in full, without a cache."""
     tokens, eos, alpha = [], eos_list(cfg.eos_token_id), cfg.penalty_alpha or 0.0
     while len(tokens) < cfg.max_new_tokens and (not tokens or tokens[-1] not in eos):
         ids = prompt + tokens
@@ -88,7 +88,7 @@ def test_plain_search_with_knobs_per_prompt():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["top_k", "penalty_alpha"])
-def test_a_prompt_for_which_it_is_off_is_searched_greedily(name):
+def test_prompts_without_contrastive_search_use_greedy_search(name):
     values = {"top_k": [1, 4, 0], "penalty_alpha": [0.0, 0.6, 0.0]}[name]
     greedy = run(GenerationConfig(model=MODEL, max_new_tokens=NEW, pad_token_id=0))
     contrastive = run(CFG)
@@ -123,7 +123,7 @@ def test_embeddings_in_place_of_ids():
 
 
 class Nudge(StepHook):
-    """Makes another token likelier at each call, and the embeddings of generated tokens larger."""
+    """A hook that makes a different token more likely at each call, and scales the embeddings of generated tokens."""
 
     def init(self, history):
         return jnp.zeros(history.length.shape[0], jnp.int32)
@@ -186,7 +186,7 @@ def test_processors_criteria_and_a_prefix_function():
     cfg = CFG.replace(repetition_penalty=1.3)
     more = {"logits_processor": [discourage], "stopping_criteria": [criterion], "prefix_allowed_tokens_fn": allowed}
     out = run(cfg, **more)
-    assert len(asked) == int(out.lengths.sum())  # only for chosen tokens
+    assert len(asked) == int(out.lengths.sum())  # called for chosen tokens only
     for row, prompt in enumerate(PROMPTS):
 
         def process(tokens, scores, row=row, prompt=prompt):
@@ -311,7 +311,7 @@ def test_no_time():
 
 
 @pytest.mark.slow
-def test_other_values_compile_nothing():
+def test_new_values_compile_nothing():
     assert compiled_by_other_values(run, CFG, penalty_alpha=lambda rng: float(rng.uniform(0.1, 1.5))) == 0
 
 

@@ -1,4 +1,4 @@
-"""`do_sample` per prompt: some rows sample, the others are greedy, in one batch."""
+"""`do_sample` per prompt: in one batch, some rows sample and the others are greedy."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ KEY = jax.random.key(2)
 
 
 def assert_rows_of(out, sampled, greedy) -> None:
-    """Rows that sample are those of a run in which all sample; the others those of greedy search."""
+    """Check that sampling rows equal those of a run in which all rows sample, and other rows those of greedy search."""
     for name in ("sequences", "lengths", "stop_reasons"):
         expected = np.where(SAMPLES.reshape(-1, *[1] * (np.ndim(getattr(out, name)) - 1)), *(
             np.asarray(getattr(run, name)) for run in (sampled, greedy)
@@ -48,7 +48,7 @@ def test_with_drafts():
     np.testing.assert_array_equal(plain.sequences, drafted.sequences)
 
 
-def test_other_values_compile_nothing():
+def test_new_values_compile_nothing():
     run = jax.jit(lambda cfg: generate(PARAMS, IDS, KEY, cfg).sequences)
     first = run(CFG.replace(do_sample=SAMPLES))
     second = run(CFG.replace(do_sample=~SAMPLES))
@@ -64,7 +64,7 @@ def test_score_recomputes_the_log_probabilities():
     np.testing.assert_allclose(out.generated(again).logprobs, out.logprobs, atol=2e-5)
 
 
-def test_recorded_scores_are_those_that_the_token_was_chosen_from():
+def test_recorded_scores_are_the_ones_that_tokens_were_chosen_from():
     out = generate(PARAMS, IDS, KEY, CFG.replace(do_sample=SAMPLES, output_scores=True))
     expected = compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
     live = np.arange(8)[None, :] < np.asarray(out.lengths)[:, None]

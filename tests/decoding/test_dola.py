@@ -1,4 +1,4 @@
-"""DoLa against numpy, and by its properties."""
+"""DoLa, checked against NumPy and by its properties."""
 
 import warnings
 
@@ -40,7 +40,7 @@ def log_softmax(x):
 
 
 def read(tokens):
-    """The last layer's logits after the tokens, and those of all layers before it, without the final norm."""
+    """Return the last layer's logits after the tokens, and those of all earlier layers, without the final norm."""
     ids = np.zeros((1, 32), np.int32)
     ids[0, : len(tokens)] = tokens
     out = APPLY(ids)
@@ -49,7 +49,7 @@ def read(tokens):
 
 
 def contrast(mature, premature, layers):
-    """The scores, and the layer that was chosen."""
+    """Return the scores and the chosen layer."""
     mature = log_softmax(mature)
     divergences = []
     for layer in layers:
@@ -69,7 +69,7 @@ def penalized(scores, tokens, penalty):
 
 
 def plain(prompt, cfg, guide=None, change=lambda logits: logits):
-    """Greedy search with DoLa: the tokens, the scores of each step, and the layers."""
+    """Greedy search with DoLa: return the tokens, the scores of each step, and the layers."""
     tokens, steps, chosen = list(prompt), [], []
     for _ in range(cfg.max_new_tokens):
         mature, premature = read(tokens)
@@ -244,7 +244,7 @@ def test_if_all_likely_tokens_are_banned_the_last_layer_chooses():
 
 
 @pytest.mark.slow
-def test_other_values_compile_nothing():
+def test_new_values_compile_nothing():
     assert compiled_by_other_values(run, CFG) == 0
 
 

@@ -1,4 +1,4 @@
-"""The caller's additions to a run: functions, automata, stop strings; and the ends of rows."""
+"""The caller's functions, automata and stop strings, and how rows end."""
 
 import json
 import re
@@ -19,7 +19,7 @@ IDS = [[3], [7]]
 
 
 def shout(history, scores):
-    """Bans what follows the last token: the next best counts from there."""
+    """Ban the token that comes after the last one in counting order."""
     following = (history.last(1) + 1) % scores.shape[-1]
     return scores.at[jnp.arange(scores.shape[0]), following[:, 0]].set(-jnp.inf)
 
@@ -32,9 +32,9 @@ class Ban:
         return scores.at[:, self.tokens].set(-jnp.inf)
 
 
-def test_processors_of_the_users_own():
+def test_user_defined_processors():
     out = generate(PARAMS, IDS, None, CFG.replace(sequence_bias={(20,): 5.0}), logits_processor=[shout])
-    assert all_generated(out) == [[20] * 6] * 2  # all other tokens that are left have the same score
+    assert all_generated(out) == [[20] * 6] * 2  # the other tokens have equal scores
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_a_processor_that_holds_arrays_is_an_argument_of_the_program():
     assert generated(again, 0) == [4] * 6
 
 
-def test_criteria_of_the_users_own():
+def test_user_defined_criteria():
     def at_a_multiple_of_five(history, scores):
         return history.last(1)[:, 0] % 5 == 0
 
@@ -82,7 +82,7 @@ def test_a_prefix_function_is_asked_for_each_unfinished_row():
 
     def allowed(row, ids):
         asked.append((row, ids.tolist()))
-        return [20 + row, int(ids[-1]) + 2]  # equally likely, so that the lower one is generated
+        return [20 + row, int(ids[-1]) + 2]  # equally likely, so the lower one is generated
 
     out = generate(PARAMS, [[0, 3], [6, 7]], None, CFG.replace(max_new_tokens=[2, 1]),
                    attention_mask=[[0, 1], [1, 1]], prefix_allowed_tokens_fn=allowed)  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_prefix_function_is_asked_for_each_unfinished_row():
     assert asked == [(0, [3]), (1, [6, 7]), (0, [3, 5])]
 
 
-def test_another_prefix_function_compiles_nothing():
+def test_a_new_prefix_function_compiles_nothing():
     generate(PARAMS, IDS, None, CFG, prefix_allowed_tokens_fn=lambda row, ids: [1])
     with compilations() as count:
         out = generate(PARAMS, IDS, None, CFG, prefix_allowed_tokens_fn=lambda row, ids: [2])
@@ -116,7 +116,7 @@ def test_a_prefix_function_streams():
         (lambda row, ids: 1 / 0, ZeroDivisionError, "division"),
     ],
 )
-def test_what_goes_wrong_in_a_prefix_function_is_raised(function, error, message):
+def test_errors_in_a_prefix_function_are_raised(function, error, message):
     with pytest.raises(error, match=message):
         generate(PARAMS, IDS, None, CFG, prefix_allowed_tokens_fn=function)
 
@@ -133,7 +133,7 @@ def test_a_prefix_function_under_jit():
 # --- Rows that cannot continue ----------------------------------------------------------------------------------
 
 EVERYTHING = list(range(50))
-KEPT_BY = {"min_p": 0.1, "epsilon_cutoff": 0.1, "top_p": 0.5}  # warpers that would take a NaN away
+KEPT_BY = {"min_p": 0.1, "epsilon_cutoff": 0.1, "top_p": 0.5}  # warpers that would remove a NaN
 FAILURES = {
     "banned": (StopReason.NO_TOKEN, {"suppress_tokens": [EVERYTHING, [1]]}, None, "every token is banned"),
     "nan": (StopReason.NOT_A_NUMBER, {}, lambda h, s: jnp.where(h.ids[:, :1] == 3, jnp.nan, s), "are not numbers"),
@@ -142,7 +142,7 @@ FAILURES = {
 
 @pytest.mark.parametrize(("failure", "do_sample"), [("nan", True), ("banned", True), ("banned", False), ("nan", False)])
 @pytest.mark.slow
-def test_a_row_that_cannot_go_on(failure, do_sample):
+def test_a_row_that_cannot_continue(failure, do_sample):
     reason, fields, processor, message = FAILURES[failure]
     cfg = CFG.replace(do_sample=do_sample, top_k=0 if do_sample else 50, **fields, **(KEPT_BY if do_sample else {}))
     more = {} if processor is None else {"logits_processor": [processor]}
@@ -238,7 +238,7 @@ def test_a_json_schema_is_kept_to(storyteller):
     ids = np.repeat(chat("Tell me a story about a fox"), seeds, axis=0)
     out = generate(params, ids, keys, cfg.replace(max_new_tokens=128), prefix_allowed_tokens_fn=automaton)
     for text, reason in zip(TOKENIZER.decode_batch(out), out.stop_reasons.tolist(), strict=True):
-        assert reason in (StopReason.EOS, StopReason.LENGTH)  # a long number is brought to its end in time
+        assert reason in (StopReason.EOS, StopReason.LENGTH)  # the grammar ends a long number within the budget
         value = json.loads(text)
         assert value.keys() == {"name", "age", "kind", "friends"}
         assert len(value["name"]) <= 12
@@ -320,7 +320,7 @@ def test_stop_strings_end_their_row(storyteller):
     ids = chat("Tell me a story about a brave fox who lost a key")
     unstopped = generate(params, ids, None, cfg.replace(stop_strings="never said"), tokenizer=TOKENIZER)
     whole = TOKENIZER.decode_batch(unstopped)[0]
-    stop = whole[20:27]  # somewhere, and most likely not at the bounds of tokens
+    stop = whole[20:27]  # most likely not at token boundaries
     out = generate(params, ids, None, cfg.replace(stop_strings=[stop, "nor this"]), tokenizer=TOKENIZER)
     text = TOKENIZER.decode_batch(out)[0]
     assert out.stop_reasons.tolist() == [StopReason.STOP_STRING]

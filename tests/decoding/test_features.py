@@ -1,4 +1,4 @@
-"""Each decode mode with each feature: it works, or it is refused. docs/modes.md has the same table."""
+"""Each decode mode with each feature: the combination works or is refused. docs/modes.md has the same table."""
 
 import json
 import re
@@ -51,7 +51,7 @@ MODES = {
 }
 BEAMS = [name for name in MODES if "beam" in name]
 ASSISTANT = (random_params(SMALL, seed=1), GenerationConfig(model=SMALL, num_assistant_tokens=2))
-# The features that a mode refuses.
+# Features that a mode refuses, with the error.
 REFUSED = {
     ("cache=", "contrastive search"): ConfigError,
     **{("streamer", name): InputError for name in BEAMS},
@@ -60,7 +60,7 @@ REFUSED = {
 
 
 def generate(mode, rows=(0, 1), **given):
-    """Run some of the prompts; `given` are options, and keywords of generate()."""
+    """Run some of the prompts; `given` contains options and keyword arguments of generate()."""
     options = MODES[mode] | {
         name: value for name, value in given.items() if name in GenerationConfig.__dataclass_fields__
     }
@@ -78,7 +78,7 @@ def said(out):
 
 
 def usual(mode):
-    """A token that the mode generates without further options."""
+    """Return a token that the mode generates by default."""
     return all_generated(generate(mode))[0][1]
 
 
@@ -117,7 +117,7 @@ def stopping(mode):
 
 
 def own_stop_strings(mode):
-    """Each prompt of a batch ends where it ends alone."""
+    """In a batch, each prompt stops where it stops alone."""
     rows = (0, 1, 1, 0)
     plain = all_generated(generate(mode, rows))
     copies = len(plain) // 4
@@ -146,7 +146,7 @@ def prefix_function(mode):
 
     prompts = np.repeat([71, 66], 2 if MODES[mode].get("num_return_sequences") else 1)
     out = generate(mode, prefix_allowed_tokens_fn=same_parity)
-    # Forced words have tokens of both kinds: a beam with a banned one has the score -inf.
+    # Forced words contain even and odd tokens. A beam with a banned token has the score -inf.
     allowed = [True] * len(prompts) if out.sequences_scores is None else np.isfinite(out.sequences_scores)
     assert sum(allowed) >= 1
     for row, tokens in enumerate(all_generated(out)):
@@ -155,7 +155,7 @@ def prefix_function(mode):
 
 @flax.struct.dataclass
 class Ban(StepHook):
-    """Bans a token in the model's logits."""
+    """A hook that bans a token in the model's logits."""
 
     token: jax.Array
 
@@ -171,7 +171,7 @@ def hook(mode):
 def guidance(mode):
     guided = generate(mode, guidance_scale=3.0, negative_prompt_ids=[[90, 91]] * 2)
     assert all_generated(guided) != all_generated(generate(mode))
-    if mode != "DoLa":  # which guides away from scores that are not contrasted
+    if mode != "DoLa":  # DoLa guides away from scores without contrast
         same = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": MASK}
         assert all_generated(generate(mode, guidance_scale=3.0, **same)) == all_generated(generate(mode))
 
@@ -212,7 +212,7 @@ def records(mode):
     assert len(out.hidden_states.decode) == 2
     assert len(out.attentions.decode) == 1
     scores = compute_transition_scores(out.sequences, out.scores, out.beam_indices, normalize_logits=True)
-    if mode != "constrained beam search":  # whose scores include those of the beam, as in transformers
+    if mode != "constrained beam search":  # its scores include the beam's, as in transformers
         np.testing.assert_allclose(scores, out.logprobs, atol=1e-4)
 
 
@@ -266,11 +266,11 @@ FEATURES = {
     "your own jit": under_jit,
 }
 SEED = json.loads((GOLDENS / "441" / "manifest.json").read_text())["seed"]
-# A seventh of the table, which depends on the seed: most cells are a few programs of their own.
+# A seventh of the table, chosen by the seed: most cells compile a few programs of their own.
 CELLS = [(feature, mode) for feature in FEATURES for mode in MODES][SEED % 7 :: 7]
 
 
-def test_these_are_all_modes():
+def test_all_modes_are_listed():
     chosen = {CFG.replace(**options).mode for options in MODES.values()}
     assert chosen | {"assisted_generation"} == modes.MODES.keys()  # an assistant is not part of the config
 

@@ -1,4 +1,4 @@
-"""The model's pass over rows: prompts whole and in chunks, new tokens, and what a hook and guidance make of them."""
+"""The model's pass over rows: prompts read whole and in chunks, new tokens, hooks, and guidance."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def test_padded_columns_have_no_tokens():
 
 @pytest.fixture(scope="module")
 def passes():
-    """The prompts in one pass and in chunks, two more tokens for two of the rows, and the same without a cache."""
+    """Return outputs for prompts read whole and in chunks, for more tokens in two rows, and without a cache."""
     given = prepared(PROMPTS, CFG, PARAMS)
     sizes = dataclasses.replace(given.run.sizes, needs=Needs(layer_states=True, final_states=True))
     run = dataclasses.replace(given.run, sizes=sizes)
@@ -109,11 +109,11 @@ def test_new_tokens_follow_those_in_the_cache(passes):
         np.testing.assert_allclose(last.states[-1][row, 0], plain.hidden_states[-1][row, column], atol=1e-4)
 
 
-# --- Around the model ---------------------------------------------------------------------------------------------
+# --- Hooks and guidance -------------------------------------------------------------------------------------------
 
 
 class Recorder(StepHook):
-    """Counts what it sees, moves positions, hides the first token and adds its count to the logits."""
+    """A hook that counts, shifts positions, hides the first token, and adds its count to the logits."""
 
     def init(self, history):
         return jnp.zeros(history.length.shape)

@@ -1,4 +1,4 @@
-"""The loop, on a model that counts: lengths, ends, padding and rows are known exactly."""
+"""The loop, on a counting model, so that lengths, ends, padding and rows are known exactly."""
 
 import functools
 import inspect
@@ -88,7 +88,7 @@ def test_max_new_tokens_wins_over_max_length():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"min_new_tokens": 3}, [4, 6, 7, 8, 9, 10]),  # 5, the eos, is banned as second token
+        ({"min_new_tokens": 3}, [4, 6, 7, 8, 9, 10]),  # 5, the eos, is banned as the second token
         ({"min_new_tokens": 1}, [4, 5]),
         *slow(({"min_new_tokens": [3, 3]}, [4, 6, 7, 8, 9, 10])),
         *slow(({"min_length": 3}, [4, 6, 7, 8, 9, 10]), ({"min_length": 2}, [4, 5])),
@@ -99,18 +99,18 @@ def test_minimal_lengths_ban_eos(fields, expected):
     assert all_generated(generate(with_second_best(cfg), [[3], [3]], None, cfg)) == [expected] * 2
 
 
-def test_min_new_tokens_takes_the_place_of_min_length():
+def test_min_new_tokens_replaces_min_length():
     cfg = CFG.replace(eos_token_id=5, min_length=40, min_new_tokens=0)
     with pytest.warns(JaxgenWarning, match="min_length is ignored"):
         assert all_generated(count([[3], [9]], cfg)) == [[4, 5], [10, 11, 12, 13, 14, 15]]
 
 
-def test_repetition_penalty_counts_prompt_and_generation_but_no_padding():
+def test_repetition_penalty_counts_prompt_and_generated_tokens_but_not_padding():
     cfg = counting_config(max_new_tokens=3, repetition_penalty=50.0, pad_token_id=4)
     ids, mask = left_pad([[3, 2], [1, 1, 1], [3]], pad=4)
     out = generate(with_second_best(cfg), ids, None, cfg, attention_mask=mask)
-    assert generated(out, 0) == [4, 5, 6]  # 3 would come first, but the prompt has it
-    assert generated(out, 2) == [4, 5, 6]  # 4 is the pad id and pads this row: it was not said
+    assert generated(out, 0) == [4, 5, 6]  # 3 would come first, but the prompt contains it
+    assert generated(out, 2) == [4, 5, 6]  # 4 is in this row only as padding, which does not count
 
 
 def test_scores_and_logits_of_each_step():
@@ -136,9 +136,9 @@ def test_early_exit_leaves_later_steps_at_zero():
 
 
 @pytest.mark.slow
-def test_the_cache_holds_all_but_the_last_token():
+def test_the_cache_contains_all_but_the_last_token():
     out = count([[3], [7, 8, 9, 20]], CFG.replace(eos_token_id=[5]))
-    assert out.cache.kv.prefix is None  # one sequence per prompt shares nothing
+    assert out.cache.kv.prefix is None  # with one sequence per prompt, nothing is shared
     assert out.cache.kv.length.tolist() == [2, 9]
     drawn = CFG.replace(eos_token_id=[5], do_sample=True, num_return_sequences=2)
     several = count([[3], [7, 8, 9, 20]], drawn, jax.random.key(0))
@@ -202,12 +202,12 @@ def test_inside_the_callers_jit():
     assert out.sequences.shape == (2, 4 + 9)
     np.testing.assert_array_equal(out.sequences[:, :10], eager.sequences)
     np.testing.assert_array_equal(out.lengths, eager.lengths)
-    # A budget per row, and other values, are the same program.
+    # A new budget does not compile a new program.
     run(PARAMS, ids, mask, cfg.replace(max_new_tokens=3))
     assert run._cache_size() == 1
     budgets = run(PARAMS, ids, mask, cfg.replace(max_new_tokens=[2, 3]))
     assert budgets.lengths.tolist() == [2, 3]
-    # Without max_length, a number of new tokens is part of the program; one that is traced cannot size it.
+    # Without max_length, max_new_tokens is the size of arrays, and so it must be static.
     wide = run(PARAMS, np.full((2, 20), 3, np.int32), np.ones((2, 20)), CFG)
     assert wide.sequences[:, 20:].tolist() == [[4, 5, 6, 7, 8, 9]] * 2
     with pytest.raises(ConfigError, match="set max_length"):
@@ -432,7 +432,7 @@ def test_misshapen_parameters_are_named():
         generate(params, [[1]], None, CFG)
 
 
-def test_the_default_length_is_warned_of():
+def test_the_default_length_draws_a_warning():
     with pytest.warns(JaxgenWarning, match="neither max_new_tokens nor max_length") as caught:
         out = generate(PARAMS, [[3], [5]], None, counting_config())
     assert all_generated(out) == [list(range(4, 23)), list(range(6, 25))]
@@ -477,7 +477,7 @@ def test_frozen_parameters_are_as_good():
     assert (frozen.sequences == generate(PARAMS, [[3], [7]], None, CFG).sequences).all()
 
 
-def test_options_that_greedy_search_does_not_look_at_are_warned_of():
+def test_options_that_greedy_search_ignores_draw_a_warning():
     with pytest.warns(JaxgenWarning, match="temperature=0.5, top_p=0.9") as caught:
         generate(PARAMS, [[3], [7]], None, CFG.replace(temperature=0.5, top_p=0.9))
     assert caught[0].filename == __file__

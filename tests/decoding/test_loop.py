@@ -1,4 +1,4 @@
-"""The loop without a mode's help: what is read, how many steps are taken, and what of the rows is the result."""
+"""The loop without a real mode: what it reads, how many steps it takes, and which values of the rows it returns."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ PROMPTS = [[3], [7, 8, 9], [30, 31]]
 
 @flax.struct.dataclass
 class Ticks:
-    """The state of a mode that counts its steps, with four rows."""
+    """State of a mode that counts its steps, with four rows."""
 
     step: jax.Array
     last: jax.Array
@@ -37,7 +37,7 @@ class Ticks:
 
 
 class Clock(Mode):
-    """Its rows 0 to 3 have the tokens 0 to 3, over and over."""
+    """A mode whose row r, from 0 to 3, generates token r again and again."""
 
     def begin(self, run, prefilled):
         raise AssertionError("the tests begin by themselves")
@@ -60,19 +60,19 @@ TICKS = Ticks(jnp.int32(0), jnp.int32(5))
 
 
 @pytest.mark.parametrize(("most", "taken"), [(None, 5), (3, 3), (9, 5), (0, 0)])
-def test_steps_are_taken_until_all_rows_are_finished_or_as_many_as_wanted(most, taken):
+def test_steps_are_taken_until_all_rows_are_finished_or_the_limit_is_reached(most, taken):
     run = prepared(PROMPTS).run
     assert int(loop.advance(run, TICKS, Clock(), most).step) == taken
 
 
 def first(ids, count) -> list[list[int]]:
-    """The first `count [rows]` ids of each row."""
+    """Return the first `count[row]` ids of each row."""
     return [row[:length] for row, length in zip(ids.tolist(), count.tolist(), strict=True)]
 
 
 @pytest.fixture(scope="module")
 def opened():
-    """The rows of three prompts, in which nothing is generated, with the run."""
+    """Return a run, and the rows of its three prompts before anything is generated."""
     given = prepared(PROMPTS)
     rows = jax.jit(lambda run, request: loop.open_prompts(run, request.complete())[2])(given.run, given.request)
     return given.run, rows
@@ -92,8 +92,8 @@ def with_tokens(opened, tokens: list[list[int]], done: list[bool]) -> tuple[Run,
     return run, dataclasses.replace(rows, history=history, reasons=reasons)
 
 
-def test_the_columns_that_do_not_change_any_more(opened):
-    """Those of live rows up to the shortest; a row that has ended has its padding already."""
+def test_columns_that_are_final(opened):
+    """Columns are final up to the length of the shortest live row. A row that has ended already has its padding."""
     run, rows = with_tokens(opened, [[4, 5, 6], [10], [32, 33, 34, 35]], [False, True, False])
     progress = Progress.from_rows(run, rows)
     assert progress.tokens.tolist() == [[4, 5, 6, 0, 0, 0], [10, 0, 0, 0, 0, 0], [32, 33, 34, 35, 0, 0]]
@@ -119,7 +119,7 @@ def test_the_result_of_rows(opened):
     assert first(continuation.tokens, continuation.count) == [[3, 4, 5], [7, 8, 9, 10, 11, 12], [30, 31]]
 
 
-def test_on_a_mesh_the_rows_that_it_adds_are_left_out_of_everything_but_the_cache():
+def test_rows_added_by_a_mesh_are_only_in_the_cache():
     run = dataclasses.replace(prepared(PROMPTS).run, mesh=MESH)
     decoded, progress = jax.jit(lambda state: (loop.finish(run, state, Clock()), loop.progress(run, state, Clock())))(
         TICKS
@@ -135,11 +135,11 @@ def test_on_a_mesh_the_rows_that_it_adds_are_left_out_of_everything_but_the_cach
     assert decoded.continuation.kv.rows == 4
 
 
-# --- What is read before the first step ---------------------------------------------------------------------------
+# --- Reading before the first step --------------------------------------------------------------------------------
 
 
 def cached(tokens: list[list[int]], lengths: list[int], slots: int = 8) -> Continuation:
-    """A cache with the first `lengths` of some tokens; the rest has not been through the model."""
+    """Return a cache that contains the first `lengths` of these tokens. The model has not read the others."""
     kv = dataclasses.replace(KVCache.create(MODEL, len(tokens), slots), length=jnp.asarray(lengths, jnp.int32))
     ids = np.zeros((len(tokens), slots), np.int32)
     for row, given in enumerate(tokens):
@@ -183,7 +183,7 @@ def test_prompts_share_a_cache_of_one_row():
     read, cache, rows = open_after(cached([[40, 41]], [2]))
     assert read_ids(read) == PROMPTS
     assert known_ids(rows) == [[40, 41, *prompt] for prompt in PROMPTS]
-    assert (cache.rows, cache.prefix.rows, cache.slots) == (3, 1, 4)  # the longest prompt's, and a pending token's
+    assert (cache.rows, cache.prefix.rows, cache.slots) == (3, 1, 4)  # 3 for the longest prompt, 1 for a pending token
     assert cache.prefix.length.tolist() == [2]
     assert cache.length.tolist() == [0] * 3
 
@@ -197,7 +197,7 @@ def test_a_cache_whose_tokens_are_unknown_counts_for_the_length():
     assert cache.total_length.tolist() == [2, 1, 3]
 
 
-def test_embeddings_are_read_and_not_known():
+def test_embeddings_are_read_but_their_ids_are_unknown():
     embeds = np.asarray(PARAMS["model"]["embed_tokens"]["weight"])[[[0, 0, 3], [7, 8, 9], [0, 30, 31]]]
     given = prepared(PROMPTS, inputs_embeds=embeds)
     request = dataclasses.replace(given.request, ids=np.full_like(given.request.ids, UNKNOWN))
@@ -206,7 +206,7 @@ def test_embeddings_are_read_and_not_known():
     assert rows.history.unknown.tolist() == [1, 3, 2]
     assert rows.history.done.tolist() == [False] * 3
     assert jnp.argmax(read.embeds, axis=-1)[2, :2].tolist() == [30, 31]
-    # With one that is pending, its own embedding comes first.
+    # The embedding of a pending token comes first.
     after = cached([[40, 41], [42], [43, 44, 45]], [1, 1, 3])
     read = open_after(after, inputs_embeds=embeds)[0]
     assert jnp.argmax(read.embeds, axis=-1)[0, :2].tolist() == [41, 3]
@@ -214,7 +214,7 @@ def test_embeddings_are_read_and_not_known():
 
 
 def test_a_prompt_is_read_once_and_answered_to_the_end():
-    """Everything in one program: the prompts' logits and records, what continues them, and the whole run."""
+    """One program returns the prefill with its records, the continuation, and the decoded run."""
     cfg = CFG.replace(eos_token_id=12, output_hidden_states=True)
     given = prepared(PROMPTS, cfg)
 
@@ -235,4 +235,4 @@ def test_a_prompt_is_read_once_and_answered_to_the_end():
     assert decoded.tokens.tolist() == [[4, 5, 6, 7, 8, 9], [10, 11, 12, 0, 0, 0], [32, 33, 34, 35, 36, 37]]
     assert decoded.lengths.tolist() == [6, 3, 6]
     assert decoded.reasons.tolist() == [StopReason.LENGTH, StopReason.EOS, StopReason.LENGTH]
-    assert decoded.continuation.kv.total_length.tolist() == [1 + 5, 3 + 2, 2 + 5]  # without the last token
+    assert decoded.continuation.kv.total_length.tolist() == [1 + 5, 3 + 2, 2 + 5]  # the last token is not cached

@@ -1,4 +1,4 @@
-"""The contracts of modes and rows: toy modes in the compiled loop, with everything on, against a plain Python row."""
+"""The contracts of modes and rows: toy modes in the compiled loop, with all features on, against a plain Python row."""
 
 import copy
 import dataclasses
@@ -44,7 +44,7 @@ KNOBS = {
 
 @flax.struct.dataclass
 class Nudge(StepHook):
-    """Makes another token likelier at each call, and the embeddings a little larger."""
+    """A hook that makes a different token more likely at each call, and scales up the embeddings slightly."""
 
     bonus: jax.Array
 
@@ -61,7 +61,7 @@ class Nudge(StepHook):
 
 
 def discourage(history, scores):
-    """Makes the token whose number is the row's length less likely."""
+    """Make one token less likely, depending on the row's length."""
     return scores - 3.0 * jax.nn.one_hot(60 + history.length % 20, scores.shape[1])
 
 
@@ -75,7 +75,7 @@ DRAW = jax.jit(draw)
 
 
 class PlainRow:
-    """One row, by itself, without a cache: the reference."""
+    """The reference: one row, alone and without a cache."""
 
     def __init__(self, number: int, key):
         self.prompt, self.key, self.number = PROMPTS[number], key, number
@@ -163,7 +163,7 @@ def check(out, rows: list[PlainRow]):
         assert (np.asarray(out.scores)[length:, index] == 0).all()
         expected = [jax.nn.log_softmax(s)[t] for s, t in zip(row.scores, row.tokens, strict=True)]
         np.testing.assert_allclose(np.asarray(out.logprobs)[index, :length], expected, atol=2e-4)
-        # The cache has all tokens but the last, and knows them all.
+        # The cache has the ids of all tokens, and the keys and values of all but the last.
         assert int(out.cache.count[index]) == len(row.prompt) + length
         assert np.asarray(out.cache.tokens)[index, : int(out.cache.count[index])].tolist() == row.prompt + row.tokens
         assert int(out.cache.kv.total_length[index]) == len(row.prompt) + length - 1
@@ -186,7 +186,7 @@ def test_sampling(alone):
 
 ASSISTED = MODES["assisted_generation"]
 DRAFTS = {
-    # Without the hook the model's own drafts are often wrong.
+    # Without the hook, the model's own drafts are often wrong.
     "the model": {"assistant": (PARAMS, GenerationConfig(model=MODEL, num_assistant_tokens=2))},
     "another": {"assistant": (random_params(MODEL, seed=1), GenerationConfig(model=MODEL))},
     "lookup": {"prompt_lookup_num_tokens": 3},
@@ -229,7 +229,7 @@ def test_finished_rows_become_other_prompts(alone, slots):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [Shuffle([[1, 0]]), Refill(2), ASSISTED], ids=["shuffle", "refill", "assisted"])
 def test_the_contracts_hold_with_guidance(mode):
-    """Each row has two streams in the cache and in the state of the hook."""
+    """Each row has two streams, in the cache and in the hook's state."""
     copies = 2 if isinstance(mode, Shuffle) else 1
     options = {"guidance_scale": 1.5}
     draft = DRAFTS["the model"] if mode is ASSISTED else {}
@@ -237,6 +237,6 @@ def test_the_contracts_hold_with_guidance(mode):
     rows = np.arange(plain.lengths.shape[0])
     if copies == 2 and (int(plain.lengths.max()) - 1) % 2:  # an odd number of swaps
         rows = rows.reshape(-1, 2)[:, ::-1].reshape(-1)
-    assert len({tuple(row) for row in np.asarray(plain.sequences).tolist()}) == len(rows)  # a swap is seen
+    assert len({tuple(row) for row in np.asarray(plain.sequences).tolist()}) == len(rows)  # no two rows are equal
     np.testing.assert_array_equal(np.asarray(plain.sequences)[rows], other.sequences)
     np.testing.assert_allclose(np.asarray(plain.scores)[:, rows], other.scores, atol=1e-4)

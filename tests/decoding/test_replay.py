@@ -1,4 +1,4 @@
-"""The scores that given tokens were chosen from, against those that generate recorded and against single steps."""
+"""Scores of given tokens, compared with the scores that generate recorded and with those of single steps."""
 
 import dataclasses
 
@@ -94,7 +94,7 @@ def not_the_last_token(history, scores):
 
 
 def in_turns(start):
-    """After a token 3n comes one of the form 3n + 1, then 3n + 2, and so on; the text is complete where a round is."""
+    """Return an automaton for tokens 3n, 3n + 1 and 3n + 2 in turn. A text is complete at the end of a round."""
     following = np.full((3, 3), -1)
     following[np.arange(3), np.arange(3)] = [1, 2, 0]
     return TokenAutomaton(
@@ -108,8 +108,8 @@ def in_turns(start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eos", [EOS, None], ids=["eos", "no-eos"])
-def test_processors_of_the_users_own_and_an_automaton(eos):
-    cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # whole rounds
+def test_user_defined_processors_and_an_automaton(eos):
+    cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # each ends with a round
     extensions = {"logits_processor": [Discourage(np.arange(30, 50), np.float32(7)), not_the_last_token]}
     extensions["prefix_allowed_tokens_fn"] = in_turns([0, 1, 2])
     out = run(cfg, **extensions)
@@ -133,7 +133,7 @@ CUTS = {
 
 
 def drawn_in_16_bits(options, rows, new_tokens, keys):
-    """Yield what is drawn in bfloat16 and its config. Scores of one pass are rounded otherwise than those of steps."""
+    """Yield outputs sampled in bfloat16, with params and config. One pass rounds scores differently than steps do."""
     params, cfg = load_hf(demo.PATH, dtype="bfloat16")
     cfg = cfg.replace(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens).replace(**options)
     cfg = cfg.replace(output_logprobs="scores", eos_token_id=None)
@@ -141,7 +141,7 @@ def drawn_in_16_bits(options, rows, new_tokens, keys):
     for key in range(keys):
         out = generate(params, ids, jax.random.key(key), cfg)
         again = np.asarray(scored(params, out, cfg).logprobs)[:, out.prompt_width :]
-        assert np.mean(again != np.asarray(out.logprobs)) > 0.1, "they do not differ"
+        assert np.mean(again != np.asarray(out.logprobs)) > 0.1, "the scores do not differ"
         assert np.all(np.isfinite(again))
         yield params, out, cfg
 
@@ -166,7 +166,7 @@ TUNED = CFG.replace(
 
 
 def of_one_token(params, ids, prompt_length, length):
-    """The log-probability of `ids[length]` after the tokens in front, from a history of their own."""
+    """Return the log-probability of `ids[length]` after the tokens before it, with a new history."""
     cfg = jax.tree.map(jnp.asarray, TUNED)
     logits = CausalLM(MODEL).apply({"params": params}, ids[None]).logits[:, length - 1]
     history = History.begin(cfg, ids[None], length[None], jnp.asarray([8], jnp.int32))
@@ -258,7 +258,7 @@ def test_one_program_for_other_values_and_widths():
     assert count[0] == 0
 
 
-def test_the_prompt_of_the_models_own_distribution_may_be_left_out():
+def test_the_prompt_can_be_left_out_for_the_models_own_distribution():
     ids, mask = left_pad([[5, 3, 8, 1, 90, 7, 7], [2, 96, 4, 4, 1], [11, 12, 13, 14, 15]])
     whole = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2)
     behind = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2, prompt_width=4)
@@ -286,7 +286,7 @@ def test_the_budget_of_the_default_length():
 
 @pytest.mark.parametrize("top_k", [0, 1])
 def test_a_token_that_cannot_be_chosen(top_k):
-    """A ban stays one; a warper never removes the given token."""
+    """A banned token stays banned, and a warper never removes the given token."""
     cfg = CFG.replace(suppress_tokens=[4], top_k=top_k)
     out = score(PARAMS, [[3, 4, 5]], cfg, of="scores", prompt_width=1)
     assert out.logprobs[0, 1] == -np.inf

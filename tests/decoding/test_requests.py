@@ -1,4 +1,4 @@
-"""A request is complete: any of a run's prompts, in any order, generate what they generate among all."""
+"""A request is self-contained: any of a run's prompts, in any order, generate the same tokens as in the whole run."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from tests.support.tokenizers import byte_level
 
 CFG = GenerationConfig(model=MODEL, max_new_tokens=6, pad_token_id=0, eos_token_id=[1, 2])
 CHOSEN = [4, 1, 3]
-"""The prompts that are cut out, in this order."""
+"""The prompts that are selected, in this order."""
 
 MODES = {
     "greedy": {},
@@ -37,7 +37,7 @@ MODES = {
 
 
 def per_prompt_options() -> dict[str, dict]:
-    """Every option that may have one value per prompt and that sampling reads, with another value for each prompt."""
+    """Return the options that can differ between prompts and that sampling reads, with a different value per prompt."""
     found = {}
     for name, option in OPTIONS.items():
         if (
@@ -58,7 +58,7 @@ def call(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs) 
 
 
 def check(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs) -> None:
-    """Compare the chosen prompts of a run with the same prompts in a run of their own."""
+    """Check that the chosen prompts give the same results alone as in the whole run."""
     prepared, mode = call(cfg, extensions, **inputs), mode_of(cfg)
     whole = run_whole(prepared.run, prepared.request, mode=mode)
     request = jax.tree.map(lambda x: x[np.array(CHOSEN)], prepared.request.complete())
@@ -113,7 +113,7 @@ def test_some_prompts_with_own_grammars_and_stop_strings(options, strings):
 
 
 def test_any_prompts_with_everything_of_their_own():
-    """Any three prompts, in any order and even repeated: the run is the same program for all choices."""
+    """Any three prompts, in any order and even repeated, give the results of the whole run."""
     tok, rng = byte_level(), np.random.default_rng(5)
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{3,8}"]
     automaton = TokenAutomaton.stack([TokenAutomaton.from_regex(p, tok, vocab_size=MODEL.vocab_size) for p in patterns])

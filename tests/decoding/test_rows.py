@@ -1,4 +1,4 @@
-"""The state of rows: what belongs to a prompt follows all of its sequences."""
+"""State of rows: each sequence of a prompt has the values of its prompt."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ KEYS = jax.random.split(jax.random.key(0), 4)
 
 
 def rows_of(prompts: list[int]) -> Rows:
-    """Two sequences of each of these prompts."""
+    """Return two sequences of each of these prompts."""
     cfg = GenerationConfig(
         **{"model": MODEL, "do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4, "pad_token_id": 0},
         **{"temperature": [0.5 + prompt for prompt in prompts], "output_hidden_states": True, "eos_token_id": 1},
@@ -48,7 +48,7 @@ def assert_equal(rows: Rows, expected: Rows) -> None:
     for got, leaf in zip(jax.tree.leaves(rows), wanted, strict=True):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             got, leaf = jax.random.key_data(got), jax.random.key_data(leaf)
-        # Products of another number of rows may differ in their last bits.
+        # Products may differ in their last bits if the number of rows differs.
         np.testing.assert_allclose(np.asarray(got).astype(np.float32), np.asarray(leaf).astype(np.float32), atol=1e-5)
 
 
@@ -67,7 +67,7 @@ def test_row_numbers_out_of_range_replace_nothing():
     assert_equal(replaced, rows_of([0, 1, 1]))
 
 
-def test_sequences_of_a_prompt_share_what_belongs_to_it():
+def test_sequences_share_their_prompts_values():
     rows = rows_of([0, 1])
     selected = rows.select(jnp.asarray([1, 0, 3, 3]))
     assert rows.cache_ids is not None
@@ -75,7 +75,7 @@ def test_sequences_of_a_prompt_share_what_belongs_to_it():
     np.testing.assert_array_equal(key_data(selected), key_data(rows)[[1, 0, 3, 3]])
 
 
-# --- One row each, by hand ----------------------------------------------------------------------------------------
+# --- Small cases by hand ------------------------------------------------------------------------------------------
 
 
 def begun_rows(prompts, cfg=COUNTING, **inputs):
@@ -127,7 +127,7 @@ def test_a_row_for_which_no_token_can_be_chosen_ends_without_one():
     pushed = push(run, rows, [7, 7], failed=[StopReason.NO_TOKEN, 0])
     assert pushed.history.step.tolist() == [0, 1]
     assert pushed.reasons.tolist() == [StopReason.NO_TOKEN, StopReason.NONE]
-    assert pushed.recording.scores[:, 0, 0].tolist() == [-1, -1]  # which show why
+    assert pushed.recording.scores[:, 0, 0].tolist() == [-1, -1]  # they show the reason
     assert pushed.recording.scores[:, 1, 0].tolist() == [0, 0]
 
 
@@ -141,7 +141,7 @@ def test_a_criterion_sees_the_new_token():
 
 @flax.struct.dataclass
 class Twice:
-    """In place of stop strings: ends a row at its second 9; the state is how many there were."""
+    """A replacement for stop strings that ends a row at its second 9. The state is the number of 9s."""
 
     def begin(self, start, ids, length):
         return start
@@ -159,7 +159,7 @@ def test_stop_strings_follow_the_tokens_that_are_appended():
     pushed = push(run, rows, [9, 9, 9], live=[True, True, False])
     assert pushed.stop_strings.tolist() == [1, 2, 1]
     assert pushed.reasons.tolist() == [StopReason.NONE, StopReason.STOP_STRING, StopReason.NONE]
-    # With a config of usual rows, state 0 is that of a row without stop strings; if no other row is live, none is read.
+    # With a config for usual rows, state 0 means no stop strings, which are skipped if all live rows have state 0.
     mixed = dataclasses.replace(run, usual=run.cfg)
     assert push(mixed, rows, [9, 9, 8], live=[True, False, True]).stop_strings.tolist() == [1, 1, 1]
     assert push(mixed, rows, [9, 9, 9], live=[True, False, False]).stop_strings.tolist() == [0, 1, 1]
@@ -180,7 +180,7 @@ def test_log_probabilities_of_the_tokens_that_are_appended(source):
     assert not np.asarray(push(run, unlogged, [7, 8], live=[True, False]).logprobs.logprobs).any()
 
 
-def test_all_tokens_are_those_of_the_cache_and_the_generated_ones():
+def test_all_tokens_are_the_cached_and_the_generated_ones():
     run, rows = begun_rows([[1], [7, 8, 9]])
     assert rows.all_tokens(6)[:, :3].tolist() == [[1, 0, 0], [7, 8, 9]]
     forked = rows.fork(2)

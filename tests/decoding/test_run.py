@@ -1,4 +1,4 @@
-"""The inputs of a run: what belongs to each prompt, and how many rows and columns there are."""
+"""The inputs of a run: what belongs to each prompt, and the numbers of rows and columns."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_keys_of_the_prompts_are_used_as_they_are():
     assert dataclasses.replace(request_of(), key=None).complete().key is None
 
 
-def test_selected_prompts_take_along_what_belongs_to_them():
+def test_selected_prompts_keep_their_values():
     complete = request_of(temperature=[0.5, 0.6, 0.7], max_new_tokens=[1, 2, 3]).complete()
     shared = object()
     selected = dataclasses.replace(complete, cache=shared).select(jnp.asarray([2, 0]))
@@ -95,7 +95,7 @@ def test_sizes_and_pad_id():
 
 
 @pytest.mark.parametrize("mesh", [None, MESH])
-def test_rows_that_a_mesh_adds_are_copies_of_the_first_and_are_cut_off_again(mesh):
+def test_rows_added_by_a_mesh_are_copies_of_the_first_and_are_removed_again(mesh):
     run = run_of(mesh=mesh)
     assert run.prompts == (3 if mesh is None else 4)
     given = {"a": jnp.asarray([5, 6, 7]), "b": jnp.asarray([[1, 2], [3, 4], [5, 6]])}
@@ -103,5 +103,5 @@ def test_rows_that_a_mesh_adds_are_copies_of_the_first_and_are_cut_off_again(mes
     assert padded["a"].tolist() == [5, 6, 7, 5][: run.prompts]
     assert padded["b"].tolist() == [[1, 2], [3, 4], [5, 6], [1, 2]][: run.prompts]
     jax.tree.map(np.testing.assert_array_equal, run.cut(padded), given)
-    sequences = jnp.arange(2 * run.prompts)  # two of each prompt
+    sequences = jnp.arange(2 * run.prompts)  # two per prompt
     assert run.cut(sequences).tolist() == [*range(6)]

@@ -1,4 +1,4 @@
-"""Draws, and that a row's draws depend on the row alone."""
+"""Sampling follows the distribution, and what a row draws depends on that row alone."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_draws_follow_the_distribution(vocab, count):
     probs /= probs.sum()
     seen = np.bincount(tokens, minlength=vocab)
     assert np.all(seen[probs == 0] == 0)
-    # Pearson's statistic over the tokens that are expected at least five times, the rest taken together.
+    # Pearson's statistic over tokens that are expected at least five times. The other tokens are pooled.
     common = probs * count >= 5
     expected = np.append(probs[common], probs[~common].sum()) * count
     observed = np.append(seen[common], seen[~common].sum())
@@ -76,7 +76,7 @@ def test_a_row_is_alone(do_sample):
     ids, mask = left_pad(PROMPTS)
     one_by_one, cfg = cfg, cfg.replace(**each)
     batch = generate(PARAMS, ids, key, cfg, attention_mask=mask)
-    wide_ids, wide_mask = left_pad(PROMPTS, width=100)  # other buckets, of the prompt and of the new tokens
+    wide_ids, wide_mask = left_pad(PROMPTS, width=100)  # different buckets for prompts and new tokens
     longer = cfg.replace(max_new_tokens=[12] * 7 + [200])
     wide = generate(PARAMS, wide_ids, key, longer, attention_mask=wide_mask)
     for row, prompt in enumerate(PROMPTS):
@@ -110,7 +110,7 @@ def test_sequence_i_of_n_is_the_same_for_any_n_and_alone():
     assert len({tuple(generated(out, copy)) for copy in range(4)}) == 4
 
 
-def test_the_same_key_gives_the_same_tokens_and_another_one_others():
+def test_only_the_same_key_gives_the_same_tokens():
     cfg = CFG.replace(output_scores=True, output_logits=True)
     first, again, other = (generate(PARAMS, [PROMPTS[1]], jax.random.key(s), cfg).sequences.tolist() for s in (0, 0, 1))
     assert first == again

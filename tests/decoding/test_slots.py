@@ -1,4 +1,4 @@
-"""Continuous batching: sequences that leave their slots to others generate what they generate in a batch of all."""
+"""Continuous batching: a sequence generates the same tokens in slots as in a batch of all sequences."""
 
 import dataclasses
 
@@ -30,12 +30,12 @@ BUDGET = RNG.integers(1, 14, PROMPTS)
 CFG = GenerationConfig(
     model=MODEL, max_new_tokens=BUDGET, pad_token_id=0, eos_token_id=[1, 2], output_logprobs="scores", top_logprobs=2
 )
-# Without top_k: XLA may compute the scores twice, and with the flags of these tests it does not always get the same
-# bits, so that the log-probabilities may or may not count the last token that top_k keeps.
+# top_k is off because XLA may compute the scores twice, and with the flags of these tests the copies are not always
+# bit-identical. The log-probabilities could then leave out the last token that top_k keeps.
 SAMPLING = {"do_sample": True, "temperature": np.linspace(0.7, 1.5, PROMPTS), "top_k": 0}
 KEY = jax.random.key(3)
 SEVERAL = {"slots": 5, "prefill_chunk_size": 4}
-"""Fewer slots than prompts, which are read in up to three chunks."""
+"""Fewer slots than prompts. The prompts are read in up to three chunks."""
 
 
 def call(cfg: GenerationConfig, ids=IDS, mask=MASK, **arguments):
@@ -51,9 +51,9 @@ def assert_equal(out, expected) -> None:
 
 
 def check(cfg: GenerationConfig, slots=SEVERAL, **arguments) -> None:
-    """Compare slots with one batch of all rows."""
+    """Check that slots give the same results as one batch of all rows."""
     expected = call(cfg, **arguments)
-    assert len(set(np.asarray(expected.lengths).tolist())) > 2, "all rows leave together"
+    assert len(set(np.asarray(expected.lengths).tolist())) > 2, "all rows end together"
     assert_equal(call(cfg.replace(**slots), **arguments), expected)
 
 
@@ -83,7 +83,7 @@ def test_own_grammars_stop_strings_and_penalties():
 
 
 class Sums(StepHook):
-    """Adds to the logits what depends on the number of steps, and to the embeddings what depends on the prompt."""
+    """A hook that adds the number of steps, scaled, to the logits, and also scales the embeddings."""
 
     def init(self, history: History):
         return jnp.zeros(history.length.shape, jnp.float32)
@@ -155,7 +155,7 @@ def test_a_prompt_that_fails_ends_alone():
 
 
 class Streamer:
-    """Collects the tokens of each row."""
+    """A streamer that collects the tokens of each row."""
 
     def __init__(self):
         self.rows = {row: [] for row in range(PROMPTS)}
@@ -179,18 +179,18 @@ def test_a_streamer_of_rows_and_a_time_limit():
     assert streamer.ended != sorted(streamer.ended), "rows end in the order of the prompts"
 
 
-def test_the_time_may_end_before_a_prompt_has_been_read():
+def test_the_time_limit_can_end_a_run_before_prompts_are_read():
     out = call(CFG.replace(**SEVERAL, max_time=1e-9))
     assert StopReason.TIME in np.asarray(out.stop_reasons)
     assert np.asarray(out.lengths).min() == 0
 
 
-# --- What a result depends on -----------------------------------------------------------------------------------------
+# --- Results do not depend on other prompts ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def many():
-    """64 prompts in bfloat16, with a function that runs some of them in slots: bits of tokens and log-probabilities."""
+    """Return a function that runs some of 64 bfloat16 prompts in slots: tokens, and log-probabilities as bits."""
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype="bfloat16")
     params, rng = random_params(model, scale=0.3), np.random.default_rng(4)
     ids, keys = rng.integers(40, 120, (64, 20), np.int32), jax.random.split(KEY, 64)
@@ -202,7 +202,7 @@ def many():
 
     def run(prompts: np.ndarray, slots: int):
         limited = cfg.replace(slots=slots, max_new_tokens=np.append(budget[prompts], 40))
-        prompts = np.append(prompts, 0)  # with 40 tokens, so that the capacity is the same
+        prompts = np.append(prompts, 0)  # has a budget of 40, so the capacity is the same
         out = generate(params, ids[prompts], keys[prompts], limited, attention_mask=mask[prompts])
         return np.asarray(out.sequences)[:-1], np.asarray(out.logprobs)[:-1].view(np.uint32)
 
@@ -210,14 +210,14 @@ def many():
 
 
 @pytest.mark.parametrize("slots", [3, *slow(1, 8, 16)])
-def test_neighbors_order_and_slot_change_no_bit(many, slots):
+def test_neighbors_order_and_slots_change_no_bit(many, slots):
     tokens, bits = many(np.arange(64), slots)
     for prompts in (np.random.default_rng(5).permutation(64), np.array([40, 7, 63, 8, 1])):
         for whole, part in zip((tokens, bits), many(prompts, slots), strict=True):
             np.testing.assert_array_equal(part, whole[prompts])
 
 
-# --- What it costs ----------------------------------------------------------------------------------------------------
+# --- Memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -229,12 +229,12 @@ def test_memory_does_not_grow_with_the_prompts():
 
     few, many = temporaries(4), temporaries(132)
     cache = 2 * MODEL.num_hidden_layers * (16 + 64) * MODEL.num_key_value_heads * MODEL.head_dim * 4
-    results = 64 * 4 * 6  # tokens, their log-probabilities, the two most likely ones and theirs
+    results = 64 * 4 * 6  # tokens, log-probabilities, and both of these for the top two
     assert many - few < 128 * 4 * results
     assert many - few < 128 * cache / 2
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- Refused inputs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

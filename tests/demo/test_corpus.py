@@ -88,7 +88,7 @@ def test_story_tells_what_was_asked(held_out):
 
 
 def test_every_slot_of_every_sentence_is_filled():
-    """The rare sentences too, which a short stream may not show."""
+    """This includes rare sentences, which might not appear in a short stream."""
     rng = random.Random(1)
     request = corpus._request(rng, False)
     slots = corpus._cast(rng, request)
@@ -124,7 +124,7 @@ def test_unseen_prompts_are_not_in_the_stream(stream):
 
 
 def test_questions_are_answered_the_same_way():
-    """A fact has one answer, whatever its wording; only talk and refusals vary."""
+    """A fact has one answer, however the question is worded. Only small talk and refusals vary."""
     rng = random.Random(0)
     answers = {}
     for ask in (facts._color, facts._animal, facts._opposite, facts._next, facts._listing, facts._count, facts._sum):

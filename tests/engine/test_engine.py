@@ -1,4 +1,4 @@
-"""The engine: prompts with options of their own that come and go, each answered as if it were alone."""
+"""The engine: prompts with different options come and go, and each is answered as if it were alone."""
 
 import asyncio
 import threading
@@ -42,13 +42,13 @@ CFG = GenerationConfig(
 )
 GRAMMARS = [TokenAutomaton.from_regex(p, TOK, vocab_size=320) for p in ("[a-c]+", "(yes|no)", "[0-9]{2,4}", "z+x")]
 WIDTH = 24
-# One small program for the tests in which it does not matter what is generated.
+# One small program for the tests in which the generated tokens do not matter.
 SIMPLE = CFG.replace(output_logprobs=None, top_logprobs=0)
 SMALL = {"slots": 1, "prompt_width": 8, "prompt_options": ()}
 
 
 def random_prompts(count: int, seed: int, plain: bool = False) -> list[dict]:
-    """Prompts with random options, which turn on more than the config does unless they are `plain`."""
+    """Return prompts with random options. Unless they are `plain`, they turn on options that are off in the config."""
     rng = np.random.default_rng(seed)
     prompts = []
     for index in rng.permutation(10 * count)[:count]:
@@ -324,7 +324,7 @@ def test_a_pause_new_weights_and_versions(engine):
     long = engine.submit([50, 60], n=4, max_new_tokens=14, eos_token_id=None)
     next(iter(long))
     engine.update_params(PARAMS)
-    # Sequences that enter later read the prompt's keys and values, which come from the earlier weights.
+    # Sequences that start later read the prompt's keys and values, which were computed with the old weights.
     assert {done.versions[0] for done in long.result(60)} == {version + 1}
 
 
@@ -342,7 +342,7 @@ def test_a_pause_after_the_prompts_in_flight(engine):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_callback_that_cancels(engine, own):
-    """What is generated in the same chunk comes too late."""
+    """Tokens of the same chunk have already been generated, so the cancellation may come too late."""
     engine.pause()
     handles = []
     handles.append(
@@ -453,7 +453,7 @@ def test_a_queue_that_is_full_and_an_engine_that_is_closed():
     with Engine(PARAMS, SIMPLE, KEY, **SMALL, most_waiting=2) as small:
         small.pause()
         handles = [small.submit([50 + n]) for n in range(2)]
-        with pytest.raises(QueueFull, match="2 prompts wait"):
+        with pytest.raises(QueueFull, match="2 prompts are waiting"):
             small.submit([60])
         with pytest.raises(QueueFull):
             small.submit([60], timeout=0.05)

@@ -1,4 +1,4 @@
-"""What prompts may ask for: options that are off for one prompt and on for others, and configs that are refused."""
+"""What prompts may set: options that are off for some prompts and on for others, and configs that are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ VOCAB = CFG.model.vocab_size
 FORM = Form(CFG, None, 8)
 
 
-def test_an_option_that_is_off_changes_no_bit_of_a_prompt_beside_others():
+def test_options_of_other_prompts_change_no_bit_of_a_prompt():
     assert {"top_h", "top_p", "sequence_bias", "forced_bos_token_id", "exponential_decay_length_penalty"} < FORM.own
     off = FORM.read([5], 0).options
     rng = np.random.default_rng(0)

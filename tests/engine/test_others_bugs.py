@@ -1,4 +1,4 @@
-"""Bugs that other engines have had, with a model that counts, so that the right answers are known."""
+"""Bugs that other engines have had, tested with a counting model, whose correct answers are known."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ PAD = 7
 CFG = counting_config(max_new_tokens=12, pad_token_id=PAD, eos_token_id=0, no_repeat_ngram_size=3, do_sample=True)
 FLAT = counting_params(CFG, peak=1.0)  # many tokens are likely
 SHARP = counting_params(CFG)
-PENALTY = {"repetition_penalty": 1e6, "sequence_bias": {(30,): 5.0}}  # token 30 takes the place of penalised ones
+PENALTY = {"repetition_penalty": 1e6, "sequence_bias": {(30,): 5.0}}  # token 30 replaces penalized tokens
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def counting():
 
 
 def test_a_row_draws_from_its_own_key_whoever_is_last():
-    """tpu-inference, pull request 3401: all rows were seeded again from the last one."""
+    """tpu-inference, pull request 3401: all rows were reseeded from the last one."""
     with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16, prompt_options=()) as made:
         alone = [made.submit([3, 4], index=index).result(300)[0].tokens for index in range(9)]
         assert len(set(map(tuple, alone))) == 9
@@ -34,8 +34,8 @@ def test_a_row_draws_from_its_own_key_whoever_is_last():
             assert [handle.result(300)[0].tokens for handle in handles] == [alone[handle.index] for handle in handles]
 
 
-def test_padding_is_no_token(counting):
-    """The same: tokens that pad a window were counted. A penalty on the pad id would make the count skip it."""
+def test_padding_is_not_a_token(counting):
+    """Also pull request 3401: padding tokens were counted. A penalty on the pad id would make the count skip it."""
     options = {**PENALTY, "presence_penalty": 50.0, "frequency_penalty": 50.0, "min_length": 3}
     done = counting.submit([4], **options, max_new_tokens=5).result(300)[0]
     assert done.tokens == [5, 6, 7, 8, 9]
@@ -45,7 +45,7 @@ def test_padding_is_no_token(counting):
 
 
 def test_a_second_call_loses_nothing(counting):
-    """transformers, issue 45943: the numbers of requests began again, and results of the second call were lost."""
+    """transformers, issue 45943: request numbers started over, and results of the second call were lost."""
     prompts = [[number] for number in range(1, 20)]
     for _ in range(2):
         done = list(generate_many(SHARP, prompts, None, CFG.replace(do_sample=False), slots=2, prompt_width=16))
@@ -58,7 +58,7 @@ def test_a_second_call_loses_nothing(counting):
 
 
 def test_no_token_is_lost_while_another_one_is_read(counting):
-    """transformers, issue 40479: tokens that came during an iteration were lost. Nor do two readers share them."""
+    """transformers, issue 40479: tokens arriving during an iteration were lost. Here, every reader gets all tokens."""
     handle = counting.submit([20])
     slow, seen = [], {}
     for event in handle:
@@ -76,8 +76,8 @@ def test_no_token_is_lost_while_another_one_is_read(counting):
     assert slow == seen["a"] == seen["b"] == handle.result()[0].tokens == list(range(21, 33))
 
 
-def test_waiting_for_one_result_takes_no_other(counting):
-    """transformers: a thread that waited for one id took the others' results, and put them back at the end."""
+def test_waiting_for_one_result_does_not_take_others(counting):
+    """transformers: a thread that waited for one id took the results of others, and put them back at the end."""
     handles = [counting.submit([number], max_new_tokens=1 + number % 5) for number in range(1, 17)]
     found: dict[int, list[int]] = {}
 
@@ -93,9 +93,9 @@ def test_waiting_for_one_result_takes_no_other(counting):
 
 
 def test_processors_see_the_whole_row(counting):
-    """transformers, issues 43457 and 48468: processors that read the history saw one token of it."""
+    """transformers, issues 43457 and 48468: processors that read the history saw only one token of it."""
     banned = counting.submit([3, 4, 5, 9, 3, 4], max_new_tokens=1).result(300)[0]
-    assert banned.tokens != [5]  # no_repeat_ngram_size=3: 3, 4, 5 was in the prompt
+    assert banned.tokens != [5]  # no_repeat_ngram_size=3: the prompt contains 3, 4, 5
     free = counting.submit([3, 4, 6, 9, 3, 4], max_new_tokens=1).result(300)[0]
     assert free.tokens == [5]
     penalised = counting.submit([6, 5, 9, 4], max_new_tokens=1, **PENALTY).result(300)[0]

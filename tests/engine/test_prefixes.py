@@ -1,4 +1,4 @@
-"""The store of prefixes: what prompts share is read once, and a copy has the same bits."""
+"""The store of prefixes: prompts read a shared beginning only once, and copies are bit-identical."""
 
 import collections
 
@@ -17,7 +17,7 @@ CHUNK, WIDTH, NEW = 16, 90, 5
 
 
 def config(dtype: str = "bfloat16", **options) -> GenerationConfig:
-    """Of one dtype if possible, so that engines share their programs."""
+    """Return a config, usually with the same dtype so that engines share their programs."""
     model = model_config(torch_dtype=dtype, hidden_size=64)
     fields = {"do_sample": True, "output_logprobs": "scores", "top_logprobs": 2, "eos_token_id": 1, "pad_token_id": 0}
     return GenerationConfig(model=model, max_new_tokens=NEW, prefill_chunk_size=CHUNK, **fields | options)
@@ -29,7 +29,7 @@ def engine(cfg: GenerationConfig, **arguments) -> Engine:
 
 
 def related_prompts(count: int, seed: int) -> list[dict]:
-    """Prompts of which each begins with a part of another one."""
+    """Return prompts that each begin with part of an earlier one."""
     rng = np.random.default_rng(seed)
     prompts: list[list[int]] = [rng.integers(2, 97, WIDTH).tolist()]
     for _ in range(count - 1):
@@ -112,7 +112,7 @@ def test_new_weights_empty_the_store():
     assert_same(again, fresh)
 
 
-def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_nothing_behind():
+def test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind():
     cfg, prompts = config(), related_prompts(30, seed=5)
     rng = np.random.default_rng(6)
     with engine(cfg, prefix_cache_bytes=0) as made:
@@ -125,7 +125,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_nothing_behind():
                 assert_same(handles[number].result(300), [alone[number]])
         made.pause()
         index = made._schedule.prefixes
-        made._schedule.arrivals()  # the cancellations that have not been sent
+        made._schedule.arrivals()  # handles the cancellations that have not been sent
         assert len(index._free) + len(index._stored) == index.places
         assert not index._coming
 
@@ -145,7 +145,7 @@ def test_a_size_that_is_refused_and_a_hook():
 
 
 class Store:
-    """What the device does with the plans of an index: prompts are loaded in order, and read chunk by chunk."""
+    """What the device does with an index's plans: it loads prompts in order, and reads them chunk by chunk."""
 
     def __init__(self, places: int):
         self.content: list[bytes | None] = [None] * places
@@ -167,7 +167,7 @@ class Store:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_place_is_never_copied_with_what_another_prompt_wrote(seed):
+def test_copied_places_never_contain_the_keys_of_a_different_prompt(seed):
     rng = np.random.default_rng(seed)
     index, places = Prefixes(places := int(rng.integers(1, 9)), 1, 4), places
     store, epochs = Store(places), 0
@@ -191,7 +191,7 @@ def test_a_place_is_never_copied_with_what_another_prompt_wrote(seed):
                     given_up = flights[rng.integers(len(flights))]
                     (store.pool if given_up in store.pool else store.queue).remove(given_up)
                     index.release(given_up[1])
-                elif not store.queue:  # the queue holds copies that were decided before
+                elif not store.queue:  # queued prompts rely on copies that are already planned
                     index.clear()
                     epochs += 1
         taken = [place for _, claim, *_ in [*store.queue, *store.pool] for _, _, place in claim.keep]

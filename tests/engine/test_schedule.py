@@ -1,4 +1,4 @@
-"""The schedule, without a device: who is sent when, and who is told what."""
+"""The schedule, without a device: which prompts are sent when, and which events their owners get."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def packed(waiting: int, *entries: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def sent(plan: Schedule) -> list[int]:
-    """The indices of the prompts that arrive."""
+    """Return the indices of the prompts that arrive."""
     arrivals = plan.arrivals()
     return [] if arrivals is None else arrivals.index[arrivals.number != NOBODY].tolist()
 
@@ -41,12 +41,12 @@ def test_prompts_are_sent_in_order_while_there_are_places():
     plan.waiting.extend(flight(plan, n) for n in range(7))
     assert [sent(plan), sent(plan), sent(plan)] == [[0, 1], [2, 3], []]
     list(plan.read(packed(2)))
-    assert sent(plan) == []  # two waited, and two were sent since then
+    assert sent(plan) == []  # two were waiting, and two have been sent since
     list(plan.read(packed(3)))
     assert sent(plan) == [4]
 
 
-def test_entries_are_told_by_sequence_and_numbers_are_free_after_the_last():
+def test_entries_are_reported_by_sequence_and_numbers_are_freed_after_the_last():
     plan = schedule()
     assert plan.arrivals() is None
     one, two = flight(plan, 0, n=2), flight(plan, 1)
@@ -68,7 +68,7 @@ def test_entries_are_told_by_sequence_and_numbers_are_free_after_the_last():
     assert plan.idle
 
 
-def test_a_cancelled_prompt_is_told_nothing_more():
+def test_a_cancelled_prompt_gets_no_more_entries():
     plan = schedule()
     one, two, three = (flight(plan, n) for n in range(3))
     plan.waiting.extend([one, two, three])
@@ -87,7 +87,7 @@ def test_a_prompt_whose_grammar_has_no_space_waits_and_plain_ones_do_not():
     plan = schedule(places=9, arrivals=9)
     large, other, small = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}"), grammar("z")
     plan.waiting.extend(flight(plan, n, g) for n, g in enumerate([large, None, other, large, small, None]))
-    assert sent(plan) == [0, 1, 5]  # no grammar overtakes another one, which could wait for ever
+    assert sent(plan) == [0, 1, 5]  # no grammar overtakes another, or some would wait forever
     for expected in ([2], [3, 4]):
         ends = [(f.number, 0, 5, StopReason.EOS) for f in list(plan.flying.values())]
         list(plan.read(packed(0, *ends)))
@@ -105,7 +105,7 @@ def test_which_prompts_turn_on_more_than_the_config(options, unusual):
 def test_a_chunk_takes_at_least_a_tenth_of_a_second():
     pace = Pace(8)
     assert pace.steps == 1
-    pace.measure(0, 0.0, 60.0)  # compiled, and took no step
+    pace.measure(0, 0.0, 60.0)  # this chunk was compiled, and took no steps
     assert pace.steps == 1
     for number in range(1, 20):
         pace.measure(number, 0.0, 60.0 + 0.03 * number)

@@ -1,4 +1,4 @@
-"""Tables of automata that join and leave: no state moves, and space is used again."""
+"""Tables of automata that are added and removed: states do not move, and space is reused."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_automata_join_and_leave_while_others_stay():
     assert states["z{1,2}"] < states["[0-9]{2,4}"], "the free states are not used"
 
 
-def test_a_full_table_makes_wait_and_one_too_small_refuses():
+def test_grammars_wait_for_a_full_table_and_are_refused_by_a_small_one():
     table = Table(Grammars(VOCAB, (12, 64)), 12)
     large, other = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}")
     table.fits(large)

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a model that runs here: what it reports is what `score` and `generate` say."""
+"""lm-evaluation-harness with an in-process model reports what `score` and `generate` return."""
 
 import json
 import os
@@ -26,7 +26,7 @@ STORIES = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
-    """The samples of each task, as the command writes them."""
+    """Run the command on each task, and return the samples that it writes."""
     folder = tmp_path_factory.mktemp("evaluate")
     data = folder / "data.jsonl"
     rows = ({"question": q, "choices": c, "text": q + c[0]} for q, c in STORIES)

@@ -1,4 +1,4 @@
-"""Texts of transformers 4.41.1 with an assistant or with prompt lookup, row by row: see README.md."""
+"""Tokens that transformers 4.41.1 generates with an assistant or prompt lookup, row by row: see README.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from options_441 import LONGEST, Material
 from oracle import Oracle
 
 SETS, CASES = 15, 4
-# Checkpoints with one vocabulary, each with its assistants.
+# Checkpoints that share a vocabulary, each with its assistants.
 ASSISTANTS = {
     "qwen2-gqa-tied": ("llama-mha", "qwen2-gqa-tied"),
     "llama-mha": ("qwen2-gqa-tied", "llama-mha"),
@@ -20,18 +20,18 @@ ASSISTANTS = {
 
 
 def run_assisted(oracle: Oracle, ids: list[int], options: dict, assistant: Oracle | None, double: bool) -> list[int]:
-    """Generate from one row; return what was generated."""
+    """Generate from one row, and return the generated tokens."""
     if assistant is not None:  # a copy, because a run changes num_assistant_tokens
         draft = copy.deepcopy(assistant.model)
         for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
             setattr(draft.generation_config, name, options[name])
         options = options | {"assistant_model": draft.double() if double else draft}
-    # Prompt lookup may write more than it was asked for.
+    # Prompt lookup can generate more tokens than requested.
     return generate(oracle, ids, options, double).sequences[0, len(ids) :].tolist()[: options["max_new_tokens"]]
 
 
 def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:
-    """Draw the options of drafting, and the length."""
+    """Draw the options for drafting and the length."""
     options: dict = {"max_new_tokens": int(rng.integers(2, 25))}
     if lookup:
         sizes = {} if number % 3 == 0 else {"max_matching_ngram_size": int(rng.integers(1, 5))}
@@ -41,13 +41,13 @@ def draw_drafts(lookup: bool, number: int, rng: np.random.Generator) -> dict:
 
 
 def draw_prompt(vocab: int, lookup: bool, rng: np.random.Generator) -> list[int]:
-    """Draw a prompt, for prompt lookup one with few different tokens."""
+    """Draw a prompt. For prompt lookup, it has few distinct tokens."""
     tokens = rng.integers(vocab, size=3 if lookup else vocab)
     return rng.choice(tokens, size=int(rng.integers(1, LONGEST + 1))).tolist()
 
 
 def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None:
-    """Give prompts that end with an eos token another end: 4.41.1 generates nothing if it finds no draft for them."""
+    """Replace a final eos token of the prompts, because 4.41.1 generates nothing after one without a draft."""
     eos = options["eos_token_id"]
     ids = {eos} if isinstance(eos, int) else set(eos or [])
     for prompt in prompts:
@@ -56,7 +56,7 @@ def end_without_eos(prompts: list[list[int]], options: dict, vocab: int) -> None
 
 
 def assisted_goldens(oracles: dict[str, Oracle], lookup: bool, rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
+    """Return sets of options with cases. `near_tie`: a run in float64 generates different tokens."""
     sets = []
     for number in range(SETS):
         name = list(ASSISTANTS)[number % len(ASSISTANTS)]

@@ -1,7 +1,7 @@
 """Check that peft 0.11.1 computes the goldens' logits with adapters that jaxgen has read and written.
 
-python check_adapters.py GOLDENS SAVED, with a Python that has requirements-peft.txt: GOLDENS is what make_peft.py made,
-SAVED has CHECKPOINT/ADAPTER for those that jaxgen writes.
+python check_adapters.py GOLDENS SAVED, with a Python that has requirements-peft.txt. make_peft.py creates GOLDENS.
+SAVED contains CHECKPOINT/ADAPTER for each adapter that jaxgen has written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peft import PeftModel
 
 
 def main() -> None:
-    """Compare all of them; stop at the first that differs."""
+    """Compare all adapters, and stop at the first that differs."""
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     goldens, saved = map(pathlib.Path, sys.argv[1:])

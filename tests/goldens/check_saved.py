@@ -1,7 +1,7 @@
 """Check that transformers 5.23.0 computes the goldens' logits from checkpoints that jaxgen has read and written.
 
-python check_saved.py GOLDENS SAVED, with a Python that has requirements-newer.txt: GOLDENS is what make_newer.py
-made, SAVED has one folder for each of its checkpoints.
+python check_saved.py GOLDENS SAVED, with a Python that has requirements-newer.txt. make_newer.py creates GOLDENS.
+SAVED contains one folder for each of its checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from oracle import Oracle
 
 
 def main() -> None:
-    """Compare all of them; stop at the first that differs."""
+    """Compare all checkpoints, and stop at the first that differs."""
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     goldens, saved = map(pathlib.Path, sys.argv[1:])

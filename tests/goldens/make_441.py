@@ -1,4 +1,4 @@
-"""Make tiny random checkpoints and what transformers 4.41.1 computes from them (README.md has the format).
+"""Make tiny random checkpoints, and record what transformers 4.41.1 computes from them (README.md has the format).
 
 python make_441.py --seed N --out DIR [--cases N], with a Python that has requirements-441.txt.
 """
@@ -104,7 +104,7 @@ FULL_OUTPUTS = ("qwen2-gqa-tied", "llama-gqa-biases-tied")  # with hidden states
 
 
 def draw_lengths(group: int, rng: np.random.Generator) -> dict:
-    """Draw the lengths and the penalty of a greedy group; every minimum fits the longest prompt."""
+    """Draw the lengths and the penalty of a greedy group. All minimum lengths leave room for the longest prompt."""
     options: dict = {}
     if group % 3 == 2:
         widest = options["max_length"] = int(rng.integers(LONGEST + 2, LONGEST + 17))
@@ -123,7 +123,7 @@ def draw_lengths(group: int, rng: np.random.Generator) -> dict:
 
 
 def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids: eos comes early, late or never in what the model would write without it."""
+    """Draw eos and pad ids, so that eos comes early, late or never in what the model would generate without it."""
     free = options | {"eos_token_id": None, "max_new_tokens": 24}
     runs = [oracle.greedy(prompt, free)[0][len(prompt) :] for prompt in prompts]
     early, later, late = (
@@ -145,7 +145,7 @@ def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.ra
 
 
 def greedy_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return 40 groups of 5 rows with one set of options each, and the steps of the shorter first rows."""
+    """Return 40 groups of 5 rows, each with one set of options, and the steps of the first row if it is short."""
     groups, steps = [], {}
     for g in range(40):
         name = list(oracles)[g % len(oracles)]
@@ -162,7 +162,7 @@ def greedy_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> tupl
 
 
 def draw_sampling(vocab: int, rng: np.random.Generator) -> dict:
-    """Draw one setting of the processors and warpers, and the ids that they see."""
+    """Draw a setting of the processors and warpers, and the ids that they see."""
     length = int(rng.integers(2, 33))
     new = int(rng.integers(0, min(length, 6)))
     eos = [int(i) for i in rng.choice(vocab, size=3, replace=False)][: int(rng.integers(1, 4))]
@@ -188,7 +188,7 @@ def draw_sampling(vocab: int, rng: np.random.Generator) -> dict:
 
 
 def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
-    """Draw logits float32 [V]: normal ones, with exact ties, with many -inf, with both, or all equal."""
+    """Draw logits float32[V]: normal ones, ones with exact ties, with many -inf or with both, or all equal."""
     kind = str(rng.choice(["normal", "ties", "inf", "ties-inf", "constant"], p=[0.5, 0.2, 0.15, 0.1, 0.05]))
     logits = rng.standard_normal(vocab) * rng.choice([0.5, 1.0, 2.0, 5.0])
     if kind.startswith("ties"):
@@ -202,8 +202,8 @@ def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
 
 
 def top_p_report(scores: np.ndarray, kept: np.ndarray, top_p: float) -> dict:
-    """Say how near the cumulative mass comes to its boundary, and whether equal scores were parted."""
-    cumulative = np.cumsum(np.sort(probabilities(scores)))[:-1]  # the best token stays in any case
+    """Return how close the cumulative mass comes to its boundary, and how ties are split."""
+    cumulative = np.cumsum(np.sort(probabilities(scores)))[:-1]  # the best token is always kept
     members = np.flatnonzero(scores == scores[kept].min())
     survivors = members[kept[members]]
     return {
@@ -214,7 +214,7 @@ def top_p_report(scores: np.ndarray, kept: np.ndarray, top_p: float) -> dict:
 
 
 def sampling_scores(oracle: Oracle, case: dict, logits: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Return the scores after the lists that generate builds for do_sample, and a report on boundaries."""
+    """Return the scores after the lists that generate builds with do_sample, and a report on boundaries."""
     ids = torch.tensor([case["ids"]])
     processors, warpers = prepared_lists(oracle.model, case["options"], ids[:, : case["prompt_length"]])
     scores, report = torch.from_numpy(logits.copy())[None], {}
@@ -229,7 +229,7 @@ def sampling_scores(oracle: Oracle, case: dict, logits: np.ndarray) -> tuple[np.
 
 
 def sampling_goldens(oracle: Oracle, rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return 100 settings and their scores; one within 1e-5 of a boundary is drawn again, up to 20 times."""
+    """Return 100 settings and their scores. A setting within 1e-5 of a boundary is drawn again, up to 20 times."""
     cases, arrays = [], {}
     for i, vocab in enumerate([97] * 80 + [1031] * 16 + [4099] * 4):
         for _ in range(20):
@@ -245,7 +245,7 @@ def sampling_goldens(oracle: Oracle, rng: np.random.Generator) -> tuple[list[dic
 
 
 def main() -> None:
-    """Make everything."""
+    """Make all goldens."""
     seed, out, cases = start("4.41.1", cases=500)
     oracles = {}
     for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):
@@ -253,7 +253,7 @@ def main() -> None:
         path = out / "checkpoints" / name
         checkpoint.save(path, rng)
         oracles[name] = oracle = Oracle(path)
-        # In 4.41.1 the longest row of a batch sets the base of a dynamic RoPE for all: only rows alone count.
+        # In 4.41.1, a batch's longest row sets the dynamic RoPE base of all rows, so only single rows are compared.
         batch, full = "dynamic" not in name, name in FULL_OUTPUTS
         arrays = forward_goldens(oracle, [5, 11, 18], rng, batch=batch, full=full)
         np.savez_compressed(out / "logits" / f"{name}.npz", **arrays)

@@ -28,16 +28,16 @@ LAYERS = {
     "llama": ["low", "high", [6, 1, 4], [0]],
     "llama-small": ["low", "high", [1, 0], [1]],
 }
-# What the number of layers, and tied embeddings, make of "low" and "high".
+# The numbers of layers for which the meaning of "low" and "high" is recorded, with and without tied embeddings.
 DEPTHS = (*range(1, 13), 24, 28, 39, 40, 41, 42, 63)
 
 
 class Stop(Exception):
-    """Ends a run once the layers are known."""
+    """Raised to end a run once the layers are known."""
 
 
 def named_layers() -> list[dict]:
-    """Return the candidate layers of models of many depths; null where transformers fails."""
+    """Return the candidate layers for models of many depths, or null if transformers fails."""
     original, named = utils._dola_select_contrast, []
     chosen: list[int] = []
 
@@ -73,16 +73,16 @@ def draw_options(number: int, name: str, vocab: int, rng: np.random.Generator) -
         options |= {"no_repeat_ngram_size": 2, "suppress_tokens": [int(i) for i in rng.integers(vocab, size=4)]}
     if number % 4 == 2:
         options["guidance_scale"] = round(float(rng.uniform(0.3, 2.5)), 3)
-    if number % 4 == 3:  # a drawn token is not compared; the scores that it is drawn from are
+    if number % 4 == 3:  # drawn tokens are not compared, but their scores are
         options |= {"do_sample": True, "temperature": round(float(rng.uniform(0.5, 2)), 3), "top_k": 9}
     return options
 
 
 def run(oracle: Oracle, case: dict, options: dict, double: bool = False) -> tuple[list[int], list[list[float]]]:
-    """Generate from one row; return its tokens and the processed scores of each step."""
+    """Generate from one row. Return its tokens and the processed scores of each step."""
     oracle.reset()
     model = copy.deepcopy(oracle.model).double() if double else oracle.model
-    torch.set_default_dtype(torch.float64 if double else torch.float32)  # of the attention mask
+    torch.set_default_dtype(torch.float64 if double else torch.float32)  # for the attention mask
     prompt = torch.tensor([case["ids"]])
     more = {"negative_prompt_ids": torch.tensor([case["negative_ids"]])} if "negative_ids" in case else {}
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def run(oracle: Oracle, case: dict, options: dict, double: bool = False) -> tupl
 
 
 def dola_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens or bans others."""
+    """Return sets of options with cases. `near_tie`: a run in float64 generates or bans different tokens."""
     sets = []
     for number in range(12):
         name = list(oracles)[number % len(oracles)]
@@ -115,7 +115,7 @@ def dola_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[d
                 exact, exact_scores = run(oracle, case, options, double=True)
             except RuntimeError:  # no token is left to draw
                 continue
-            if np.isneginf(np.max(scores, axis=-1)).any():  # no token is left: 4.45.2 takes token 0
+            if np.isneginf(np.max(scores, axis=-1)).any():  # no token is left, and 4.45.2 chooses token 0
                 continue
             banned = [np.isneginf(steps[0]).tolist() for steps in (scores, exact_scores)]
             near = banned[0] != banned[1]
@@ -128,7 +128,7 @@ def dola_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[d
 
 
 def main() -> None:
-    """Make everything."""
+    """Make all goldens."""
     seed, out = start("4.45.2")
     oracles = {}
     for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):

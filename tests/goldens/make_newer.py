@@ -139,7 +139,7 @@ def spell_as_before_5(path: pathlib.Path) -> None:
 
 
 def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator) -> dict:
-    """Return 3 rows with one set of options; the eos ids are such that the first row meets one."""
+    """Return 3 rows with one set of options, with eos ids that the first row generates."""
     options: dict = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0}
     prompts = [rng.integers(0, oracle.vocab, size=n).tolist() for n in (26, 3, 40)]
     free = oracle.greedy(prompts[0], options)[0][26:]
@@ -149,7 +149,7 @@ def greedy_goldens(name: str, oracle: Oracle, rng: np.random.Generator) -> dict:
 
 
 def main() -> None:
-    """Make everything."""
+    """Make all goldens."""
     seed, out = start("5.23.0")
     groups = []
     for i, (name, checkpoint) in enumerate(CHECKPOINTS.items()):

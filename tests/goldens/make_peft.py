@@ -41,7 +41,7 @@ PROMPTS = 3
 
 
 def main() -> None:
-    """Write each checkpoint, its adapters, and the logits with them."""
+    """Write each checkpoint, its adapters, and the logits with each adapter."""
     seed, out = start("4.41.1")
     rng = np.random.default_rng(seed)
     for name, checkpoint in CHECKPOINTS.items():

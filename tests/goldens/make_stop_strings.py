@@ -25,7 +25,7 @@ CASES = 32  # per tokenizer
 
 
 def draw_pieces(rng: np.random.Generator) -> list[str]:
-    """Draw pieces of the text of 2 to 6 characters."""
+    """Draw pieces of the text, of 2 to 6 characters."""
     pieces = {"st", "op", "stop", "opera", "sto", "pper", "las", "topper", "s", "to", "pped", "at"}
     while len(pieces) < 150:
         begin, length = rng.integers(len(TEXT) - 2), rng.integers(2, 7)
@@ -34,7 +34,7 @@ def draw_pieces(rng: np.random.Generator) -> list[str]:
 
 
 def byte_level(rng: np.random.Generator) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Make a tokenizer of GPT-2's kind: special tokens, all bytes, pieces. No merges: only its decoder is used."""
+    """Make a tokenizer like GPT-2's: special tokens, all bytes, and pieces. Only its decoder matters, not merges."""
     encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     pieces = [encode(piece)[0][0] for piece in draw_pieces(rng)]
     special = ["<|end|>", "</s>"]
@@ -47,7 +47,7 @@ def byte_level(rng: np.random.Generator) -> tuple[tokenizers.Tokenizer, list[str
 
 
 def sentencepiece(rng: np.random.Generator) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Make a tokenizer of Llama 2's kind, with a token for each byte."""
+    """Make a tokenizer like Llama 2's, with a token for each byte."""
     special = ["<unk>", "<s>", "</s>"]
     pieces = [piece.replace(" ", "▁") for piece in [*LETTERS, "é", "€", *draw_pieces(rng)]]
     tokens = [*dict.fromkeys([*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])]
@@ -61,9 +61,9 @@ def sentencepiece(rng: np.random.Generator) -> tuple[tokenizers.Tokenizer, list[
 
 
 def draw_strings(rng: np.random.Generator) -> list[str]:
-    """Draw stop strings: pieces of the text, some with a prefix or suffix of their own as another one.
+    """Draw stop strings: pieces of the text, sometimes with a prefix or suffix of a stop string as another one.
 
-    The first has two characters at least: 4.41.1 fails where all have one.
+    The first has at least two characters, because 4.41.1 fails if all have one.
     """
     strings = []
     for number in range(rng.integers(1, 4)):
@@ -76,7 +76,7 @@ def draw_strings(rng: np.random.Generator) -> list[str]:
 
 
 def draw_ids(strings: list[str], surface: list[str], rng: np.random.Generator) -> list[int]:
-    """Cut a text with the stop strings in it into tokens at random, some tokens of any kind between."""
+    """Draw a text that contains the stop strings, and cut it into random tokens, with other tokens in between."""
     text = ""
     while len(text) < 45:
         begin, length = rng.integers(len(TEXT) - 8), rng.integers(1, 9)
@@ -93,7 +93,7 @@ def draw_ids(strings: list[str], surface: list[str], rng: np.random.Generator) -
 
 
 def record(backend: tokenizers.Tokenizer, tokens: list[str], rng: np.random.Generator) -> dict:
-    """Draw cases and ask the criteria after each token."""
+    """Draw cases, and record after each token whether the criteria stop."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     cleaned, indices = StopStringCriteria.clean_tokenizer_vocab(tokenizer)
     surface = [text for _, text in sorted(zip(indices, cleaned, strict=True))]

@@ -37,7 +37,7 @@ def draw_beams(number: int, groups: bool, rng: np.random.Generator) -> dict:
 
 
 def draw_eos(vocab: int, number: int, rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids: none, one or several; many of them, so that beams end at different times."""
+    """Draw eos and pad ids: no eos id, one, or several. Many eos ids let beams end at different times."""
     ids = rng.permutation(vocab).tolist()
     eos = {0: None, 1: ids[0], 2: ids[:2], 3: ids[: vocab // 12], 4: ids[: vocab // 6]}[number % 5]
     return {"eos_token_id": eos, "pad_token_id": int(rng.integers(vocab))}
@@ -46,7 +46,7 @@ def draw_eos(vocab: int, number: int, rng: np.random.Generator) -> dict:
 def draw_prompts(
     oracles: dict[str, Oracle], sets: int, rng: np.random.Generator
 ) -> Iterator[tuple[int, str, list[list[int]]]]:
-    """Yield the number of each set, its checkpoint and drawn prompts."""
+    """Yield the number of each set, its checkpoint, and random prompts."""
     names = [name for name in oracles if "dynamic" not in name]
     for number in range(sets):
         name = names[number % len(names)]
@@ -55,7 +55,7 @@ def draw_prompts(
 
 
 def draw_processors(number: int, eos: int | list[int] | None, material: Material) -> dict:
-    """Draw the options of 0 to 3 processors; `min_new_tokens` only with an eos token."""
+    """Draw the options of 0 to 3 processors, with `min_new_tokens` only if there is an eos token."""
     names = material.rng.choice(PROCESSORS, size=number % 4, replace=False)
     drawn = {str(name): VALUES[str(name)](material) for name in names}
     drawn.setdefault("repetition_penalty", 1.0)
@@ -68,7 +68,7 @@ def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
     """Generate from one row."""
     oracle.reset()
     model = copy.deepcopy(oracle.model).double() if double else oracle.model
-    torch.set_default_dtype(torch.float64 if double else torch.float32)  # of the attention mask
+    torch.set_default_dtype(torch.float64 if double else torch.float32)  # for the attention mask
     prompt = torch.tensor([ids])
     options = options | {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     if "sequence_bias" in options:
@@ -81,7 +81,7 @@ def generate(oracle: Oracle, ids: list[int], options: dict, double: bool):
 
 
 def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> dict:
-    """Search from one row; return the sequences without prompt and padding, their scores and beam indices."""
+    """Search from one row. Return the sequences without prompt and padding, their scores and their beam indices."""
     out = generate(oracle, ids, options, double)
     eos = options["eos_token_id"]
     ends = {None} if eos is None else {eos} if isinstance(eos, int) else {*eos}
@@ -89,19 +89,19 @@ def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = Fals
     for sequence, places in zip(out.sequences[:, len(ids) :].tolist(), out.beam_indices.tolist(), strict=True):
         length = next((i for i, token in enumerate(sequence) if token in ends), len(sequence))
         ended = length < len(sequence)
-        # The eos id that ended a beam is not known: transformers writes the first one.
+        # transformers writes the first eos id, whichever one ended the beam.
         sequences.append({"tokens": sequence[:length], "ended": ended})
         indices.append(places[: length + ended])
     return {"sequences": sequences, "scores": out.sequences_scores.tolist(), "beam_indices": indices}
 
 
 def is_sound(result: dict) -> bool:
-    """Say whether every sequence is one that the model may write: none is banned."""
+    """Return whether the model may generate every sequence, because none contains a banned token."""
     return all(np.isfinite(score) and score > -1e6 for score in result["scores"])
 
 
 def beam_cases(oracle: Oracle, prompts: list[list[int]], options: dict) -> list[dict]:
-    """Return the cases of a set whose sequences are sound; `near_tie`: a run in float64 gives other tokens."""
+    """Return the cases of a set whose sequences are sound. `near_tie`: a run in float64 generates different tokens."""
     cases = []
     for prompt in prompts:
         result = run_beams(oracle, prompt, options)
@@ -119,7 +119,7 @@ def beam_goldens(oracles: dict[str, Oracle], groups: bool, rng: np.random.Genera
         options = draw_beams(number, groups, rng) | draw_eos(oracle.vocab, number, rng)
         options |= draw_processors(number, options["eos_token_id"], Material(oracle, prompts, 3, rng))
         if isinstance(options.get("forced_eos_token_id"), list):
-            options["forced_eos_token_id"] = options["forced_eos_token_id"][0]  # several would be equally good
+            options["forced_eos_token_id"] = options["forced_eos_token_id"][0]  # several would score the same
         sets.append({"checkpoint": name, "options": options, "cases": beam_cases(oracle, prompts, options)})
     return sets
 
@@ -151,7 +151,7 @@ def draw_words(number: int, prompts: list[list[int]], material: Material, eos: l
 
 @contextlib.contextmanager
 def all_indices() -> Iterator[None]:
-    """Let the beams that do not meet the constraints have beam indices: without, transformers raises a TypeError."""
+    """Give beam indices to beams that do not meet the constraints. Without them, transformers raises a TypeError."""
     original = ConstrainedBeamSearchScorer.finalize
 
     def finalize(self, input_ids, *given, beam_indices, **more):
@@ -192,7 +192,7 @@ def constrained_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
 
 
 def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool = False) -> list[int] | None:
-    """Return the tokens that contrastive search generates from one row; None if one of them is banned."""
+    """Return the tokens that contrastive search generates from one row, or None if one of them is banned."""
     out = generate(oracle, ids, options, double)
     tokens = out.sequences[0, len(ids) :].tolist()
     banned = any(scores[0, token] == -np.inf for scores, token in zip(out.scores, tokens, strict=True))
@@ -200,7 +200,7 @@ def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool 
 
 
 def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases; `near_tie`: a run in float64 gives other tokens."""
+    """Return sets of options with cases. `near_tie`: a run in float64 generates different tokens."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, CONTRASTIVE_SETS, rng):
         oracle = oracles[name]
@@ -218,6 +218,6 @@ def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
             if tokens is not None:
                 exact = run_contrastive(oracle, prompt, options, double=True)
                 cases.append({"ids": prompt, "near_tie": exact != tokens, "tokens": tokens})
-        if cases:  # of few prompts, each may get a banned token
+        if cases:  # each of the few prompts can get a banned token
             sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets

@@ -1,7 +1,7 @@
-"""Sets of options, prompts for each, and what transformers 4.41.1 writes and how it scores under them.
+"""Sets of options with prompts, and the tokens and scores of transformers 4.41.1 for them.
 
-A row always runs alone and without padding. Two bugs of 4.41.1 that later releases mended are kept away from: no
-phrase has one token more than a prompt, and an end that is banned is not made likelier by exponential decay.
+Rows always run alone and without padding. To avoid two bugs of 4.41.1 that later releases fixed, no phrase has exactly
+one token more than a prompt, and exponential decay does not raise an eos token that is banned.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 SETS = 40
 LONGEST = 24  # tokens of a prompt
-STEPS = (0, 2, 5)  # of which processed scores are recorded
-ROWS = 3  # of each set, for these
-MARGIN = 1e-4  # nearer to a warper's boundary rounding decides: such warpers are drawn again
+STEPS = (0, 2, 5)  # steps whose processed scores are recorded
+ROWS = 3  # rows of each set for these steps
+MARGIN = 1e-4  # warpers with a boundary closer than this are drawn again, because rounding decides
 
 OPTIONS = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
@@ -29,14 +29,14 @@ OPTIONS = (
     *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
     *("forced_decoder_ids", "renormalize_logits", "guidance_scale", "prefix"),
 )
-PLAIN = {"eos_token_id": None, "repetition_penalty": 1.0}  # to see what the model writes without options
+PLAIN = {"eos_token_id": None, "repetition_penalty": 1.0}  # to see what the model generates without options
 DECAY = "exponential_decay_length_penalty"
-BANS_ENDS = {"min_length", "min_new_tokens", "forced_eos_token_id", "prefix"}  # which DECAY would turn into NaN
+BANS_ENDS = {"min_length", "min_new_tokens", "forced_eos_token_id", "prefix"}  # DECAY would turn these into NaN
 NEEDS_EOS = {"min_length", "min_new_tokens", DECAY}
 
 
 def deal(rng: np.random.Generator) -> Iterator[list[str]]:
-    """Deal hands of 2 to 5 different options from shuffled decks; those that clash are put away, mostly DECAY."""
+    """Deal hands of 2 to 5 different options from shuffled decks. Options that clash are discarded, mostly DECAY."""
     deck: list[str] = []
     while True:
         hand: list[str] = []
@@ -50,7 +50,7 @@ def deal(rng: np.random.Generator) -> Iterator[list[str]]:
 
 
 class Material:
-    """What options are made of: the prompts, and what the model writes without any options."""
+    """Material for drawing options: the prompts, and what the model generates without options."""
 
     def __init__(self, oracle: Oracle, prompts: list[list[int]], longest_phrase: int, rng: np.random.Generator):
         self.prompts, self.longest, self.rng, self.vocab = prompts, longest_phrase, rng, oracle.vocab
@@ -61,37 +61,37 @@ class Material:
         return round(float(self.rng.uniform(low, high)), 3)
 
     def whole(self, low: int, high: int) -> int:
-        """Draw from low to high, both included."""
+        """Draw an integer from low to high, inclusive."""
         return int(self.rng.integers(low, high + 1))
 
     def phrase(self, longest: int | None = None) -> list[int]:
-        """Draw consecutive tokens of what was written."""
+        """Draw consecutive generated tokens."""
         size = self.whole(1, longest or self.longest)
         run = self.written[self.whole(0, len(self.written) - 1)]
         start = self.whole(0, len(run) - size)
         return run[start : start + size]
 
     def phrases(self, low: int, high: int) -> list[list[int]]:
-        """Draw different phrases."""
+        """Draw distinct phrases."""
         drawn = [self.phrase() for _ in range(self.whole(low, high))]
         return [list(phrase) for phrase in dict.fromkeys(map(tuple, drawn))]
 
     def tokens(self, low: int, high: int) -> list[int]:
-        """Draw different tokens of what was written."""
+        """Draw distinct generated tokens."""
         return list(dict.fromkeys(self.phrase(1)[0] for _ in range(self.whole(low, high))))
 
     def any_token(self) -> int:
         return self.whole(0, self.vocab - 1)
 
     def biases(self) -> list:
-        """Draw biases, against what was written or for other tokens after its beginnings."""
+        """Draw biases against generated phrases, or for different tokens after their beginnings."""
         biases = [[phrase, self.between(-12, 4)] for phrase in self.phrases(2, 4)]
         more = {(*phrase[:-1], self.any_token()): self.between(4, 16) for phrase in self.phrases(1, 3)}
         taken = {tuple(phrase) for phrase, _ in biases}
         return biases + [[list(phrase), bias] for phrase, bias in more.items() if phrase not in taken]
 
     def forced_at(self) -> list[list[int]]:
-        """Draw tokens to be forced where some prompts have ended, in the order of their places."""
+        """Draw tokens to force at positions soon after some prompts, in order of position."""
         places = {len(self.prompts[self.whole(0, len(self.prompts) - 1)]) + self.whole(0, 5) for _ in range(3)}
         return [[place, self.any_token()] for place in sorted(places)]
 
@@ -119,13 +119,13 @@ VALUES: dict[str, Callable[[Material], object]] = {
 
 
 def allowed_tokens(prefix: list[int], row: int, last: int, vocab: int) -> list[int]:
-    """Return the ids that a table `[a, b, m]` allows in a row after a token: a fixed share of the vocabulary."""
+    """Return the ids that a table `[a, b, m]` allows in a row after a token, a fixed share of the vocabulary."""
     a, b, m = prefix
     return [token for token in range(vocab) if (token + a * last + b * row) % m == 0]
 
 
 def hf_arguments(group: dict, row: int, vocab: int) -> dict:
-    """Return the arguments of generate, and of the lists that it makes, for a row of a group."""
+    """Return the arguments of generate for a row of a group. They also apply to the lists that generate builds."""
     arguments = dict(group["options"])
     if "sequence_bias" in arguments:
         arguments["sequence_bias"] = {tuple(ids): bias for ids, bias in arguments["sequence_bias"]}
@@ -137,14 +137,14 @@ def hf_arguments(group: dict, row: int, vocab: int) -> dict:
 
 
 def draw_lengths(rng: np.random.Generator) -> dict:
-    """Draw the limit of the length."""
+    """Draw the limit on the length."""
     if rng.random() < 0.3:
         return {"max_length": int(rng.integers(LONGEST + 4, LONGEST + 17))}
     return {"max_new_tokens": int(rng.integers(7, 25))}
 
 
 def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[str], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids: eos comes early, late or never in what the model would write without it."""
+    """Draw eos and pad ids, so that eos comes early, late or never in what the model would generate without it."""
     free = {name: value for name, value in group["options"].items() if name not in NEEDS_EOS}
     free = group | {"options": free | {"eos_token_id": None}}
     runs = []
@@ -165,9 +165,9 @@ def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[s
 
 
 def smallest_gap(scores: np.ndarray) -> float:
-    """Return the smallest distance between the best and the second of the scores [steps, V] that are not banned.
+    """Return the smallest distance between the best two scores of a step that are not banned. Scores are [steps, V].
 
-    Where all that is left is equal, as several forced tokens are, rounding has no say.
+    Steps in which all remaining scores are equal, such as those of several forced tokens, do not depend on rounding.
     """
     gaps = [1e6]
     for step in scores:
@@ -178,12 +178,12 @@ def smallest_gap(scores: np.ndarray) -> float:
 
 
 def is_sound(scores: np.ndarray) -> bool:
-    """Say whether every step has a token that is not banned, and none has NaN or inf."""
+    """Return whether each step has a token that is not banned, and no score is NaN or inf."""
     return not np.isnan(scores).any() and np.max(scores) < 1e30 and np.all(np.max(scores, axis=-1) > -1e30)
 
 
 def run_case(oracle: Oracle, group: dict, row: int, prompt: list[int], rng: np.random.Generator) -> dict | None:
-    """Run one row; a prompt whose scores are not sound is drawn again, up to 5 times."""
+    """Run one row. If its scores are not sound, draw a new prompt, up to 5 times."""
     for _ in range(5):
         case: dict = {"ids": prompt}
         arguments = hf_arguments(group, row, oracle.vocab)
@@ -198,9 +198,9 @@ def run_case(oracle: Oracle, group: dict, row: int, prompt: list[int], rng: np.r
 
 
 def draw_prompts(oracle: Oracle, hand: list[str], count: int, rng: np.random.Generator) -> list[list[int]]:
-    """Draw prompts of all lengths that the options allow, half of them by the model, which soon repeats itself."""
+    """Draw prompts of all lengths that the options allow, half of them from the model, which soon repeats itself."""
     lengths = [*rng.integers(shortest_prompt(hand), LONGEST, size=count - 2), shortest_prompt(hand), LONGEST]
-    if "forced_bos_token_id" in hand:  # it is for prompts of one token
+    if "forced_bos_token_id" in hand:  # only affects prompts of one token
         lengths[: count // 2] = [1] * (count // 2)
     prompts = []
     for length in rng.permutation(lengths):
@@ -212,12 +212,12 @@ def draw_prompts(oracle: Oracle, hand: list[str], count: int, rng: np.random.Gen
 
 
 def shortest_prompt(hand: list[str]) -> int:
-    """Return the length of the shortest prompt, and of the longest phrase."""
+    """Return the length of the shortest prompt, which is also that of the longest phrase."""
     return 3 if {"bad_words_ids", "sequence_bias"} & set(hand) and "forced_bos_token_id" not in hand else 1
 
 
 def draw_group(name: str, oracle: Oracle, hand: list[str], count: int, rng: np.random.Generator) -> dict | None:
-    """Draw values for a hand of options, `count` prompts, and run them; None where a row cannot be run."""
+    """Draw values for a hand of options and `count` prompts, and run them. Return None if a row cannot run."""
     prompts = draw_prompts(oracle, hand, count, rng)
     material = Material(oracle, prompts, shortest_prompt(hand), rng)
     values = {option: VALUES[option](material) for option in hand}
@@ -245,14 +245,14 @@ WARPERS: dict[str, Callable[[np.random.Generator], float]] = {
 
 
 def draw_warpers(rng: np.random.Generator) -> dict:
-    """Draw values for 1 to 4 warpers; top_k is off where it is none of them."""
+    """Draw values for 1 to 4 warpers. top_k is off unless it is one of them."""
     names = rng.choice(list(WARPERS), size=int(rng.integers(1, 5)), replace=False)
     drawn = {str(name): WARPERS[str(name)](rng) for name in names}
     return {"top_k": 0} | {name: v if isinstance(v, int) else float(np.float32(v)) for name, v in drawn.items()}
 
 
 def prepared_lists(model, options: dict, prompt: torch.Tensor, prefix_allowed_tokens_fn=None) -> tuple[list, list]:
-    """Return the processors and warpers that generate makes for these options and a prompt [1, P]."""
+    """Return the processors and warpers that generate builds for these options and a prompt [1, P]."""
     config = GenerationConfig(**options)
     model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device="cpu")
     model._prepare_generated_length(
@@ -264,7 +264,7 @@ def prepared_lists(model, options: dict, prompt: torch.Tensor, prefix_allowed_to
         inputs_tensor=prompt,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of forced_decoder_ids
+        warnings.simplefilter("ignore", FutureWarning)  # from forced_decoder_ids
         processors = model._get_logits_processor(
             config,
             input_ids_seq_length=prompt.shape[1],
@@ -278,12 +278,12 @@ def prepared_lists(model, options: dict, prompt: torch.Tensor, prefix_allowed_to
 
 
 def stand_in(logits: np.ndarray) -> Callable:
-    """Return what guidance may call in place of a model, float32 [V] being the logits without the prompt."""
+    """Return a replacement for the model in guidance, which returns the logits float32[V] without the prompt."""
     return lambda *args, **kwargs: CausalLMOutput(logits=torch.from_numpy(logits)[None, None])
 
 
 def process(lists: tuple[list, list], ids: list[int], logits: np.ndarray, uncond: np.ndarray):
-    """Return the scores [V] after all of the lists, how near a boundary came, and whether a tie was cut by chance."""
+    """Return the scores [V] after all lists, the distance to the nearest boundary, and if a tie was cut by chance."""
     processors, warpers = lists
     scores, distance, chance = torch.from_numpy(logits.copy())[None], np.inf, False
     for processor in processors:
@@ -301,16 +301,16 @@ def process(lists: tuple[list, list], ids: list[int], logits: np.ndarray, uncond
 
 
 def draw_logits(row: list[int], vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw logits of few digits, float32 [V]; a row's own tokens are likely, so that what is done to them shows."""
+    """Draw logits with few digits, float32[V]. The row's own tokens are likely, so that changes to them matter."""
     logits = rng.standard_normal(vocab) * 2
     logits[row] += rng.choice([0.0, 2.5])
     return logits.astype(np.float16).astype(np.float32)
 
 
 def sampling_goldens(oracle: Oracle, group: dict, rng: np.random.Generator) -> dict[str, np.ndarray] | None:
-    """Put warpers beside a group's options, and return processed scores [ROWS, len(STEPS), V] after given tokens.
+    """Add warpers to a group's options, and return processed scores [ROWS, len(STEPS), V] after given tokens.
 
-    None where all warpers come near to a boundary, or the scores are not sound.
+    Return None if all warpers come close to a boundary, or if the scores are not sound.
     """
     prompts = [case["ids"] for case in group["cases"][:ROWS]]
     for _ in range(50):
@@ -341,13 +341,13 @@ def sampling_goldens(oracle: Oracle, group: dict, rng: np.random.Generator) -> d
 def option_goldens(
     oracles: dict[str, Oracle], cases: int, rng: np.random.Generator
 ) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return SETS groups of at least 4 rows with one set of options each, and their processed scores."""
+    """Return SETS groups of at least 4 rows, each with one set of options, and their processed scores."""
     groups, arrays, hands = [], {}, deal(rng)
     names = list(oracles)
     for g in range(SETS):
         hand, name = next(hands), names[g % len(names)]
         if "guidance_scale" in hand and "dynamic" in name:
-            name = names[0]  # 4.41.1 lets the two passes of a step share the growth of a dynamic RoPE
+            name = names[0]  # in 4.41.1, both passes of a step share the growth of a dynamic RoPE
         scores = None
         while scores is None:
             group = draw_group(name, oracles[name], hand, max(4, -(-cases // SETS)), rng)

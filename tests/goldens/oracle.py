@@ -1,6 +1,6 @@
-"""What both golden scripts share: tiny random checkpoints, and transformers run on them row by row.
+"""What the scripts for goldens share: tiny random checkpoints, and transformers run on them row by row.
 
-All randomness is numpy's, so that a seed means the same weights and prompts under every torch.
+All random numbers are NumPy's, so that a seed gives the same weights and prompts with every release of torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A random checkpoint: its config, the standard deviation of its weights, and what else its files say."""
+    """A random checkpoint: its config, the standard deviation of its weights, and the contents of its other files."""
 
     config: transformers.PretrainedConfig
     std: float = 0.35
@@ -31,7 +31,7 @@ class Checkpoint:
     dtype: str = "float32"
 
     def save(self, path: pathlib.Path, rng: np.random.Generator) -> None:
-        """Write it with no zero bias, no norm weight of one, and logits that spread."""
+        """Write it, with nonzero biases, with norm weights other than one, and with logits that are spread out."""
         config = copy.deepcopy(self.config)
         bos, pad, *eos = (int(i) for i in rng.choice(config.vocab_size, size=2 + self.eos_ids, replace=False))
         config.bos_token_id, config.pad_token_id, config.eos_token_id = bos, pad, eos[0]
@@ -60,7 +60,7 @@ def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: 
 
 
 class Oracle:
-    """A checkpoint in transformers: float32, eager attention, each call from a fresh state."""
+    """A checkpoint in transformers: float32, eager attention, and a fresh state for each call."""
 
     def __init__(self, path: pathlib.Path):
         self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").float().eval()
@@ -73,7 +73,7 @@ class Oracle:
             module.register_buffer("inv_freq", inv_freq.clone(), persistent=False)
 
     def forward(self, ids: np.ndarray, mask: np.ndarray | None = None, *, gradients: bool = False, **options):
-        """Call the model on ids [B, T]; positions count the real tokens, as in generate."""
+        """Call the model on ids [B, T]. Positions count real tokens, as in generate."""
         self.reset()
         mask = np.ones_like(ids) if mask is None else mask
         positions = np.where(mask == 1, np.cumsum(mask, axis=-1) - 1, 1)
@@ -85,8 +85,8 @@ class Oracle:
     def gradients(self, ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         """Return the gradient of the loss by the parameter's name.
 
-        A row's first token is no target: left padding would predict it, and torch's gradient through what padding
-        attends to, which is everything, is that of a mask added to the scores rather than put in their place.
+        A row's first token is not a label, because left padding would predict it. Padding attends to everything, where
+        torch's gradient is that of a mask that is added to the scores rather than replacing them.
         """
         labels = np.where(np.cumsum(mask, axis=-1) == 1, -100, labels)
         self.model.zero_grad()
@@ -94,12 +94,12 @@ class Oracle:
         return {name: parameter.grad.numpy() for name, parameter in self.model.named_parameters()}
 
     def greedy(self, ids: list[int], options: dict) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Generate from one row alone; return its sequence, processed scores and raw logits [steps, V]."""
+        """Generate from one row alone. Return its sequence, processed scores and raw logits [steps, V]."""
         self.reset()
         prompt = torch.tensor([ids])
         outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sampling knobs of generation_config.json beside do_sample=False
+            warnings.simplefilter("ignore")  # generation_config.json sets sampling options although do_sample=False
             out = self.model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **outputs, **options
             )
@@ -107,7 +107,7 @@ class Oracle:
 
 
 def left_pad(rows: list[np.ndarray], rng: np.random.Generator, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and mask, int64 [B, T]; the padding holds random ids, which must not matter."""
+    """Return ids and mask, int64[B, T]. The padding contains random ids, which must not matter."""
     width = max(map(len, rows))
     ids = rng.integers(0, vocab, size=(len(rows), width))
     mask = np.zeros((len(rows), width), np.int64)
@@ -119,7 +119,7 @@ def left_pad(rows: list[np.ndarray], rng: np.random.Generator, vocab: int) -> tu
 def forward_goldens(
     oracle: Oracle, lengths: list[int], rng: np.random.Generator, *, batch: bool = True, full: bool = False
 ) -> dict[str, np.ndarray]:
-    """Return the logits of rows alone and of the left-padded batch, `full` with all of its outputs."""
+    """Return the logits of each row alone and of the left-padded batch, with all outputs of the batch if `full`."""
     rows = [rng.integers(0, oracle.vocab, size=n) for n in lengths]
     arrays: dict[str, np.ndarray] = {}
     for i, row in enumerate(rows):
@@ -146,7 +146,7 @@ def forward_goldens(
 
 
 def smallest_gap(scores: np.ndarray) -> float:
-    """Return the smallest distance between the best and the second score of any step."""
+    """Return the smallest distance between the best two scores of any step."""
     best = np.sort(scores, axis=-1)[:, -2:]
     return float(np.min(best[:, 1] - best[:, 0]))
 
@@ -154,7 +154,7 @@ def smallest_gap(scores: np.ndarray) -> float:
 def greedy_run(
     oracle: Oracle, prompt: list[int], options: dict, rng: np.random.Generator
 ) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Run one row; a prompt that meets a gap below 1e-3, which rounding could turn, is drawn again."""
+    """Run one row. If it has a gap below 1e-3, which rounding could reverse, draw a new prompt."""
     while True:
         sequence, scores, logits = oracle.greedy(prompt, options)
         gap = smallest_gap(scores)
@@ -170,9 +170,9 @@ def write_lines(path: pathlib.Path, items: list[dict]) -> None:
 
 
 def start(version: str, **numbers: int) -> tuple:
-    """Read the command line, check the release, and make the output folder fresh with its manifest.
+    """Read the command line, check the release, and create the empty output folder with its manifest.
 
-    `numbers`: further options, with their defaults. Returns the seed, the folder, and what was given for these.
+    `numbers` has more options, with their defaults. Returns the seed, the folder, and the values of these options.
     """
     if transformers.__version__ != version:
         raise SystemExit(f"this needs transformers {version}, found {transformers.__version__}")

@@ -1,4 +1,4 @@
-"""Everything that greedy search of transformers 4.41.1 returns for a left-padded batch."""
+"""Everything that greedy search in transformers 4.41.1 returns for a left-padded batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RETURNED = {
 
 
 def output_goldens(oracle: Oracle, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch; one with a gap below 1e-3, which rounding could turn, is drawn again.
+    """Return the arrays of a batch. A batch with a gap below 1e-3, which rounding could reverse, is drawn again.
 
-    The first row ends early, with an eos id that it would write anyway. No option looks at the padding.
+    The first row ends early, with an eos id that it would generate anyway. No option depends on the padding.
     """
     while True:
         prompts = [rng.integers(0, oracle.vocab, size=n) for n in LENGTHS]
@@ -31,7 +31,7 @@ def output_goldens(oracle: Oracle, rng: np.random.Generator) -> dict[str, np.nda
         options = plain | {"suppress_tokens": suppressed, "eos_token_id": eos, "min_new_tokens": 2, "pad_token_id": 0}
         oracle.reset()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # sampling knobs of generation_config.json beside do_sample=False
+            warnings.simplefilter("ignore")  # generation_config.json sets sampling options although do_sample=False
             out = oracle.model.generate(
                 torch.from_numpy(ids), attention_mask=torch.from_numpy(mask), do_sample=False, **RETURNED, **options
             )
@@ -44,9 +44,9 @@ def output_goldens(oracle: Oracle, rng: np.random.Generator) -> dict[str, np.nda
 
 
 def recorded(oracle: Oracle, ids: np.ndarray, mask: np.ndarray, out) -> dict[str, np.ndarray]:
-    """Return what there is as arrays: the prompts' part, and that of the later steps, apart.
+    """Return the outputs as arrays, those of the prompts separate from those of later steps.
 
-    Zero where the position that looks or is looked at is padding, and in attentions beyond the keys of a step.
+    Entries are zero if the query or the key is padding, and in attentions also after a step's last key.
     """
     width, steps, real = ids.shape[1], len(out.scores), mask.astype(np.float32)
     keys = np.pad(real, ((0, 0), (0, steps - 1)), constant_values=1)

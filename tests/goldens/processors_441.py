@@ -1,7 +1,7 @@
-"""Random rows for each logits processor and warper of transformers 4.41.1, and what its class makes of them.
+"""Random rows for each logits processor and warper of transformers 4.41.1, and the results of its class.
 
-Every row is given to the class alone. So a bug of 4.41.1 with several rows, whose encoder repetition penalty changes
-the first ones only, has no part in it; two others are kept away from where they are, below.
+Each row is passed to the class alone. This avoids a bug of 4.41.1, in which the encoder repetition penalty changes
+only the first of several rows. Where two other bugs are avoided, a comment says so.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from transformers.generation import logits_process as hf
 from transformers.modeling_outputs import CausalLMOutput
 
 VOCABULARIES = (17, 64)
-WIDTH = 24  # room for the tokens of a row
-MARGIN = 1e-5  # nearer to a warper's boundary rounding decides: such a row is drawn again
+WIDTH = 24  # maximum number of tokens in a row
+MARGIN = 1e-5  # rows closer to a warper's boundary are drawn again, because rounding decides
 
 
 @dataclasses.dataclass
 class Row:
-    """The scores float32[V] of a row and its tokens: the first `length` of `ids`, those behind mean nothing."""
+    """A row's scores float32[V] and its tokens, the first `length` of `ids`. The other ids have no meaning."""
 
     scores: np.ndarray
     ids: list[int]
@@ -41,12 +41,12 @@ class Row:
         return self.ids[: self.prompt_length]
 
     def context(self, *names: str) -> dict:
-        """Return what a processor may know of the tokens, to be recorded."""
+        """Return what a processor may read about the tokens, in order to record it."""
         return {name: getattr(self, name) for name in ("ids", "length", *names)}
 
 
 def draw_row(rng: np.random.Generator) -> Row:
-    """Draw a row: scores of any kind, and tokens of which many repeat."""
+    """Draw a row with scores of any kind, and with many repeated tokens."""
     vocab = int(rng.choice(VOCABULARIES))
     letters = rng.choice(vocab, size=int(rng.choice([1, 2, 3, 5, vocab])), replace=False)
     length = int(rng.integers(1, 1 + (4 if rng.random() < 0.3 else WIDTH)))
@@ -55,7 +55,7 @@ def draw_row(rng: np.random.Generator) -> Row:
 
 
 def draw_scores(vocab: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw scores float32 [V]: most of few digits, some with exact ties, some with many -inf, a few all equal."""
+    """Draw scores float32[V]: most have few digits, some have exact ties or many -inf, and a few are all equal."""
     scores = rng.standard_normal(vocab) * rng.choice([0.3, 1.0, 3.0, 10.0]) + rng.choice([0.0, 0.0, -5.0, 20.0])
     if rng.random() < 0.25:
         scores = np.round(scores * 2) / 2
@@ -64,7 +64,7 @@ def draw_scores(vocab: int, rng: np.random.Generator) -> np.ndarray:
     if rng.random() < 0.03:
         scores = np.full(vocab, 1.25)
     if rng.random() < 0.3:
-        finite = rng.choice(vocab, size=2, replace=False)  # at least these
+        finite = rng.choice(vocab, size=2, replace=False)  # at least these stay finite
         gone = rng.random(vocab) < rng.choice([0.1, 0.5, 0.9])
         scores[gone & ~np.isin(np.arange(vocab), finite)] = -np.inf
     return scores.astype(np.float32)
@@ -76,21 +76,21 @@ def number(value: float) -> float:
 
 
 def fill(rows: list, entries: int, width: int | None = None) -> np.ndarray:
-    """Return a table of ids, [entries] or [entries, width], filled up with -1."""
+    """Return a table of ids, [entries] or [entries, width], padded with -1."""
     if width is None:
         return np.array([*rows, *[-1] * (entries - len(rows))])
     return np.array([fill(row, width) for row in [*rows, *[()] * (entries - len(rows))]])
 
 
 def some_ids(row: Row, rng: np.random.Generator, most: int) -> list[int]:
-    """Draw 1 to `most` different ids."""
+    """Draw 1 to `most` distinct ids."""
     return rng.choice(row.vocab, size=int(rng.integers(1, most + 1)), replace=False).tolist()
 
 
 def draw_sequences(row: Row, rng: np.random.Generator) -> list[tuple[int, ...]]:
-    """Draw 1 to 8 sequences of up to 4 ids, of which many begin with the row's last tokens.
+    """Draw 1 to 8 sequences of up to 4 ids. Many begin with the row's last tokens.
 
-    None has one id more than the row has tokens: those 4.41.1 leaves out, which later releases mend.
+    None has exactly one id more than the row has tokens, because 4.41.1 ignores those. Later releases fixed this.
     """
     sequences = []
     for _ in range(int(rng.integers(1, 9))):
@@ -102,11 +102,11 @@ def draw_sequences(row: Row, rng: np.random.Generator) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(sequences))
 
 
-Drawn = tuple[dict, Callable]  # what to record besides scores and result, and the processor
+Drawn = tuple[dict, Callable]  # what to record in addition to scores and result, and the processor
 
 
 def guidance(row: Row, rng: np.random.Generator) -> Drawn:
-    row.scores = np.where(np.isfinite(row.scores), row.scores, np.float32(-3.5))  # as a model gives them
+    row.scores = np.where(np.isfinite(row.scores), row.scores, np.float32(-3.5))  # a model's logits are finite
     uncond = row.scores + rng.standard_normal(row.vocab).astype(np.float16).astype(np.float32)
     scale = number(rng.choice([0.0, 1.0, 1.5, *rng.uniform(-2, 8, size=5)]))
 
@@ -224,7 +224,7 @@ def temperature(row: Row, rng: np.random.Generator) -> Drawn:
 
 
 def warper(kind: type, values: Callable[[np.random.Generator, int], list]) -> Callable[..., Drawn]:
-    """Return how to draw a case of a warper that keeps at least `min_tokens_to_keep`."""
+    """Return a function that draws a case of a warper with `min_tokens_to_keep`."""
 
     def draw(row: Row, rng: np.random.Generator) -> Drawn:
         options = values(rng, row.vocab)
@@ -237,7 +237,7 @@ def warper(kind: type, values: Callable[[np.random.Generator, int], list]) -> Ca
 
 
 def small(rng: np.random.Generator) -> float:
-    """Draw a probability, mostly a small one."""
+    """Draw a probability, usually a small one."""
     return float(np.exp(rng.uniform(-7, -0.1)))
 
 
@@ -277,7 +277,7 @@ def probabilities(scores: np.ndarray) -> np.ndarray:
 
 
 def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
-    """Say how near a warper's decision on any token of scores [V] is; inf where rounding decides nothing."""
+    """Return how close a warper's decision about any token of scores [V] is, or inf if rounding cannot change it."""
     if not isinstance(processor, hf.LogitsWarper):
         return np.inf
     if isinstance(processor, hf.TypicalLogitsWarper):
@@ -286,7 +286,7 @@ def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
     if isinstance(processor, hf.TopPLogitsWarper):
         return float(np.min(np.abs(np.cumsum(np.sort(p))[:-1] - (1 - processor.top_p))))
     if isinstance(processor, hf.MinPLogitsWarper) and processor.min_p > 0:
-        others = p[scores < scores.max()]  # the best ones stay
+        others = p[scores < scores.max()]  # the best tokens are always kept
         return float(np.min(np.abs(others / (processor.min_p * p.max()) - 1), initial=np.inf))
     if isinstance(processor, hf.EpsilonLogitsWarper):
         return float(np.min(np.abs(p / processor.epsilon - 1)))
@@ -297,7 +297,7 @@ def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
 
 
 def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
-    """Do it for the typical warper: of its cumulative mass, and of the tokens' distances from the entropy."""
+    """Return the same for the typical warper, from its cumulative mass and the tokens' distances to the entropy."""
     p = probabilities(scores)
     scores, p = scores[p > 0], p[p > 0]
     distance = np.abs(-np.log(p) + np.sum(p * np.log(p)))
@@ -312,7 +312,7 @@ def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
 
 
 def tie_is_chance(processor: Callable, scores: np.ndarray, result: np.ndarray) -> bool:
-    """Say whether some of several equal scores were kept, and not those of the highest ids as top-p promises.
+    """Return whether only some of several equal scores were kept, but not the highest ids, as top-p promises.
 
     torch.sort, which chooses them, is not stable.
     """
@@ -325,12 +325,12 @@ def tie_is_chance(processor: Callable, scores: np.ndarray, result: np.ndarray) -
 
 
 def wide(scores: np.ndarray) -> np.ndarray:
-    """Fill scores [V] up with NaN to the largest vocabulary."""
+    """Pad scores [V] with NaN to the largest vocabulary."""
     return np.pad(scores, (0, max(VOCABULARIES) - len(scores)), constant_values=np.nan)
 
 
 def case(draw: Callable[..., Drawn], rng: np.random.Generator) -> dict:
-    """Draw one row with its options, and record what the class makes of it."""
+    """Draw one row with its options, and record the result of the class."""
     while True:
         row = draw_row(rng)
         record, processor = draw(row, rng)

@@ -1,4 +1,4 @@
-"""What sampling of transformers 4.41.1 draws from under some settings, and what each warper keeps of random rows."""
+"""The distributions that transformers 4.41.1 samples from, and what each warper keeps of random rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from processors_441 import boundary_distance, draw_scores, probabilities
 from transformers.generation import logits_process as hf
 
 VOCAB = 41
-ROW = [3, 17, 8, 3, 30, 17]  # the tokens so far, of which PROMPT are the prompt's
+ROW = [3, 17, 8, 3, 30, 17]  # the tokens so far; the first PROMPT are the prompt
 PROMPT = 4
 BIASES = {"sequence_bias": [[[5], 2.0], [[17, 9], 3.0], [[30, 17, 3], -2.5], [[3, 12], 6.0]]}
-# top_h came with a later release: 4.41.1 passes over it, so that the scores are those before it.
+# top_h was added in a later release. 4.41.1 ignores it, and returns the scores before top_h.
 SETTINGS: list[dict] = [
     {"temperature": 0.6},
     {"top_k": 7},
@@ -39,7 +39,7 @@ SETTINGS: list[dict] = [
     {"repetition_penalty": 1.2, "temperature": 0.9, "top_k": 20, "top_p": 0.9},
     BIASES | {"repetition_penalty": 0.8, "no_repeat_ngram_size": 2, "min_p": 0.01, "typical_p": 0.95},
 ]
-# For a model of its own and prompts of these lengths.
+# For the logits of a real checkpoint, and prompts of these lengths.
 OF_THE_MODEL: list[dict] = [
     {"temperature": 1.3, "top_k": 40, "top_p": 0.95},
     {"repetition_penalty": 1.6, "temperature": 1.5, "min_p": 0.01},
@@ -47,7 +47,7 @@ OF_THE_MODEL: list[dict] = [
 ]
 LENGTHS = (6, 2)
 
-WIDTHS = (32, 64)  # vocabularies of the rows
+WIDTHS = (32, 64)  # vocabulary sizes of the rows
 WARPERS: dict[str, tuple[type, Callable[[np.random.Generator, int], float]]] = {
     "top_k": (hf.TopKLogitsWarper, lambda rng, vocab: int(rng.integers(1, vocab + 3))),
     "top_p": (hf.TopPLogitsWarper, lambda rng, vocab: rng.uniform(0.02, 0.995)),
@@ -61,7 +61,7 @@ WARPERS: dict[str, tuple[type, Callable[[np.random.Generator, int], float]]] = {
 def processed(
     oracle: Oracle, options: dict, prompt: list[int], ids: list[int], logits: np.ndarray
 ) -> np.ndarray | None:
-    """Return the scores [V]; None where they have no spread, or a warper comes near to its boundary."""
+    """Return the scores [V], or None if they are not spread out or a warper comes close to its boundary."""
     arguments = hf_arguments({"options": {"top_k": 0} | options}, 0, len(logits)) | {"do_sample": True}
     lists = prepared_lists(oracle.model, arguments, torch.tensor([prompt]))
     scores, distance, _ = process(lists, ids, logits, logits)
@@ -70,7 +70,7 @@ def processed(
 
 
 def distribution(oracle: Oracle, options: dict, rng: np.random.Generator) -> dict:
-    """Draw logits for a setting, and return the scores that 4.41.1 makes of them."""
+    """Draw logits for a setting, and return the scores that 4.41.1 computes from them."""
     scores = None
     while scores is None:
         logits = (rng.standard_normal(VOCAB) * 1.5).astype(np.float32)
@@ -93,12 +93,12 @@ def first_step(oracle: Oracle, checkpoint: str, options: dict, rng: np.random.Ge
 
 
 def listed(**arrays: np.ndarray) -> dict:
-    """Return float32 arrays as lists of as few digits as say them."""
+    """Return float32 arrays as lists, each number with as few digits as possible."""
     return {name: [[float(str(x)) for x in row] for row in np.atleast_2d(array)] for name, array in arrays.items()}
 
 
 def kept(rows: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Draw rows of scores, many with ties, and return what each warper keeps of them."""
+    """Draw rows of scores, many with ties, and return which tokens each warper keeps."""
     scores = np.full((rows, max(WIDTHS)), -np.inf, np.float32)
     vocab = rng.choice(WIDTHS, size=rows)
     arrays = {"vocab": vocab.astype(np.int16), "scores": scores}
@@ -121,7 +121,7 @@ def kept(rows: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
 def write_statistics(
     oracles: dict[str, Oracle], checkpoint: str, out: pathlib.Path, rows: int, seed: list[int]
 ) -> None:
-    """Write the settings with their scores, and `rows` rows with what is kept of them."""
+    """Write the settings with their scores, and `rows` rows with the tokens that are kept."""
     oracle, rng = oracles[checkpoint], np.random.default_rng(seed)
     settings = [distribution(oracle, options, rng) for options in SETTINGS]
     settings += [first_step(oracle, checkpoint, options, rng) for options in OF_THE_MODEL]

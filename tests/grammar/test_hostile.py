@@ -25,7 +25,7 @@ from tests.support.schemas import RandomSchemas, problem
 
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = [None, True, False, 0, -1, 1.5, 10**400, "", "x", "a\nb", [], [None], [[]], [1, "a"], ["a", "a"], {}, {"a": 1}]
-UNREAD = {"title", "$defs", "additionalProperties", "items"}  # where they have no effect
+UNREAD = {"title", "$defs", "additionalProperties", "items"}  # may be invalid, because they are not always read
 KEYWORDS = (
     "type properties required items prefixItems minItems maxItems minLength maxLength pattern format enum const anyOf "
     "oneOf allOf $ref additionalProperties not if uniqueItems minimum $id $anchor $dynamicRef patternProperties"
@@ -38,7 +38,7 @@ def compile_schema(schema):
 
 @functools.cache
 def slowness() -> float:
-    """How much longer Python takes here than on a fast machine; the same one differs fivefold from day to day."""
+    """Return how much slower Python is here than on a fast machine. The same machine can vary fivefold between days."""
     start = time.process_time()
     for number in range(10**6):
         str(number)
@@ -46,7 +46,7 @@ def slowness() -> float:
 
 
 def refusal(build, given) -> str | None:
-    """The one line in which it is refused, None if it is accepted; at most two seconds of a fast machine's CPU time."""
+    """Return the one-line error, or None if it is accepted. At most two CPU seconds of a fast machine are allowed."""
     limit, start = slowness(), time.process_time()
     try:
         build(given)
@@ -62,7 +62,7 @@ def refusal(build, given) -> str | None:
 
 
 def parts(schema):
-    """All objects inside a schema, itself too."""
+    """Yield all objects inside a schema, including the schema itself."""
     inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
     yield from ([schema] if isinstance(schema, dict) else [])
     for part in inner:
@@ -70,7 +70,7 @@ def parts(schema):
 
 
 def damaged(source: RandomSchemas):
-    """A schema with a wrong value, a wrong keyword, or a part that is missing."""
+    """Return a schema with a wrong value, a wrong keyword, or a missing part."""
     schema = copy.deepcopy(source.root())
     part = source.random.choice(list(parts(schema)))
     kind = source.random.randrange(4)
@@ -132,13 +132,13 @@ def nested(depth, inner=None):
 
 
 def mutual(size):
-    """Schemas that all refer to each other."""
+    """Return schemas that all refer to each other."""
     properties = {f"p{i}": {"$ref": f"#/$defs/{i}"} for i in range(size)}
     return {"$ref": "#/$defs/0", "$defs": {str(i): {"properties": properties} for i in range(size)}}
 
 
 def relay(chains, length):
-    """Chains of references, each of which ends in the one before."""
+    """Return chains of references, each of which ends at the start of the previous one."""
     defs: dict = {"0": {"type": "null"}}
     for i in range(1, chains * length):
         defs[str(i)] = {"properties": {"a": {"$ref": f"#/$defs/{i - 1}"}}}
@@ -147,7 +147,7 @@ def relay(chains, length):
 
 
 def tower(height):
-    """Parts inside each other, all of which are referred to, with many values in the innermost."""
+    """Return nested parts that are all referred to, with many values in the innermost one."""
     part = list(range(100_000))
     for _ in range(height):
         part = {"title": part}
@@ -155,7 +155,7 @@ def tower(height):
 
 
 def shared(levels):
-    """A dict whose JSON doubles at each level."""
+    """Return a dict whose JSON doubles in size at each level."""
     schema: dict = {"type": "null"}
     for _ in range(levels):
         schema = {"prefixItems": [schema, schema]}
@@ -163,7 +163,7 @@ def shared(levels):
 
 
 def doubling(keyword, levels, **more):
-    """A schema whose references double at each level."""
+    """Return a schema whose references double at each level."""
     defs = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2, **more} for i in range(levels)}
     return {"$ref": "#/$defs/a0", "$defs": {**defs, f"a{levels}": {"type": "boolean"}}}
 
@@ -283,7 +283,7 @@ def test_a_level_adds_as_much_as_the_one_before():
 
 
 def hostile_patterns(seed: int, count: int):
-    """Repetitions inside repetitions, with bounds of all sizes."""
+    """Yield nested repetitions with bounds of all sizes."""
     source = random.Random(seed)
 
     def bound() -> str:
@@ -325,7 +325,7 @@ PIECES = [
 
 
 def check_pieces(seed: int, count: int) -> tuple[int, int]:
-    """Texts of patterns that are put together at random match as a whole in ECMA, with the flag u or without."""
+    """Check that texts of randomly assembled patterns match as a whole in ECMAScript, with or without the flag u."""
     source, rng, refused = random.Random(seed), np.random.default_rng(seed), 0
     for _ in range(count):
         pattern = "".join(source.choices(PIECES, k=source.randint(1, 7)))
@@ -336,7 +336,7 @@ def check_pieces(seed: int, count: int) -> tuple[int, int]:
             ecma = regress.Regex(f"^(?:{pattern})$", "u")
         except regress.RegressError:
             if any(piece in pattern for piece in (r"\p", r"\u", "👋")):
-                continue  # without the flag these are something else
+                continue  # these mean something else without the flag
             ecma = regress.Regex(f"^(?:{pattern})$")
         for text in texts(compile_expression(read_regex(pattern)), 3, rng):
             assert ecma.find(text) is not None, (pattern, text)

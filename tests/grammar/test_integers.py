@@ -1,4 +1,4 @@
-"""Ranges of integers, judged by comparison and by the library jsonschema."""
+"""Ranges of integers, checked by comparing numbers and with the library jsonschema."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Text of the bundled model under random schemas, one schema per prompt, judged by the library jsonschema."""
+"""The bundled model's text under random schemas, one per prompt, validated by the library jsonschema."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests.grammar.test_json_schema import compile_schema, texts
 from tests.support.schemas import RandomSchemas, problem
 
 ROWS, BUDGET = 50, 256
-# The refusals of some of the random schemas: their oneOf, and what they recursively require.
+# Some random schemas are refused because of their oneOf, their size, or what they recursively require.
 EXPECTED = re.compile("may also be valid against|matches no text|is too large|of its recursion")
 
 
@@ -23,7 +23,7 @@ def storyteller():
 
 
 def supported(source: RandomSchemas, tokenizer: Tokenizer):
-    """Schemas and their automata; those that are refused are left out."""
+    """Yield schemas and their automata. Schemas that are refused are left out."""
     while True:
         schema = source.root()
         try:
@@ -34,7 +34,7 @@ def supported(source: RandomSchemas, tokenizer: Tokenizer):
 
 
 def check(storyteller, batches: int, seed: int) -> set[StopReason]:
-    """Generate text for `ROWS` schemas in each batch, half of the batches at a high temperature."""
+    """Generate text for `ROWS` schemas per batch, at a high temperature in every other batch."""
     params, cfg, tokenizer = storyteller
     pairs, reasons = supported(RandomSchemas(seed), tokenizer), set()
     ids = np.repeat(tokenizer.chat([[{"role": "user", "content": "Tell me a story about an owl"}]]).ids, ROWS, axis=0)

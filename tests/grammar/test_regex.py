@@ -45,8 +45,8 @@ def patterns():
 
 @settings(max_examples=150, deadline=None)
 @given(patterns())
-def test_it_matches_whole_texts_as_python_does(pattern):
-    """These patterns mean the same in ECMA, whose engine here takes `(?:(?:a|a)?){2}` for a match of aaa."""
+def test_whole_texts_match_as_in_python(pattern):
+    """The patterns mean the same in ECMAScript, but its engine here wrongly matches aaa with `(?:(?:a|a)?){2}`."""
     automaton = compile_regex(pattern)
     found = [text for text in TEXTS if accepts(automaton, text)]
     assert found == [text for text in TEXTS if re.fullmatch(pattern, text)]
@@ -67,7 +67,7 @@ def test_classes_are_those_of_ecma(name):
     assert isinstance(tree, Characters)
     for code in CODES:
         if "p" in name.lower() and unicodedata.category(chr(code)) == "Cn":
-            continue  # the two may know different versions of Unicode
+            continue  # the Unicode versions may differ
         inside = any(first <= code <= last for first, last in tree.ranges)
         assert inside == (ecma.find(chr(code)) is not None), hex(code)
 

@@ -23,7 +23,7 @@ DECODERS = {"byte_level": decoders.ByteLevel(), "sentencepiece": decoders.Sequen
 
 
 def tokenizer_of(tokens: list[str], special=(), decoder: str = "byte_level") -> Tokenizer:
-    """A tokenizer with just these tokens, in this order."""
+    """Return a tokenizer with exactly these tokens, in this order."""
     backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.decoder = DECODERS[decoder]
     backend.add_special_tokens(list(special))
@@ -36,7 +36,7 @@ def tokenizer_of_bytes(tokens: list[bytes]) -> Tokenizer:
 
 @jax.jit
 def run(stop: StopStrings, ids, prompt_length):
-    """bool[rows, W]: does it stop with the token of each column? `prompt_length int32[rows]` columns are not pushed."""
+    """Return bool[rows, W]: do rows stop at the token of each column? Columns before `prompt_length` are not pushed."""
 
     def step(state, inputs):
         column, tokens = inputs
@@ -50,7 +50,7 @@ def run(stop: StopStrings, ids, prompt_length):
 
 
 def stops(stop: StopStrings, rows: list[list[int]], prompts: list[int], width: int = 48) -> list[list[int]]:
-    """The n of each row at which it stops after the first n tokens; what is behind a row's end is id -1, no text."""
+    """Return for each row the n at which it stops after its first n tokens. Padding has the id -1 and no text."""
     ids = np.full((len(rows), width), -1, np.int32)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -59,7 +59,7 @@ def stops(stop: StopStrings, rows: list[list[int]], prompts: list[int], width: i
 
 
 def expected(strings: list[str], tokens: list[bytes], prompt: int = 0) -> list[int]:
-    """The n for which a stop string ends within the n-th token, by Python's own search."""
+    """Return the n for which a stop string ends within the n-th token, found with Python's `endswith`."""
     result = []
     for n in range(prompt + 1, len(tokens) + 1):
         before, text = len(b"".join(tokens[: n - 1])), b"".join(tokens[:n])
@@ -91,7 +91,7 @@ STRING = st.text("abé", min_size=1, max_size=7)
 
 
 def cut(draw, text: bytes) -> list[int]:
-    """The ids of a text, in tokens of one and two bytes at random."""
+    """Return the ids of a text that is randomly cut into tokens of one and two bytes."""
     ids = []
     while text:
         size = draw(st.integers(1, min(2, len(text))))
@@ -110,7 +110,7 @@ def test_any_strings_and_any_tokens(strings, rows, data):
 
 
 @pytest.mark.parametrize("kind", sorted(GOLDEN))
-def test_same_as_transformers(kind):
+def test_same_as_in_transformers(kind):
     golden = GOLDEN[kind]
     tokenizer = tokenizer_of(golden["tokens"], golden["special"], kind)
     for number, case in enumerate(golden["cases"]):
@@ -127,7 +127,7 @@ class TestText:
         assert len(ids) == 6
         assert stops(StopStrings.build(["€"], tok), [ids], [0]) == [[4]]
         assert stops(StopStrings.build(["é"], tok), [ids], [3]) == [[6]]
-        # "é" is C3 A9; the bytes C3 of "Ã" and A9 of "©" do not make one
+        # "é" is C3 A9; the bytes C3 of "Ã" and A9 of "©" are not adjacent
         assert stops(StopStrings.build(["é"], tok), [tok.encode("Ã©")], [0]) == [[]]
 
     def test_special_tokens_have_their_name_for_text(self):
@@ -165,7 +165,7 @@ class TestText:
 
 
 class TestPrompt:
-    def test_a_string_that_ends_in_the_prompt_counts_no_more(self):
+    def test_stop_strings_that_end_in_the_prompt_do_not_count(self):
         tok = tokenizer_of_bytes([b"a", b"b", b"ab", b"ba"])
         table = StopStrings.build(["ab"], tok)
         assert stops(table, [[0, 1, 1], [0, 1, 1], [2, 0, 1]], [0, 2, 1]) == [[2], [], [3]]
@@ -195,7 +195,7 @@ class TestPrompt:
         assert stops(table, [[1, 2], [1, 0, 2]], [1, 2], width=120) == [[2], []]
 
 
-def test_strings_that_hold_each_other():
+def test_strings_that_contain_each_other():
     tok = tokenizer_of_bytes([b"a", b"b", b"c", b"bc"])
     strings = ["abc", "bc", "ab", "b", "abc", "cab"]
     ids = [2, 0, 3, 0, 0, 2, 1]
@@ -219,7 +219,7 @@ SETS = [["ab"], None, ["éa", "b"], ["ab"], ["ba", "aé", "é"], None]
 
 
 def form(tree):
-    """Shapes and types, on which it depends whether a jitted function is traced again."""
+    """Return shapes and types, which decide whether a jitted function is traced again."""
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
 
 
@@ -252,7 +252,7 @@ class TestPerPrompt:
 
 
 class TestCapacity:
-    def test_what_is_added_is_found_and_what_was_there_stays(self):
+    def test_added_strings_are_found_and_earlier_ones_stay(self):
         rng = np.random.default_rng(3)
         rows = rng.integers(0, len(TOKENS), (4, 20)).tolist()
         table = StopStrings.build([None, ["ab"]], MIXED, capacity=100)

@@ -67,7 +67,7 @@ def test_an_automaton_is_printed_with_its_shapes(tok):
 
 
 def walk(automaton, size, eos_id, seed, rows=4, steps=60) -> list[list[int]]:
-    """Choose allowed tokens at random until eos, from the middle on those that lead to the end the shortest way."""
+    """Choose allowed tokens at random until eos. After a quarter of the steps, take the shortest way to the end."""
     rng, eos = np.random.default_rng(seed), marks(size, eos_id)
     table, distance = np.asarray(automaton.transitions), np.where(automaton.accepting, 0, 10**6)
     table, before = table[:, : int(np.max(automaton.classes)) + 1], None
@@ -133,13 +133,13 @@ def test_an_expression_is_named_in_messages(tok):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_decision_is_that_of_the_library(tok, pattern):
-    """Compared with outlines-core's index of the whole vocabulary, anchored: alone it stops at the shortest match."""
+    """The reference is outlines-core's index, anchored because otherwise it stops at the shortest match."""
     texts: dict[bytes, list[int]] = {b"\0\0": [len(tok)]}
     for index, text in enumerate(tok.token_bytes()):
         if text:
             texts.setdefault(text, []).append(index)
     eos = tok.eos_token_id
-    ours = pattern.replace(r"\w", "[0-9A-Za-z_]")  # as in ECMA
+    ours = pattern.replace(r"\w", "[0-9A-Za-z_]")  # as in ECMAScript
     library = outlines_core.Index(rf"\x00\x00(?:{ours})\z|", outlines_core.Vocabulary(eos, texts))
     automaton, rng = automaton_of(pattern, tok), np.random.default_rng(3)
     for _ in range(6):
@@ -241,7 +241,7 @@ def test_stacks_that_cannot_be(tok):
 WALK = ("(yes|no)!", SCHEMA, "[0-9]{1,3}", "[a-d]{2,6}")
 
 
-def test_a_row_continues_as_before_after_others_were_added(tok):
+def test_adding_rows_does_not_change_how_a_row_continues(tok):
     first, second, third, fourth = (automaton_of(grammar, tok) for grammar in WALK)
     eos, rng = marks(len(tok), tok.eos_token_id), np.random.default_rng(1)
     remaining = jnp.asarray([60], jnp.int32)
@@ -286,8 +286,8 @@ def test_adding_compiles_nothing(tok):
     assert (count[0], len(traces)) == (0, 1)
 
 
-def test_a_start_that_nothing_leads_to_is_not_overwritten(tok):
-    """The start of prefixes may be the state with the highest number."""
+def test_a_start_state_without_predecessors_is_not_overwritten(tok):
+    """The start of prefixes can be the state with the highest number."""
     parts = [TokenAutomaton.from_prefixes(["a"], tok), automaton_of("b", tok), automaton_of("", tok)]
     table, starts = TokenAutomaton.stack(parts[:1], capacity=(64, 64)), []
     for part in [*parts, *parts[::-1]]:
@@ -345,7 +345,7 @@ def test_padding_is_invisible(tok):
     assert TokenAutomaton.stack([automaton]).transitions.shape == automaton.transitions.shape
 
 
-def test_another_grammar_of_the_size_compiles_nothing(tok):
+def test_a_new_grammar_of_the_same_size_compiles_nothing(tok):
     @jax.jit
     def step(automaton, tokens, eos):
         state = automaton.push(automaton.begin(2), tokens, eos)
@@ -391,7 +391,7 @@ def test_ids_beyond_the_tokenizer(tok):
             method(automaton.begin(1), marks(1024))
 
 
-def test_special_tokens_are_no_text():
+def test_special_tokens_are_not_text():
     tok = byte_level()
     automaton = automaton_of(r"(<\|end\|>|h)", tok)
     may = np.flatnonzero(np.asarray(automaton.allowed(automaton.begin(1), None))[0])

@@ -16,7 +16,7 @@ FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0,
 @given(hnp.arrays(np.float32, (ROWS, SIZE), elements=FLOATS))
 def test_ordered_bits_keep_the_order(x):
     bits = np.asarray(ordered_bits(jnp.asarray(x)))
-    # XLA's CPU backend takes denormal numbers for zero.
+    # XLA's CPU backend treats subnormal numbers as zero.
     x = np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
     np.testing.assert_array_equal(bits[:, :, None] < bits[:, None, :], x[:, :, None] < x[:, None, :])
 

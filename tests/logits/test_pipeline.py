@@ -15,8 +15,8 @@ from jaxgen.logits.pipeline import build_transform
 from jaxgen.logits.row_options import option_values
 from tests.support.rows import config_of, history_of
 
-# The classes of transformers 4.41.1 in the order of its two lists. HammingDiversity belongs to groups of beams; between
-# the second and the third group comes PrefixConstrained, before LogitNormalization the caller's own.
+# The classes of transformers 4.41.1, in the order of its two lists. HammingDiversity is only used by beam groups. In
+# transformers, PrefixConstrained comes after BEFORE_GRAMMAR, and the caller's processors before LogitNormalization.
 ORDER_441 = {
     GUIDANCE: ["UnbatchedClassifierFreeGuidanceLogitsProcessor"],
     BEFORE_GRAMMAR: [
@@ -86,7 +86,7 @@ def test_top_k_and_top_p_share_one_search():
 
 
 def test_stages_run_in_their_order():
-    """A bias lifts a token, the grammar bans it, a forced token is lifted again, the caller's processor comes last."""
+    """A bias raises a token, the grammar bans it, another token is forced, and the caller's processor runs last."""
     scores = jnp.zeros((1, 4))
     history = history_of(np.zeros((1, 1), np.int32), np.ones(1, np.int32), vocab=4)
     cfg = config_of(4, sequence_bias={(1,): 5.0}, forced_bos_token_id=2, renormalize_logits=True)
@@ -120,9 +120,9 @@ WARPING = {
 
 @pytest.mark.parametrize("name", WARPING)
 def test_warpers_leave_the_given_token(name):
-    """Its score is the one after the temperature. The others are removed as ever, and a ban stays one."""
+    """Its score is only divided by the temperature. Other tokens are removed as usual, and bans remain."""
     scores = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    scores[[0, 1], [0, 1]] = 4.0  # these are kept in any case
+    scores[[0, 1], [0, 1]] = 4.0  # these are never removed
     history = history_of(np.zeros((8, 1), np.int32), np.ones(8, np.int32), vocab=8)
     given = np.arange(8)
     banned = given == 7

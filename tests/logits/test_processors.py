@@ -1,4 +1,4 @@
-"""Processors against plain loops over rows, tokens and sequences, from the formulas of transformers and OpenAI."""
+"""Processors, checked with plain loops that follow the formulas of transformers and OpenAI."""
 
 import dataclasses
 from functools import partial
@@ -21,7 +21,7 @@ ROWS, VOCAB, WIDTH = 3, 11, 9
 BANNED = -np.inf
 VALUES = st.floats(-20, 20, width=32, allow_subnormal=False)
 SCORES = hnp.arrays(np.float32, (ROWS, VOCAB), elements=VALUES | st.sampled_from([0.0, BANNED]))
-# Of few different tokens, so that much repeats; but a history can hold any.
+# Mostly a few different tokens, so that there are many repetitions. Other tokens can occur too.
 IDS = hnp.arrays(np.int32, (ROWS, WIDTH), elements=st.integers(0, 2) | st.integers(0, VOCAB - 1))
 LENGTHS = hnp.arrays(np.int32, ROWS, elements=st.integers(0, WIDTH))
 SETS = hnp.arrays(bool, (ROWS, VOCAB))
@@ -51,7 +51,7 @@ def ban_continuations(scores, ids, length, end):
 
 
 def same(out, expected):
-    """Bans are equal, values up to rounding, and nothing is NaN."""
+    """Check that bans are equal, that other values are equal within rounding, and that nothing is NaN."""
     np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-5, equal_nan=False)
 
 
@@ -76,7 +76,7 @@ def tables(biases, entries=4, width=4):
 
 
 def shared(biases, rows=ROWS, **sizes):
-    """The same tables for each row."""
+    """Return the same tables for each row."""
     return [np.stack([array] * rows) for array in tables(biases, **sizes)]
 
 
@@ -84,7 +84,7 @@ def shared(biases, rows=ROWS, **sizes):
 
 
 def biased(row, tokens, biases):
-    """One row of scores with the biases of the sequences that its tokens lead to."""
+    """Return one row of scores plus the biases of all sequences whose beginning matches its last tokens."""
     out = row.astype(np.float64)
     banned = set()
     for (*start, last), bias in biases.items():
@@ -276,7 +276,7 @@ def test_diversity_penalty_counts_what_earlier_groups_chose():
 
 @pytest.mark.slow
 def test_penalties_of_generated_tokens_end_a_repetition():
-    # The most likely token is the last one again, the next most likely the one after it.
+    # The last token is the most likely one again, followed by the token after it.
     cfg = counting_config(max_new_tokens=6, pad_token_id=0)
     params = counting_params(cfg)
     weight = params["lm_head"]["weight"]

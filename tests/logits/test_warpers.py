@@ -1,4 +1,4 @@
-"""Warpers against what transformers' formulas say, by sorting; and against its own numbers where they are at hand."""
+"""Warpers, checked with transformers' formulas by sorting, and with its recorded outputs if these are available."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ KEEP = st.sampled_from([1, 2, 5])
 
 
 def with_one_value(name, candidates=order_statistics.CANDIDATES):
-    """A warper that also takes one value for all rows, and looks at so many candidates before it bisects."""
+    """Return a warper that takes one value for all rows, and examines the top `candidates` scores before it bisects."""
 
     def warp(scores, value, *keep):
         with mock.patch.object(order_statistics, "CANDIDATES", candidates):
@@ -44,7 +44,7 @@ top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, temperature, top_h =
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def top_k_top_p_in_both_ways(scores, k, p, keep, candidates):
-    """The two warpers together, and one after the other."""
+    """Return the results of the combined warper and of the two warpers in sequence."""
     k, p = jnp.full((ROWS, 1), k), jnp.full((ROWS, 1), p)
     with mock.patch.object(order_statistics, "CANDIDATES", candidates):
         return warpers.top_k_top_p(scores, k, p, keep), warpers.top_p(warpers.top_k(scores, k, keep), p, keep)
@@ -60,7 +60,7 @@ def kept(scores):
 @pytest.mark.parametrize("candidates", [256, 3, 1])
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_top_k_and_top_p_together_are_one_after_the_other(candidates, data):
+def test_top_k_and_top_p_together_equal_both_in_sequence(candidates, data):
     scores, k, p = data.draw(SCORES), data.draw(st.integers(0, VOCAB + 3)), data.draw(st.floats(2**-7, 1, width=32))
     keep = data.draw(KEEP)
     together, apart = top_k_top_p_in_both_ways(scores, np.int32(k), np.float32(p), keep, candidates)
@@ -86,9 +86,9 @@ def test_top_p_keeps_what_a_stable_sort_keeps(top_p, scores, p, keep):
         order = np.argsort(row, kind="stable")
         probs = np.exp(row.astype(np.float64) - row.max())
         probs /= probs.sum()
-        above = np.cumsum(probs[order][::-1])[::-1] - probs[order]  # the mass of all that are sorted after
+        above = np.cumsum(probs[order][::-1])[::-1] - probs[order]  # probability of all tokens sorted after this one
         if np.any(np.abs(above - p) < 1e-5):
-            continue  # float32 may fall on either side
+            continue  # float32 rounding may decide either way
         wanted = np.zeros(VOCAB, bool)
         wanted[order[above < p]] = True
         wanted[order[-keep:]] = True
@@ -120,7 +120,7 @@ def entropy_terms(logs):
 
 
 def typical_row(row, mass, keep):
-    """The tokens that are kept of a row, or None where float32 may fall on either side."""
+    """Return the tokens that are kept, or None if float32 rounding may decide either way."""
     logs = log_softmax(row)
     distance = np.where(np.isfinite(row), np.abs(-logs - np.sum(entropy_terms(logs))), 1e9)
     order = np.argsort(distance, kind="stable")
@@ -165,7 +165,7 @@ def test_epsilon_and_eta_keep_what_is_likely_enough(scores, cutoff, keep):
         least = min(cutoff, np.sqrt(cutoff) * np.exp(-np.sum(entropy_terms(logs))))
         for bound, result in ((cutoff, got), (least, got_adapted)):
             if np.any(np.abs(np.exp(logs) - bound) < 1e-6 * bound + 1e-9):
-                continue  # float32 may fall on either side
+                continue  # float32 rounding may decide either way
             wanted = (np.exp(logs) >= bound) | (row >= np.sort(row)[-keep])
             np.testing.assert_array_equal(result, np.isfinite(row) & wanted)
 
@@ -182,7 +182,7 @@ def test_top_h_keeps_a_part_of_the_entropy_of_the_first_100(scores, value):
         best = np.argsort(-row, kind="stable")[:100]
         entropy = np.cumsum(entropy_terms(log_softmax(row[best])))
         if value < 1 and np.any(np.abs(entropy - value * entropy[-1]) < 1e-5):
-            continue  # float32 may fall on either side
+            continue  # float32 rounding may decide either way
         wanted = entropy <= value * entropy[-1]
         wanted[0] = True
         np.testing.assert_array_equal(np.flatnonzero(got), np.sort(best[wanted & np.isfinite(row[best])]))
@@ -197,7 +197,7 @@ def test_top_h_looks_at_100_tokens():
 @pytest.mark.slow
 def test_a_value_per_row():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, VOCAB)), jnp.float32)
-    scores = scores.at[3, 7].set(30.0)  # the others' probabilities add nothing to its 1 in float32
+    scores = scores.at[3, 7].set(30.0)  # its probability is exactly 1 in float32
     column = jnp.asarray([[0.2], [0.5], [0.9], [1.0]])
     cutoff = jnp.asarray([[0.2], [0.05], [0.9], [0.0]])
     for warp, values in (
@@ -208,7 +208,7 @@ def test_a_value_per_row():
         (typical_p, column),
         (epsilon_cutoff, cutoff),
         (eta_cutoff, cutoff),
-        (top_h, column),  # 1 keeps 100, more than there are
+        (top_h, column),  # 1.0 keeps 100 tokens, more than VOCAB
     ):
         together = warp(scores, values)
         for row in range(4):
@@ -245,7 +245,7 @@ def test_top_p_keeps_all_where_the_sum_does_not_reach_p(p):
 
 
 def test_top_p_of_a_row_does_not_depend_on_the_others():
-    """A flat row is bisected; the others' boundary is among the candidates, and close to rounding."""
+    """The flat row is bisected. The other rows' boundary is among the candidates, and close to rounding."""
     scores = np.round(np.random.default_rng(0).normal(size=(500, 1024)) * 8, 1).astype(np.float32)
     p = np.float32(0.9999)
     beside = top_p(np.concatenate([scores, np.zeros((1, 1024), np.float32)]), p)[:-1]
@@ -268,7 +268,7 @@ def test_a_large_vocabulary_with_ties_is_exact():
             probs = np.exp(row.astype(np.float64) - row.max())
             probs /= probs.sum()
             above = np.cumsum(probs[order][::-1])[::-1] - probs[order]
-            # The same tokens but for the few whose mass lies within float32's error of the boundary.
+            # The tokens are the same, except for a few whose mass is within float32 rounding of the boundary.
             wanted = np.zeros(len(row), bool)
             wanted[order[above < p]] = True
             differing = np.flatnonzero(got != wanted)
@@ -291,10 +291,10 @@ def test_typical_is_exact_in_a_large_vocabulary_with_ties():
             np.testing.assert_array_equal(got, distance <= distance[last] + 1e-5)
 
 
-# --- The numbers of transformers' own classes, where the folder of real data has them -----------------------------
+# --- Recorded results of transformers' classes --------------------------------------------------------------------
 
 
-# What the config refuses before any of these functions is called, and what belongs to groups of beams.
+# Cases that the config refuses before these functions are called, and a case of beam groups.
 ELSEWHERE = {
     "temperature=2 (int)",
     "temperature=0.0",
@@ -304,7 +304,7 @@ ELSEWHERE = {
     "prefix_allowed fn -> []",
     "hamming penalty=.5, 4 beams, 2 groups, group 1",
 }
-# Where later releases corrected 4.41.1: (row, token, score) that differ from the recorded ones.
+# Cases that later releases corrected: the (row, token, score) that differ from the recorded values.
 CORRECTED = {
     "encoder_repetition_penalty=1.3 with ONE encoder row for two score rows": [(1, 1, -0.2 / 1.3), (1, 5, 0.9 * 1.3)],
     "sequence_bias len == cur_len+1 (4.41.1 skips although the prefix is there)": [(0, 1, 5.0), (1, 1, 3.8)],
@@ -312,7 +312,7 @@ CORRECTED = {
 
 
 def by_value(name, scores, ids, length):
-    """Run what a name like `top_p=0.3,min_keep=3` says; None where it is of another form."""
+    """Run a case whose name looks like `top_p=0.3,min_keep=3`; return None for other names."""
     match = re.fullmatch(r"(\w+)=([\d.]+)(?:,min_keep=(\d))?", name)
     if match is None:
         return None
@@ -327,7 +327,7 @@ def by_value(name, scores, ids, length):
 
 
 def by_name(name, scores, ids, length):
-    """Run what one of the other names says."""
+    """Run one of the other cases by its name."""
     biases = {(1,): -2.0, (3, 4): 5.0, (5, 3, 6): 7.0, (5, 3, 4): 1.5}
     prompt = np.asarray([[3, 1, 3, 2], [7, 0, 7, 5]], np.int32)
 
@@ -348,7 +348,7 @@ def by_name(name, scores, ids, length):
         "min_new_tokens=2,prompt=4,eos=3": lambda: run(prompt_length=4, min_new_tokens=2, eos_token_id=3),
         "encoder_repetition_penalty=1.3 enc=[[1,5],[2,4]]": lambda: encoder_penalty([[1, 5], [2, 4]]),
         "encoder_repetition_penalty=1.3 with ONE encoder row for two score rows": lambda: encoder_penalty([[1, 5]] * 2),
-        # The recorded ids are apart from the prompt's; here they follow it.
+        # The recorded ids are separate from the prompt, but here they must follow it.
         "encoder_no_repeat_ngram=2 enc=[[3,1,3,2],[7,0,7,5]]": lambda: run(
             prompt_length=4, ids=np.concatenate([prompt, ids], axis=1), encoder_no_repeat_ngram_size=2
         ),
@@ -385,7 +385,7 @@ def by_name(name, scores, ids, length):
 def test_recorded_outputs_of_the_real_classes(data):
     path = data.parent / "spec" / "goldens" / "logits_441.json"
     if not path.exists():
-        pytest.skip("no recorded outputs beside the real data")
+        pytest.skip("no recorded outputs next to the real data")
     recorded = json.loads(path.read_text())
     left_out, compared = set(), 0
     for case in recorded["cases"]:

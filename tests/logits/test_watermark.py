@@ -1,4 +1,4 @@
-"""The watermark: is the hash as good as chance, is marked text found, and only that."""
+"""The watermark: the hash looks random, and only watermarked text is detected."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def config(scheme="lefthash", width=1, **fields):
 
 
 def bell(found, expected, variance):
-    """By how many standard deviations a count is off."""
+    """Return how many standard deviations a count is from its expected value."""
     return abs(found - expected) / math.sqrt(variance)
 
 
@@ -59,11 +59,11 @@ def test_the_ratio_is_kept_for_every_key(scheme, width, ratio):
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("lefthash", 1), ("selfhash", 3)])
-def test_lists_of_neighboring_contexts_vary_as_chance_does(scheme, width):
+def test_lists_of_neighboring_contexts_vary_like_random_ones(scheme, width):
     contexts, tokens = np.arange(400)[:, None, None] + np.arange(width), np.arange(4000)[None, :]
     sizes = [green(contexts, tokens, config(scheme, width, hashing_key=key)).sum(axis=1) for key in range(5)]
     deviations = (np.ravel(sizes) - 1000) / math.sqrt(4000 * 0.25 * 0.75)
-    # With "selfhash" a third of the tokens have their colour from themselves, so lists have something in common.
+    # With "selfhash", a third of the tokens get their color from themselves, so the lists overlap.
     assert (0.95 if scheme == "lefthash" else 0.6) < deviations.std() < 1.05
     assert np.mean(np.abs(deviations) > 3) < 0.006
 
@@ -164,7 +164,7 @@ def test_nothing_is_sorted():
     scores, ids, length = jnp.zeros((2, 300)), jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
     for scheme, width in SCHEMES:
         program = str(jax.make_jaxpr(watermarked)(scores, ids, length, config(scheme, width)))
-        assert "gather[" in program  # so are primitives written
+        assert "gather[" in program  # this is how primitives are printed
         assert "sort[" not in program
         assert "top_k[" not in program
 
@@ -173,7 +173,7 @@ def test_nothing_is_sorted():
 
 
 def drawn(cfg, rows, steps, peak=0.0):
-    """Text that is drawn with the watermark from even scores, or from ones with few likely tokens."""
+    """Return text sampled with the watermark from even scores, or from scores with a few likely tokens."""
     logits = jax.random.normal(jax.random.key(1), (rows, 4 * VOCAB)) * peak
 
     def step(carry, key):
@@ -192,7 +192,7 @@ def test_marked_text_is_found_with_its_key_alone(scheme, width):
     text = drawn(cfg, rows=8, steps=80)
     out = WatermarkDetector(cfg)(text)
     assert out.prediction.all()
-    # Of even scores a green token is drawn with r e^b / (r e^b + 1 - r) = 0.71.
+    # With even scores, a green token is drawn with probability r e^b / (r e^b + 1 - r) = 0.71.
     assert 0.66 < out.green_fraction.mean() < 0.76
     assert out.z_score.min() > 5
     for key in (15485862, 15485864, 15485863 + 2**31, 0):
@@ -208,7 +208,7 @@ def test_a_part_of_marked_text_is_enough():
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("lefthash", 1), ("selfhash", 3)])
-def test_as_much_unmarked_text_is_found_as_chance_has_it(scheme, width):
+def test_unmarked_text_is_detected_no_more_often_than_by_chance(scheme, width):
     rows, tokens = 6000, 200
     text = np.random.default_rng(5).integers(0, 151_936, (rows, tokens + width - (scheme == "selfhash")))
     out = WatermarkDetector(config(scheme, width))(text)
@@ -245,7 +245,7 @@ def test_padding_and_bos_count_nothing(scheme, width):
     text = np.random.default_rng(0).integers(1, 50, (3, 20))
     detect = WatermarkDetector(config(scheme, width), bos_token_id=0)
     padded, mask = np.zeros((3, 30), np.int64), np.zeros((3, 30), np.int64)
-    columns = [np.arange(20), np.arange(10, 30), np.r_[0:7, 15:28]]  # on the right, on the left, around a hole
+    columns = [np.arange(20), np.arange(10, 30), np.r_[0:7, 15:28]]  # padded on the right, left, and around a hole
     for row, places in enumerate(columns):
         padded[row, places], mask[row, places] = text[row], 1
     begun = np.concatenate([np.zeros((3, 1), np.int64), text], axis=1)
@@ -258,7 +258,7 @@ def test_padding_and_bos_count_nothing(scheme, width):
     ).all()
 
 
-def test_repetition_counts_once_where_that_is_asked_for():
+def test_repetition_counts_once_if_requested():
     colours = green(np.full((50, 1), 3), np.arange(50), config())
     token = int(np.flatnonzero(colours)[-1])
     back = green(np.full((1, 1), token), np.asarray([3]), config())

@@ -1,4 +1,4 @@
-"""The cache: its dtype, writing, and rows that are selected or inserted, compared with numpy."""
+"""The cache: dtypes, writes, and selecting and inserting rows, compared with NumPy."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ CFG = model_config()
 
 
 def filled(rows: int, slots: int, copies: int = 0, own: int = 3, seed: int = 0, dtype: str = "float32") -> KVCache:
-    """A cache of random numbers; with `copies` a fork of one."""
+    """Return a cache of random numbers. With `copies`, return a fork of one."""
     cache = KVCache.create(CFG, rows, slots, dtype)
     if copies:
         cache = dataclasses.replace(filled(rows, slots, seed=seed + 1, dtype=dtype)).fork(copies, own)
@@ -48,7 +48,7 @@ def test_a_cache_has_the_models_dtype(dtype):
 def test_numbers_are_read_as_they_were_written(dtype):
     cache = KVCache.create(CFG, 2, 5, dtype)
     new = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 3, 8)), dtype)
-    slots = jnp.asarray([[0, 1, 2], [4, 9, 1]])  # each row its own; 9 is past the end
+    slots = jnp.asarray([[0, 1, 2], [4, 9, 1]])  # each row has its own slots; 9 is out of range
     keys = jax.jit(write)(cache.keys[0], as_stored(new, dtype), slots)
     wanted = np.zeros((2, 2, 5, 8), np.float32)
     wanted[0, :, :3] = new[0].astype(jnp.float32)

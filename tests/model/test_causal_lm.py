@@ -1,4 +1,4 @@
-"""The forward pass by its properties; its numbers are compared with transformers' in tests/parity/test_parity.py."""
+"""Properties of the forward pass. tests/parity/test_parity.py compares its numbers with transformers."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.support.models import left_pad, model_config, random_params, slow
 
 CFG = model_config()
 PARAMS = random_params(CFG)
-# A pass in float32 is within 2e-5 of one in float64, and two passes of different shapes add in different orders.
+# A float32 pass is within 2e-5 of a float64 pass, and passes of different shapes sum in different orders.
 ROUNDING = 3e-5
 WINDOWED = model_config(use_sliding_window=True, sliding_window=4, max_window_layers=1)
 
@@ -86,7 +86,7 @@ def test_rows_continue_each_at_its_own_position():
         np.testing.assert_allclose(explicit.logits[b], alone, atol=ROUNDING)
 
 
-def test_writing_at_an_earlier_position_forgets_what_came_after():
+def test_writing_at_an_earlier_position_discards_later_tokens():
     ids, other = tokens(2, 8), tokens(2, 3, 9)
     cache = run(ids, cache=KVCache.create(CFG, 2, 16)).cache
     out = run(other, cache=cache, cache_position=4)
@@ -155,7 +155,7 @@ def test_embeddings_in_place_of_ids():
 def test_positions_can_be_given():
     ids = tokens(1, 6)
     np.testing.assert_array_equal(run(ids, position_ids=jnp.arange(6)[None]).logits, run(ids).logits)
-    # RoPE is relative: all positions moved by the same amount change nothing, stretched ones do.
+    # RoPE is relative: shifting all positions changes nothing, but stretching them does.
     np.testing.assert_allclose(run(ids, position_ids=40 + jnp.arange(6)[None]).logits, run(ids).logits, atol=1e-4)
     assert float(jnp.max(jnp.abs(run(ids, position_ids=3 * jnp.arange(6)[None]).logits - run(ids).logits))) > 1e-2
 

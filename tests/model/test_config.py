@@ -42,7 +42,7 @@ def test_a_value_that_changes_numbers_has_no_default(key):
         ModelConfig.from_hf(without(CONFIG, key))
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_errors_are_reported_at_once():
     with pytest.raises(ConfigError, match=r"missing: vocab_size, rms_norm_eps; .*rope_theta"):
         ModelConfig.from_hf(without(CONFIG, "vocab_size", "rms_norm_eps", "rope_theta"))
 
@@ -126,7 +126,7 @@ def test_both_spellings_of_the_dtype():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
     ],
 )
-def test_what_is_not_built_or_not_known_is_an_error_that_names_it(change, message):
+def test_unimplemented_and_unknown_features_are_named_in_the_error(change, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(CONFIG | change)
 
@@ -211,12 +211,12 @@ def test_published_configs(name):
     written = ModelConfig.from_hf(config).to_hf()
     unread = {"bos_token_id", "eos_token_id", "transformers_version"}
     if name == "Qwen3-0.6B":
-        unread.add("sliding_window")  # any value means the same while use_sliding_window is false
+        unread.add("sliding_window")  # has no effect while use_sliding_window is false
     for key in config.keys() - unread:
         assert written[key] == config[key], key
 
 
-def test_what_does_not_matter_is_passed_over():
+def test_irrelevant_fields_are_ignored():
     irrelevant = {"pretraining_tp": 2, "use_cache": False, "transformers_version": "9", "id2label": {"0": "a"}}
     assert ModelConfig.from_hf(LLAMA | irrelevant) == ModelConfig.from_hf(LLAMA)
 

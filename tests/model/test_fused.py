@@ -30,7 +30,7 @@ def test_the_results_are_the_same():
     cfg = GenerationConfig(model=MODEL, max_new_tokens=8, output_logits=True)
     one, other = (generate(tree, IDS, None, cfg) for tree in (params, fused))
     np.testing.assert_array_equal(one.sequences, other.sequences)
-    rounding = 1e-5 * np.abs(one.logits).max()  # products of another width sum in another order
+    rounding = 1e-5 * np.abs(one.logits).max()  # wider products sum in a different order
     np.testing.assert_allclose(one.logits, other.logits, atol=rounding)
     np.testing.assert_allclose(score(params, IDS, cfg).logprobs, score(fused, IDS, cfg).logprobs, atol=rounding)
 

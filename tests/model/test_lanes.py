@@ -9,7 +9,7 @@ from jaxgen.model import workarounds
 from jaxgen.model.context import Context
 from jaxgen.model.linear import linear
 
-# Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, Llama 1B and 8B.
+# Hidden and intermediate sizes of Qwen2.5 0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B, and of Llama 1B and 8B.
 SIZES = [896, 4864, 1536, 8960, 2048, 11008, 3584, 18944, 5120, 13824, 27648, 8192, 29568, 4096, 14336]
 
 
@@ -52,7 +52,7 @@ def test_rows_with_infinity_and_without_a_number(rows):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("columns", [896, 4864, 18944])
 def test_a_loop_reads_each_weight_once_as_it_is_stored(columns, dtype, rows):
-    """Neither a converted weight, nor the products before they are summed, nor a packed form is stored."""
+    """The loop stores no converted weight, no packed weight, and no products before their sum."""
     weights = [jax.ShapeDtypeStruct((512, columns), dtype)] * 2
     x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
 
@@ -80,13 +80,13 @@ def test_a_plain_sum_is_given_to_the_library():
 
 @pytest.mark.parametrize(("initial", "sums"), [(0.0, 1), (-0.0, 2)])
 def test_sums_are_joined_unless_their_initial_values_differ(initial, sums):
-    """If this fails, jax has changed, and `_in_lanes` in workarounds.py may need another form."""
+    """If this fails, jax has changed, and `_in_lanes` in workarounds.py may need a different form."""
     double = jax.jit(lambda x: workarounds._lane_sum(workarounds._lane_sum(x, 2, 0.0), 1, initial))
     assert double.lower(jnp.ones((4, 5, 6))).compile().as_text().count(" reduce(") == sums
 
 
 def given_to_the_library(program: str, shape: str) -> list[str]:
-    """The computations of XLA's kernel library (YNNPACK) that have an argument of this shape."""
+    """Return the computations of XLA's kernel library (YNNPACK) that have an argument of this shape."""
     names = re.findall(r"calls=%([\w.\-]+),.*__ynn_fusion", program)
     heads = [line for line in program.splitlines() if line.endswith("{")]
     return [head for name in names for head in heads if head.startswith(f"%{name} (") and shape in head]

@@ -35,7 +35,7 @@ def test_product(shape, divided, dtype):
     ("columns", "in_parts", "parts"), [(8, True, 1), (24, True, 3), (25, True, 5), (23, True, 3), (24, False, 1)]
 )
 def test_sums_of_one_row_are_its_product(columns, in_parts, parts, dtype, monkeypatch):
-    """As on a GPU. Parts are equal if a number of them near the smallest divides the columns: 5 for 25, none for 23."""
+    """A GPU uses sums. Parts are equal if a count near the smallest divides the columns: 5 for 25, none for 23."""
     monkeypatch.setattr(workarounds, "_LONGEST_SUM", 8)
     rng = np.random.default_rng(2)
     row, weight = (jnp.asarray(rng.normal(size=s), dtype) for s in ((1, columns), (40, columns)))
@@ -79,14 +79,14 @@ def test_on_a_cpu_the_smaller_operand_is_the_right_one(rows, first, dtype, monke
     ("rows", "features", "dtype", "first"),
     [(8, 40, "bfloat16", False), (8, 40, "float32", True), (9, 40, "bfloat16", True), (8, 20, "bfloat16", True)],
 )
-def test_few_16_bit_rows_are_the_left_operand_unless_they_are_wide(rows, features, dtype, first, monkeypatch):
+def test_few_16_bit_rows_are_the_left_operand_unless_the_weight_is_narrow(rows, features, dtype, first, monkeypatch):
     monkeypatch.setattr(workarounds, "_ROWS_FIRST", 8)
     assert weight_is_first(jnp.ones((rows, 24), dtype), jnp.ones((features, 24), dtype)) == first
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_may_be_the_result_of_a_branch(dtype):
-    """There, XLA before jax 0.10.1 swaps the operands in spite of a barrier, and cannot multiply bfloat16 ones then."""
+    """In a branch, XLA before jax 0.10.1 swaps the operands despite the barrier, and then cannot multiply bfloat16."""
     x, weight = jnp.ones((3, 24), dtype), jnp.ones((40, 24), dtype)
     found = jax.jit(functools.partial(in_branch, functools.partial(product, context=Context(False))))(x, weight)
     np.testing.assert_array_equal(found, jnp.full((3, 40), 24.0))

@@ -28,7 +28,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_cross_entropy():
     np.testing.assert_allclose(gradient, wanted_gradient, atol=1e-6)
 
 
-def test_the_gradient_of_the_loss_stores_one_more_array_of_the_logits_size():
+def test_the_gradient_of_the_loss_stores_one_extra_array_as_large_as_the_logits():
     logits = jax.ShapeDtypeStruct((1, 64, 4096), jnp.float32)
     labels = jax.ShapeDtypeStruct((1, 64), jnp.int32)
     used = jax.jit(jax.grad(_loss)).lower(logits, labels).compile().memory_analysis().temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""Places of new tokens and visibility, compared with plain loops over tokens."""
+"""Positions of new tokens and visibility, compared with plain loops over tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +12,13 @@ from tests.support.models import model_config
 
 
 def visible(query: int, key: int, window: int | None, first: int) -> bool:
-    """The rule for one query and one key."""
+    """Return whether one query sees one key."""
     return first <= key <= query and (window is None or query - key < window)
 
 
 @st.composite
 def visibilities(draw):
-    """Two rows, three queries and five keys, with and without a window and segments."""
+    """Draw two rows with three queries and five keys, with and without a window and segments."""
     orders = st.integers(-1, 7)
     queries = draw(st.lists(orders, min_size=6, max_size=6))
     keys = draw(st.lists(st.one_of(orders.filter(lambda n: n >= 0), st.just(int(EMPTY))), min_size=10, max_size=10))
@@ -57,13 +57,13 @@ def test_a_span_is_the_filled_part_or_the_window():
     assert end <= begin
 
 
-def test_query_blocks_are_filled_up_with_the_last_query():
+def test_query_blocks_are_padded_with_the_last_query():
     queries, first = Visibility(jnp.arange(5)[None], (), jnp.arange(5)[None] - 2).query_blocks(3)
     assert queries.tolist() == [[[0, 1, 2]], [[3, 4, 4]]]
     assert first.tolist() == [[[-2, -1, 0]], [[1, 2, 2]]]
 
 
-def test_padding_does_not_count_in_the_order_and_is_no_key():
+def test_padding_is_not_counted_in_the_order_and_is_not_a_key():
     mask = jnp.asarray([[False, True, True, False, True]])
     order = row_order(mask, jnp.asarray([3]))
     assert order.tolist() == [[2, 3, 4, 4, 5]]
@@ -81,7 +81,7 @@ def test_segments_begin_where_the_number_changes():
 
 
 @pytest.mark.parametrize("position", [None, [5, 3]])
-def test_new_tokens_take_the_next_slots_of_their_row_and_padding_none(position):
+def test_new_tokens_use_the_next_slots_of_their_row_and_padding_uses_none(position):
     cache = KVCache.create(model_config(), 2, 8).replace(length=jnp.asarray([5, 3], jnp.int32))
     mask = jnp.asarray([[True, True], [False, True]])
     position = None if position is None else jnp.asarray(position)

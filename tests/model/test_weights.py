@@ -1,4 +1,4 @@
-"""The model's face, and the kinds of weight it computes with."""
+"""The model's interface, and the kinds of weights that it computes with."""
 
 import flax.struct
 import jax
@@ -22,7 +22,7 @@ IDS = jnp.asarray([[3, 1, 4], [1, 5, 9]], jnp.int32)
 
 @flax.struct.dataclass
 class Halves:
-    """A kind that no code but this file has heard of: the upper and the lower rows of a matrix, stored apart."""
+    """A kind of weight that only this file defines: the upper and lower rows of a matrix, stored separately."""
 
     upper: jax.Array
     lower: jax.Array
@@ -50,7 +50,7 @@ class Halves:
 
 
 def low_rank(out: int, width: int, dtype: str = "float32") -> tuple[LowRank, np.ndarray]:
-    """A low-rank weight and the matrix that it stands for."""
+    """Return a low-rank weight and the matrix that it represents."""
     rng = np.random.default_rng(2)
     weight, a, b = (jnp.asarray(rng.normal(size=s), dtype) for s in ((out, width), (2, width), (out, 2)))
     wide = [np.asarray(value, np.float64) for value in (weight, a, b)]
@@ -126,7 +126,7 @@ class TestKinds:
         cfg = counting_config(max_new_tokens=4)
         params = counting_params(cfg)
         head = params["lm_head"]["weight"]
-        # The update takes the whole head away and puts one in its place that counts down.
+        # The update cancels the head and replaces it with one that counts down.
         down = jnp.roll(head, -2, axis=0)
         update = LowRank(head, jnp.eye(head.shape[1]), down - head)
         out = generate({**params, "lm_head": {"weight": update}}, [[9]], None, cfg)
@@ -151,7 +151,7 @@ class TestMismatch:
         ("weight", "reason"),
         [
             (jnp.ones((32, 31)), r"has shape \[32, 31\], wanted \[32, 32\]"),
-            # flax would compare the first stored array alone.
+            # flax would only check the first stored array.
             (LowRank(jnp.ones((31, 32)), jnp.ones((2, 32)), jnp.ones((31, 2))), r"has shape \[31, 32\]"),
             (jnp.ones((32, 32), jnp.int8), "is int8, wanted an array of floats"),
             ([[1.0] * 32] * 32, "is of type list, wanted an array of floats"),

@@ -1,7 +1,7 @@
-"""Forms for a CPU's compiler: their results, and what the compiler would do without them.
+"""Forms for the CPU's compiler: their results, and what the compiler would do without them.
 
-If a test of the second kind fails, the compiler has learnt it, and the form can go once the oldest release of jax that
-the package allows has learnt it too. A number of a release says since when it is known not to be needed.
+If a test of the second kind fails, the compiler has improved. The form can be removed once that is also true of the
+oldest jax release that the package supports. A version number marks the first release that does not need the form.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def _temporaries(function, *arguments) -> int:
     return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_in_a_branch_the_result_is_the_same_and_nan_stays_nan():
+def test_a_branch_does_not_change_the_result_and_nan_stays_nan():
     def double(x, y):
         return 2 * x + y, y
 
@@ -36,11 +36,11 @@ def test_in_a_branch_the_result_is_the_same_and_nan_stays_nan():
     assert all(bool(jnp.all(jnp.isnan(out))) for out in outs)
 
 
-def test_gradients_of_what_is_recomputed_are_those_of_the_function():
+def test_gradients_of_recomputed_functions_equal_those_of_the_functions():
     def plain(x, index, pair):
         return (x[index] ** 3) * pair["a"] + pair["b"]
 
-    def looped(x, index, pair):  # a loop of unknown length has no gradient of its own
+    def looped(x, index, pair):  # a loop of unknown length cannot be differentiated
         cubed = jax.lax.fori_loop(0, jnp.sum(index) + 1, lambda _, y: y * x[index], jnp.ones(2))
         return cubed * pair["a"] + pair["b"]
 
@@ -58,7 +58,7 @@ def test_gradients_of_what_is_recomputed_are_those_of_the_function():
 
 
 def _layer_temporaries(steps: int) -> float:
-    """Return the bytes that the gradient stores for each further layer."""
+    """Return how many bytes the gradient stores per additional layer."""
     cfg = model_config(num_attention_heads=8, num_key_value_heads=2)
     ids = jax.ShapeDtypeStruct((1, steps), jnp.int32)
 
@@ -79,7 +79,7 @@ def test_a_layer_stores_no_scores_for_its_gradient(steps):
 
 def test_a_layer_stores_scores_after_a_checkpoint(monkeypatch):
     monkeypatch.setattr(attention, "_recomputed_at_once", jax.checkpoint(attention._short_inputs))
-    jax.clear_caches()  # layers that were traced before
+    jax.clear_caches()  # discards traced layers
     stored = _layer_temporaries(256)
     jax.clear_caches()
     assert stored >= 4 * 8 * 256 * 256 or jax.__version_info__ >= (0, 12)

@@ -1,9 +1,9 @@
-"""Warpers at values from the smallest positive number to the last one below their bound, against transformers 4.41.1.
+"""Warpers from the smallest positive value to the last one below their bound, compared with transformers 4.41.1.
 
-Both are compared with the definition in float64. They sum in float32, each in its own order, so a token may be kept or
-removed where the exact value is within rounding of the bound: `MASS` for a sum of probabilities, a share of `RATIO` for
-a single one. torch's sums over 151,936 tokens are off by up to `OF_TORCH`. XLA's float32 on a CPU has no numbers
-between 0 and `TINY`.
+Both are checked against the definition in float64. They sum in float32, in different orders, so either may keep or
+remove a token whose exact value is within rounding of the bound: `MASS` for a sum of probabilities, and a relative
+error of `RATIO` for a single one. torch's sums over 151,936 tokens are off by up to `OF_TORCH`. On a CPU, XLA's float32
+has no numbers between 0 and `TINY`.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tests.support.goldens import GOLDENS
 
 MASS, OF_TORCH, RATIO, TINY = 2e-6, 1e-4, 1e-5, 1e-37
 WARPERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-ON_MESH = ("top_k", "top_p")  # those that are told the mesh
+ON_MESH = ("top_k", "top_p")  # the warpers that know the mesh
 VOCABULARIES = (7, 1024, pytest.param(151_936, marks=pytest.mark.slow))
 
 
@@ -30,7 +30,7 @@ def goldens():
 
 
 def kept_by(name, scores, values, mesh=None):
-    """What is kept of each row with each value, bool[values, rows, V]; meanwhile the ids are in random order."""
+    """Return what is kept of each row with each value, bool[values, rows, V]. Warpers get the ids in random order."""
     ids = np.random.default_rng(0).permutation(scores.shape[1])
     given, value = np.tile(scores[:, ids], (len(values), 1)), np.repeat(values, len(scores))[:, None]
     placed = given
@@ -45,7 +45,7 @@ def kept_by(name, scores, values, mesh=None):
 
 
 def definition(name, scores, counts, value, error):
-    """How many tokens of each different score must be kept and may be; there are `counts` of them."""
+    """Return how many tokens of each distinct score must be kept, and how many may be; `counts` are the totals."""
     value = float(value)
     weights = np.exp(scores - scores.max())
     probs = np.maximum(weights / np.sum(weights * counts), 1e-300)
@@ -108,7 +108,7 @@ def test_top_h_keeps_one_token_to_all_100(vocab):
     scores = goldens()[f"{vocab}_scores"]
     kept = kept_by("top_h", scores, np.append(goldens()["values"], np.float32(1)))
     counts = kept.sum(axis=-1)
-    # A row with one possible token has no entropy: every token is within any share of it.
+    # A row with only one possible token has no entropy: every token is within any share of it.
     first, second = np.sort(scores, axis=-1)[:, :-3:-1].T
     is_certain = np.exp(second - first) < np.finfo(np.float32).tiny
     assert np.all((counts[0] == 1) | is_certain)
@@ -116,4 +116,4 @@ def test_top_h_keeps_one_token_to_all_100(vocab):
     assert np.all(np.diff(counts, axis=0) >= 0)
     np.testing.assert_array_equal(counts[-1], np.minimum(np.isfinite(scores).sum(axis=-1), 100))
     lowest = np.min(np.where(kept, scores, np.inf), axis=-1, keepdims=True)
-    assert np.all(kept | (scores <= lowest)), "the most likely ones"
+    assert np.all(kept | (scores <= lowest)), "a kept token is less likely than a removed one"

@@ -1,4 +1,4 @@
-"""Decode modes against transformers 4.41.1, and DoLa against 4.45.2: see goldens/README.md."""
+"""Decode modes compared with transformers 4.41.1, and DoLa with 4.45.2: see goldens/README.md."""
 
 import json
 
@@ -20,7 +20,7 @@ BEAMS = read("beams", "group_beams", "constrained")
 OTHERS = read("assisted", "prompt_lookup", "contrastive")
 SEED = json.loads((GOLDENS / "441" / "manifest.json").read_text())["seed"]
 
-pytestmark = [  # drawn options and lengths may be so
+pytestmark = [  # random options and lengths can cause these
     pytest.mark.filterwarnings("ignore:.*exceeds the budget"),
     pytest.mark.filterwarnings("ignore:.*cannot be reached"),
     pytest.mark.filterwarnings("ignore:.*and the model was trained for"),
@@ -28,7 +28,7 @@ pytestmark = [  # drawn options and lengths may be so
 
 
 def sets(files, in_default_run):
-    """A third of the sets, which depends on the seed: each is a program of its own."""
+    """Yield a third of the sets, chosen by the seed, because each set compiles its own program."""
     for name, all_sets in files.items():
         for number, group in enumerate(all_sets):
             if (number + SEED) % 3:

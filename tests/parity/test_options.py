@@ -1,4 +1,4 @@
-"""Greedy search and processed scores under sets of options against transformers 4.41.1: see goldens/README.md."""
+"""Greedy search and processed scores for sets of options, compared with transformers 4.41.1: goldens/README.md."""
 
 import json
 
@@ -15,11 +15,11 @@ from jaxgen.logits.row_options import option_values
 from tests.support.goldens import GOLDENS, prepare
 from tests.support.models import generated, left_pad, model_config
 
-STEPS = (0, 2, 5)  # whose scores are compared
-NEAR_TIE = 1e-4  # a smaller gap between the best two scores of a step rounding may turn
+STEPS = (0, 2, 5)  # the steps with recorded scores
+NEAR_TIE = 1e-4  # if the best two scores of a step are closer than this, rounding may swap them
 GROUPS = json.loads((GOLDENS / "441" / "options.json").read_text())
 
-pytestmark = [  # drawn options and lengths may be so
+pytestmark = [  # random options and lengths can cause these
     pytest.mark.filterwarnings("ignore:.*cannot be reached"),
     pytest.mark.filterwarnings("ignore:.*and the model was trained for"),
 ]
@@ -33,13 +33,13 @@ def groups():
 
 
 def allowed(prefix: list[int], row, last, vocab: int):
-    """The tokens that a table `[a, b, m]` allows in a row after a token, bool[..., V]."""
+    """Return the tokens that a table `[a, b, m]` allows in a row after a token, bool[..., V]."""
     a, b, m = prefix
     return (np.arange(vocab) + a * last + b * row) % m == 0
 
 
 def arguments_of(group: dict, vocab: int) -> dict:
-    """The arguments of generate that are no fields of the config."""
+    """Return the arguments of generate that are not fields of the config."""
     arguments = {}
     if group["prefix"]:
         arguments["prefix_allowed_tokens_fn"] = lambda row, ids: np.flatnonzero(
@@ -66,7 +66,7 @@ def test_few_cases_are_near_ties():
 
 
 def fixed_table(prefix: list[int], vocab: int):
-    """The same table as a function of the history, bool[rows, V]."""
+    """Return the same table as a function of the history, bool[rows, V]."""
 
     def table(history):
         row = jnp.arange(history.length.shape[0])[:, None]
@@ -78,7 +78,7 @@ def fixed_table(prefix: list[int], vocab: int):
 def sampling_config(group: dict, vocab: int) -> GenerationConfig:
     cfg = GenerationConfig(model=model_config(vocab_size=vocab), do_sample=True)
     cfg = cfg.replace(**group["options"], **group["sampling"]["warpers"])
-    return cfg.replace(min_length=0) if cfg.on("min_new_tokens") else cfg  # as generate does
+    return cfg.replace(min_length=0) if cfg.on("min_new_tokens") else cfg  # as in generate
 
 
 @pytest.mark.parametrize(("number", "group"), list(groups()))
@@ -113,16 +113,16 @@ def test_processed_scores_when_sampling(number, group):
 
     ours = np.asarray(run(cfg, ids, length, budget, tokens, logits, golden.get("uncond")))
     expected = golden["scores"]
-    # torch.sort chose which of several equal scores were kept: it is their number that counts.
+    # Which of several equal scores torch.sort kept is arbitrary, so only their number is compared.
     ours, expected = (np.where(golden["tie_is_chance"], np.sort(x), x) for x in (ours, expected))
     np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(expected))
     finite = np.isfinite(expected)
-    scale = np.abs(expected[expected > -1e30]).max()  # what remove_invalid_values gives is beyond
+    scale = np.abs(expected[expected > -1e30]).max()  # without those that remove_invalid_values sets
     np.testing.assert_allclose(ours[finite], expected[finite], rtol=1e-5, atol=1e-5 * max(1.0, scale))
 
 
-def test_the_recorded_scores_are_of_use():
-    """In nearly all of them the warpers leave more than one token, and take some away."""
+def test_the_recorded_scores_are_useful():
+    """In most of them, the warpers leave more than one token and remove some."""
     with np.load(GOLDENS / "441" / "options.npz") as arrays:
         left = [np.sum(arrays[key] > -1e30, axis=-1) for key in arrays if key.endswith("_scores")]
         sizes = [arrays[key].shape[-1] for key in arrays if key.endswith("_scores")]

@@ -1,4 +1,4 @@
-"""Outputs other than tokens: scores, log-probabilities, hidden states, attentions; in transformers' forms too."""
+"""Outputs other than tokens: scores, log-probabilities, hidden states, attentions. Also in transformers' format."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def test_to_hf_is_what_transformers_returns(name):
     mine = out.to_hf()
     np.testing.assert_array_equal(mine.sequences, golden["sequences"])
     live = np.asarray(out.attention_mask)[:, golden["ids"].shape[1] :].T  # [steps, rows]
-    read = live[1:]  # steps in which a row's last token was one: after a row's end pads are run, whose values differ
+    read = live[1:]  # steps that read a real token: after a row's end they read pads, and the values differ
     assert len(mine.scores) == new
     for key in ("scores", "logits"):
         found, expected = np.stack(getattr(mine, key)), golden[key]
@@ -62,7 +62,7 @@ def test_to_hf_is_what_transformers_returns(name):
     assert past.shape == golden["past_key_values"].shape
     held = np.asarray(out.attention_mask)[:, : past.shape[4]].copy()
     for row, length in enumerate(out.lengths.tolist()):
-        held[row, golden["ids"].shape[1] + length - 1 :] = False  # the last token of a row was not run
+        held[row, golden["ids"].shape[1] + length - 1 :] = False  # the model has not read a row's last token
     held = held[None, None, :, None, :, None]
     close(past * held, golden["past_key_values"] * held)
     for normalize in (False, True):

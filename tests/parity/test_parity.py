@@ -1,4 +1,4 @@
-"""jaxgen against what the real transformers computed: tests/goldens, or the folder that JAXGEN_GOLDENS names."""
+"""jaxgen compared with recorded outputs of transformers: tests/goldens, or the folder that JAXGEN_GOLDENS names."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.support.models import generated, left_pad, model_config, slow
 
 CHECKPOINTS = [folder for source in ("441", "newer") for folder in sorted((GOLDENS / source / "checkpoints").iterdir())]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*and the model was trained for")  # the checkpoints hold few tokens
+pytestmark = pytest.mark.filterwarnings("ignore:.*and the model was trained for")  # the checkpoints' maximum is low
 
 
 def logits_of(folder: Path):
@@ -31,7 +31,7 @@ def named(folder: Path) -> str:
 
 
 def some(each: int, values):
-    """Every n-th value, and the others marked as slow."""
+    """Return the values, marking all but every n-th as slow."""
     return [param for i, value in enumerate(values) for param in ([value] if i % each == 0 else slow(value))]
 
 
@@ -55,7 +55,7 @@ def test_logits(folder):
 def test_logits_of_a_left_padded_batch(folder):
     params, cfg = load(folder)
     golden = logits_of(folder)
-    if "ids" not in golden:  # dynamic RoPE of 4.41.1 lets the longest row change the others; here rows stand alone
+    if "ids" not in golden:  # 4.41.1's dynamic RoPE depends on the longest row; here rows are independent
         ids, mask = left_pad([golden[f"ids_{i}"].tolist() for i in range(3)])
         expected = np.zeros((*ids.shape, cfg.model.vocab_size), np.float32)
         for i in range(3):
@@ -73,7 +73,7 @@ def test_gradients_of_the_loss(name):
     params, cfg = load(GOLDENS / "441" / "checkpoints" / name)
     golden = logits_of(GOLDENS / "441" / "checkpoints" / name)
     ids, mask, labels = (jnp.asarray(golden[key]) for key in ("ids", "attention_mask", "labels"))
-    labels = jnp.where(jnp.cumsum(mask, axis=-1) == 1, -100, labels)  # as in the goldens' script
+    labels = jnp.where(jnp.cumsum(mask, axis=-1) == 1, -100, labels)  # as in the script that makes the goldens
 
     def loss(params):
         return CausalLM(cfg.model).apply({"params": params}, ids, attention_mask=mask, labels=labels).loss
@@ -82,7 +82,7 @@ def test_gradients_of_the_loss(name):
     found = flax.traverse_util.flatten_dict(gradient, sep=".")
     wanted = {key.removeprefix("gradient:"): value for key, value in golden.items() if key.startswith("gradient:")}
     assert found.keys() == wanted.keys()
-    # torch's Embedding does not train the row of the config's pad id on being looked up; here it is like any other.
+    # When torch's Embedding looks up the config's pad id, its row gets no gradient. Here it is a row like any other.
     config = json.loads((GOLDENS / "441" / "checkpoints" / name / "config.json").read_text())
     if config.get("pad_token_id") is not None:
         for gradients in (found, wanted):
@@ -127,7 +127,7 @@ def greedy_groups():
             yield pytest.param(source, number, group, id=name, marks=[pytest.mark.slow] * (number % 16 != 0))
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be reached")  # drawn options may be so
+@pytest.mark.filterwarnings("ignore:.*cannot be reached")  # random options can cause this
 @pytest.mark.parametrize(("source", "number", "group"), list(greedy_groups()))
 def test_greedy_tokens(source, number, group):
     params, cfg, ids, mask = prepare(source, group)
@@ -177,12 +177,12 @@ def test_processed_scores_when_sampling(number, case):
     ids = np.asarray(case["ids"])[None]
     length = jnp.asarray([ids.shape[1]])
     history = History.begin(cfg, jnp.asarray(ids), length, budget=jnp.asarray([100]))
-    # The history goes on beyond the prompt: what comes after counts as generated.
+    # The history extends past the prompt, and the rest counts as generated.
     prompt = case["prompt_length"]
     history = history.replace(prompt_length=jnp.asarray([prompt]))
-    cfg = jax.tree.map(jnp.asarray, cfg)  # as a program gets it
+    cfg = jax.tree.map(jnp.asarray, cfg)  # as a program receives it
     ours = np.asarray(build_transform(cfg, option_values(cfg, 1))(history, jnp.asarray(logits)[None])[0])
-    assert not case["near_boundary"], "the maker of the goldens draws such cases again"
+    assert not case["near_boundary"], "the script for the goldens redraws such cases"
     if case.get("top_p_splits_tie") and not case["highest_ids_kept"]:
         ours, expected = np.sort(ours), np.sort(expected)
     np.testing.assert_array_equal(np.isinf(ours), np.isinf(expected))

@@ -1,6 +1,6 @@
-"""Each processor and warper against its class in transformers 4.41.1, on random rows: see goldens/README.md.
+"""Each processor and warper compared with its class in transformers 4.41.1, on random rows: see goldens/README.md.
 
-The recorded options become those of a config, which the pipeline applies.
+The recorded options become fields of a config, which the pipeline applies.
 """
 
 import functools
@@ -19,18 +19,18 @@ from tests.support.rows import config_of, history_of
 
 OF_THE_ROW = ("ids", "length", "prompt_length", "uncond", "allowed")  # the other fields are options
 STATIC = ("n", "min_tokens_to_keep")
-# The recorded fields that are an option's value, or parts of it in their order.
+# The recorded fields that make up an option's value, in the order of its parts.
 VALUES = "sequences bias start factor penalty n min_length min_new_tokens token tokens forced value".split()
 PREFIX, GUIDANCE = "PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"
 CLASSES = {option.hf: option for option in OPTIONS.values() if option.stage and option.since == ""}
-# Recorded, but drawn with torch's generator, which jaxgen's own hash replaces.
+# Recorded, but drawn with torch's generator, which jaxgen's hash replaces.
 CLASSES.pop("WatermarkLogitsProcessor")
-# Compared in whole searches: it depends on what other groups of beams choose.
+# Compared in whole searches, because it depends on the choices of other groups of beams.
 CLASSES.pop("HammingDiversityLogitsProcessor")
 
 
 def fields_of(option, recorded: dict) -> dict:
-    """The fields of a config for what is recorded of a class."""
+    """Return the fields of a config for the recorded options of a class."""
     fields = {}
     if "eos" in recorded:
         fields["forced_eos_token_id" if option.name == "forced_eos_token_id" else "eos_token_id"] = recorded["eos"]
@@ -41,7 +41,7 @@ def fields_of(option, recorded: dict) -> dict:
 
 
 def apply(name, scores, row, recorded):
-    """Give a class's option to the pipeline. Rows keep their axis; options may have one or none."""
+    """Apply a class's option in the pipeline. Rows have an axis, but an option may have one value for all rows."""
     rows, vocab = scores.shape
     ids, length = row.get("ids", np.zeros((rows, 1), np.int32)), row.get("length", np.ones(rows, np.int32))
     prompt_length = recorded.get("begin", row.get("prompt_length"))  # `begin` is the length without generated tokens
@@ -57,7 +57,7 @@ def apply(name, scores, row, recorded):
     if name == GUIDANCE:
         return processors.guidance(scores, row["uncond"], recorded["scale"].reshape(-1, 1))
     option = CLASSES[name]
-    if option.stage == WARP and recorded.get("min_tokens_to_keep", 1) > 1:  # the pipeline's is 1 but for beams
+    if option.stage == WARP and recorded.get("min_tokens_to_keep", 1) > 1:  # the pipeline uses 1 except for beams
         value = recorded["value"].reshape(-1, 1)
         return getattr(warpers, option.name)(scores, value, recorded["min_tokens_to_keep"])
     cfg = config_of(vocab, do_sample=option.stage == WARP, **fields_of(option, recorded))
@@ -66,7 +66,7 @@ def apply(name, scores, row, recorded):
 
 @functools.cache
 def goldens():
-    """The fields of each class, `[cases, ...]`."""
+    """Return the fields of each class, `[cases, ...]`."""
     fields = {}
     with np.load(GOLDENS / "441" / "processors.npz") as arrays:
         for key, value in arrays.items():
@@ -76,7 +76,7 @@ def goldens():
 
 
 def batches(name):
-    """Yield the cases of one vocabulary and one set of static options: options, scores, results and the rest."""
+    """Yield the cases that share a vocabulary and static options: scores, rows, options, and results."""
     fields = goldens()[name]
     kinds = np.stack([fields[field] for field in ("vocab", *STATIC) if field in fields], axis=-1)
     for kind in np.unique(kinds, axis=0):
@@ -87,13 +87,13 @@ def batches(name):
         row = {field: chosen.pop(field) for field in OF_THE_ROW if field in chosen}
         scores, result, chance = chosen.pop("scores"), chosen.pop("result"), chosen.pop("tie_is_chance")
         del chosen["vocab"]
-        expected = np.where(np.isnan(result), scores, result)  # NaN: as it was
+        expected = np.where(np.isnan(result), scores, result)  # NaN means unchanged
         yield scores, row, chosen, static, expected, chance
 
 
 def compare(ours, expected, chance):
     ours = np.asarray(ours)
-    # torch.sort chose which of several equal scores were kept: it is their number that counts.
+    # Which of several equal scores torch.sort kept is arbitrary, so only their number is compared.
     ours, expected = (np.where(chance[:, None], np.sort(x), x) for x in (ours, expected))
     np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(expected))
     finite = np.isfinite(expected) & (np.abs(expected) < 1e30)
@@ -111,7 +111,7 @@ def test_rows_with_options_of_their_own(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CLASSES, PREFIX])
 def test_a_row_with_options_for_all(name):
-    """Each row alone, options without an axis for rows."""
+    """Each row runs alone, with options that have no row axis."""
     for scores, row, options, static, expected, chance in batches(name):
 
         def alone(scores, row, options, static=static):

@@ -1,6 +1,6 @@
-"""Draws against the distribution of transformers 4.41.1, and the tokens that each warper keeps in many rows.
+"""Samples compared with the distribution of transformers 4.41.1, and which tokens each warper keeps in many rows.
 
-The scores, and the tokens that are kept, are from goldens/README.md's files.
+goldens/README.md describes the files that contain the scores and the kept tokens.
 """
 
 import functools
@@ -35,7 +35,7 @@ SETTINGS = json.loads((GOLDENS / "441" / "statistics.json").read_text())
 
 
 def chi_square(seen, probs):
-    """Pearson's statistic and its degrees of freedom. Cells expected less than five times are taken together."""
+    """Return Pearson's statistic and its degrees of freedom. Cells with an expected count below five are pooled."""
     expected = probs * seen.sum()
     order = np.argsort(-expected, kind="stable")
     expected, seen = expected[order], seen[order]
@@ -48,7 +48,7 @@ def chi_square(seen, probs):
 
 
 def tail(statistic, freedom):
-    """The probability of a larger statistic, after Wilson and Hilferty."""
+    """Return the probability of a larger statistic, after Wilson and Hilferty."""
     if freedom == 0:
         return 1.0
     spread = 2 / (9 * freedom)
@@ -56,7 +56,7 @@ def tail(statistic, freedom):
 
 
 def is_plausible(tokens, probs):
-    """True if the draws fit a distribution: none is impossible, and the test does not reject them."""
+    """Return True if no draw is impossible under the distribution and the test does not reject the draws."""
     seen = np.bincount(tokens, minlength=len(probs))
     return bool(np.all(seen[probs == 0] == 0)) and tail(*chi_square(seen, probs)) >= SIGNIFICANCE
 
@@ -67,26 +67,26 @@ def softmax(scores):
     return probs / probs.sum()
 
 
-# From a table: degrees of freedom, and the values that the statistic exceeds with the probability 0.05 and 0.0001.
+# From a table: degrees of freedom, and the values that the statistic exceeds with probability 0.05 and 0.0001.
 @pytest.mark.parametrize(
     ("freedom", "five_percent", "significant"),
     [(1, 3.841, 15.137), (2, 5.991, 18.421), (5, 11.070, 25.745), (10, 18.307, 35.564), (40, 55.758, 82.062)],
 )
 def test_the_tail_of_the_statistic(freedom, five_percent, significant):
     assert tail(five_percent, freedom) == pytest.approx(0.05, rel=0.06)
-    assert SIGNIFICANCE < tail(significant, freedom) < 1.65 * SIGNIFICANCE  # the fewer degrees, the more lenient
+    assert SIGNIFICANCE < tail(significant, freedom) < 1.65 * SIGNIFICANCE  # more lenient with fewer degrees of freedom
 
 
 def test_rare_cells_are_taken_together():
     probs = np.asarray([0.5, 0.0, 0.3, 0.01, 0.17, 0.02])
     seen = np.asarray([48, 0, 33, 2, 16, 1])
-    statistic, freedom = chi_square(seen, probs)  # the two rare ones are still rare together, and join the third
+    statistic, freedom = chi_square(seen, probs)  # the two rare cells are still too rare, and join the third
     assert freedom == 2
     assert statistic == pytest.approx(4 / 50 + 9 / 30 + 1 / 20)
     assert chi_square(np.asarray([7, 0]), np.asarray([1.0, 0.0])) == (0, 0)
 
 
-def test_the_test_can_fail():
+def test_the_test_detects_wrong_distributions():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=41) * 1.5
     probs = softmax(logits)
@@ -128,7 +128,7 @@ def config(setting, **fields):
 
 
 def expected(setting, scores):
-    """The distribution; top_h, which 4.41.1 does not have, is added here."""
+    """Return the distribution of the scores. This adds top_h, which 4.41.1 lacks."""
     probs = softmax(scores)
     if "top_h" not in setting["options"]:
         return probs
@@ -142,7 +142,7 @@ def expected(setting, scores):
 
 @jax.jit
 def many_draws(key, scores):
-    """Draws as in the loop, int32[DRAWS], from `scores float32[1, V]`."""
+    """Draw like the loop does: int32[DRAWS] from `scores float32[1, V]`."""
     keys = sequence_keys(prompt_keys(key, 1), DRAWS).reshape(-1, CHUNK)
     rows = jnp.broadcast_to(scores, (CHUNK, scores.shape[1]))
     return lax.map(lambda keys: draw(keys, jnp.full(CHUNK, 2, jnp.int32), rows), keys).reshape(-1)
@@ -174,7 +174,7 @@ def test_draws_of_generate(setting):
     cfg = config(setting, model=cfg.model, max_new_tokens=1, num_return_sequences=COPIES)
     ids, mask = left_pad(setting["prompts"])
 
-    @jax.jit  # where there is room for one token, not for a bucket of them
+    @jax.jit  # under jit, the arrays have space for one token rather than a bucket
     def drawn(params, key):
         return generate(params, ids, key, cfg, attention_mask=mask).sequences[:, -1]
 
@@ -185,15 +185,15 @@ def test_draws_of_generate(setting):
         assert not is_plausible(tokens[row], probs[row - 1])
 
 
-# --- What is kept -------------------------------------------------------------------------------------------------
+# --- Kept tokens --------------------------------------------------------------------------------------------------
 
-# Those of 4.41.1 that remove tokens.
+# The warpers of 4.41.1 that remove tokens.
 WARPERS = [option.name for option in of_stage(WARP) if option.since == "" and option.name != "temperature"]
 
 
 @functools.cache
 def kept_by(name):
-    """Scores float32[rows, V] and knobs, what our warper and theirs keep, bool[rows, V], and which rows are near."""
+    """Return scores float32[rows, V], values, what each side keeps, bool[rows, V], and rows near a boundary."""
     with np.load(GOLDENS / "441" / "kept.npz") as arrays:
         scores, vocab = arrays["scores"], arrays["vocab"]
         values, near = arrays[f"{name}_value"], arrays[f"{name}_near"]
@@ -216,11 +216,11 @@ def test_the_kept_values_are_those_of_transformers(name):
     values, wanted = (np.sort(np.where(kept, scores, -np.inf), axis=-1) for kept in (ours, theirs))
     differ = np.any(values != wanted, axis=-1)
     assert not np.any(differ & ~near), f"rows {np.flatnonzero(differ & ~near)[:10]}"
-    assert near.sum() <= max(3, 0.002 * len(near)), "rows near a boundary, where rounding decides"
+    assert near.sum() <= max(3, 0.002 * len(near)), "too many rows are near a boundary, where rounding decides"
 
 
 def parts_equal_scores(scores, kept):
-    """True if some of several equal scores, float32[V], are kept and some are not."""
+    """Return True if only some of several equal scores, float32[V], are kept."""
     return bool(np.intersect1d(scores[kept], scores[~kept & np.isfinite(scores)]).size)
 
 
@@ -231,7 +231,7 @@ def test_top_p_alone_parts_equal_scores(name):
     assert parted >= 10 if name == "top_p" else parted == 0
 
 
-def test_the_kept_tokens_of_top_p_are_those_of_a_stable_ascending_sort():
+def test_top_p_keeps_the_tokens_of_a_stable_ascending_sort():
     scores, values, ours, _, near = kept_by("top_p")
     order = np.argsort(scores, axis=-1, kind="stable")
     probs = np.exp(scores.astype(np.float64) - scores.max(axis=-1, keepdims=True))

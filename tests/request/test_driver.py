@@ -1,4 +1,4 @@
-"""The driver of a run in chunks, with a mode that has no model: what a streamer gets, when, and when it ends."""
+"""The driver of a run in chunks, with a mode that has no model: what a streamer gets, when, and how it ends."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ CAPACITY = 10
 
 @flax.struct.dataclass
 class Ticks:
-    """The number of steps so far, and the budget of each row."""
+    """The number of steps so far, and each row's budget."""
 
     step: jax.Array
     budget: jax.Array
@@ -33,7 +33,7 @@ class Ticks:
 
 
 class Clock(Mode):
-    """Row r has the tokens 10 * r + 1, 10 * r + 2, ...; the first comes with the prompt, and two with each step."""
+    """Row r has the tokens 10 * r + 1, 10 * r + 2, ... The prompt gives the first one, and each step gives two more."""
 
     watched = 2
 
@@ -109,7 +109,7 @@ def test_a_row_that_ends_without_another_token():
 
 
 class Order:
-    """Writes down when it is given tokens, among the chunks that are dispatched."""
+    """A streamer that records when it gets tokens and when chunks are dispatched."""
 
     def __init__(self, monkeypatch):
         from jaxgen.request import driver
@@ -127,7 +127,7 @@ class Order:
             self.seen.append(len(ids))
 
 
-def test_a_chunk_is_dispatched_before_the_last_one_is_read_and_the_first_token_is_read_at_once(monkeypatch):
+def test_the_next_chunk_is_dispatched_before_the_last_is_read_except_for_the_first_token(monkeypatch):
     streamer = Order(monkeypatch)
     run_watched(call(), streamer, None)
     assert streamer.seen == [1, "chunk", "chunk", 4, "chunk", 2]
@@ -147,7 +147,7 @@ def test_a_time_that_is_not_over_ends_nothing():
     assert decoded.reasons.tolist() == [StopReason.LENGTH] * 2
 
 
-def test_a_run_that_is_over_with_its_prompts_takes_no_step_and_is_not_late(monkeypatch):
+def test_a_run_that_ends_with_its_prompts_takes_no_steps_and_does_not_time_out(monkeypatch):
     streamer = Order(monkeypatch)
     decoded = run_watched(call((1, 1)), streamer, time.monotonic() - 1)
     assert streamer.seen == [1]
@@ -155,9 +155,9 @@ def test_a_run_that_is_over_with_its_prompts_takes_no_step_and_is_not_late(monke
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_what_is_compiled_in_advance_is_all(watched):
+def test_everything_is_compiled_in_advance(watched):
     class Other(Clock):
-        """Of its own, so that nothing is compiled for it yet."""
+        """A new class, for which nothing has been compiled yet."""
 
     given = dataclasses.replace(call(), mode=Other())
     compile_for(given, watched)

@@ -1,4 +1,4 @@
-"""No derivative is taken through generate(); next to it, gradients are as without it."""
+"""generate() cannot be differentiated, but calling it in a differentiated function does not change the gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,11 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize(("loss", "at"), LOSSES.values(), ids=LOSSES)
-def test_a_derivative_is_refused_before_anything_is_compiled(loss, at, way):
+def test_derivatives_are_refused_before_compilation(loss, at, way):
     derivative, at = way(loss), jax.tree.map(jnp.asarray, at)
     with compilations() as count, pytest.raises(InputError, match=r"cannot be differentiated.* score\(params, out"):
         derivative(at)
-    assert count[0] <= 1  # the conversion of a number, but no loop
+    assert count[0] <= 1  # converting a number compiles a program, but the loop is not compiled
 
 
 @pytest.mark.slow

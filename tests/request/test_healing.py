@@ -1,4 +1,4 @@
-"""Token healing: the whole text of a row begins with the prompt's text, whatever tokens spell it."""
+"""Token healing: the whole text of a row begins with the prompt's text, whichever tokens spell it."""
 
 import io
 
@@ -75,7 +75,7 @@ def check(out, prompts=PROMPTS, copies=1):
 
 
 def is_within_a_character(text):
-    """True if bytes begin after the first byte of a character."""
+    """Return True if the bytes begin inside a character."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -84,7 +84,7 @@ def is_within_a_character(text):
 
 
 def walk(automaton, start, rng, tokens):
-    """Tokens chosen at random from those that may follow."""
+    """Return random tokens that the automaton allows."""
     state, chosen = int(start), []
     table, classes = np.asarray(automaton.transitions), np.asarray(automaton.classes)
     for _ in range(tokens):
@@ -121,7 +121,7 @@ def test_any_spelling_gives_the_prompt_back(name, data):
             assert state == 0
             whole = [*kept, *chosen]
             assert text_bytes(tokenizer, whole).startswith(text_bytes(tokenizer, original))
-            if name != "llama":  # whose decoder replaces a run of byte tokens as a whole if one is wrong
+            if name != "llama":  # if one of several byte tokens is wrong, Llama's decoder replaces all of them
                 decoded = (tokenizer.decode(x, clean_up_tokenization_spaces=False) for x in (whole, original))
                 assert next(decoded).startswith(next(decoded)), prompt
             respelled += chosen[0] != original[len(kept)]
@@ -133,7 +133,7 @@ def test_any_spelling_gives_the_prompt_back(name, data):
     [
         ("he \N{FOX FACE}", "he ", "\N{FOX FACE}"),
         ("caf\u00e9", "caf", "\u00e9"),
-        ("\N{FOX FACE}", b"\xf0\x9f\xa6", b"\x8a"),  # the first token stays
+        ("\N{FOX FACE}", b"\xf0\x9f\xa6", b"\x8a"),  # the first token is kept
         ("<|im_end|>\u00e9", b"<|im_end|>", "\u00e9"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_batch_generates_the_text_of_its_prompts():
     assert [int(n) for n in np.asarray(out.attention_mask)[:, : out.prompt_width].sum(axis=1)] == [
         max(len(SMALL.encode(prompt)) - 1, 1) for prompt in PROMPTS
     ]
-    assert np.asarray(out.attention_mask)[0, out.prompt_width - 1]  # the prompts are still on the right
+    assert np.asarray(out.attention_mask)[0, out.prompt_width - 1]  # the prompts are still padded on the left
     assert out.prompt_width == BATCH.ids.shape[1]
     assert (np.asarray(out.sequences)[:, 0] == SMALL.pad_token_id).all()  # padding
 
@@ -205,7 +205,7 @@ def test_a_special_token_and_a_single_token_stay():
     np.testing.assert_array_equal(moved.attention_mask, batch.attention_mask == 1)
     assert automaton.start.tolist() == [0, 0]
     allowed = automaton.allowed(automaton.start, None)
-    assert bool(allowed.all())  # special tokens and ids without a token too, as without healing
+    assert bool(allowed.all())  # includes special tokens and ids without a token, as without healing
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Calls that memory cannot hold are refused before they are compiled, or before they run."""
+"""Calls that do not fit in memory are refused before they are compiled, or before they run."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_a_call_that_needs_too_much_is_refused_before_it_is_compiled(options, pr
 
 @pytest.fixture
 def free(monkeypatch):
-    """Forget all programs, and return a function that sets the bytes that are free; every program is then checked."""
+    """Return a function that sets the number of free bytes and forgets all programs. Every program is then checked."""
     monkeypatch.setattr(programs, "SMALL", 0)
 
     def free(size: int, directory: Path | None = None):
@@ -64,7 +64,7 @@ def free(monkeypatch):
     ],
 )
 def test_a_call_whose_program_needs_too_much_is_refused_before_it_runs(options, size, free, monkeypatch):
-    """The caches alone would fit; the size is that of one array that the options add."""
+    """The caches alone would fit, but the options add an array of this size."""
     cfg = GenerationConfig(model=WIDE, **{"max_new_tokens": 8, "pad_token_id": 0, **options})
     ids = np.full((2, 3), 5)
     params = random_params(WIDE)
@@ -77,7 +77,7 @@ def test_a_call_whose_program_needs_too_much_is_refused_before_it_runs(options, 
         generate(params, ids, None, cfg)
     assert count[0] == 0
     monkeypatch.setattr("jaxgen.memory.free_bytes", lambda device: 0)
-    generate(params, ids, None, cfg)  # it is asked once
+    generate(params, ids, None, cfg)  # each program is checked only once
 
 
 def test_a_program_that_is_read_from_a_file_is_checked_too(free, tmp_path):

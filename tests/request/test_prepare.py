@@ -1,4 +1,4 @@
-"""The preparation of a call: its sizes, what belongs to each prompt, and what is refused. Nothing is compiled."""
+"""Preparing a call: its sizes, what belongs to each prompt, and what is refused. Nothing is compiled."""
 
 import dataclasses
 
@@ -138,9 +138,9 @@ def test_a_length_that_nobody_has_set_is_told():
 @pytest.mark.parametrize(
     ("counts", "eager", "slots"),
     [
-        ([31, 2, 5], True, 32),  # of 31 + 1, 2 + 4 and 5 + 2 tokens
+        ([31, 2, 5], True, 32),  # for 31 + 1, 2 + 4 and 5 + 2 tokens
         ([31, 30, 5], True, 64),
-        ([32], True, 32),  # the prompts have slots of their own
+        ([32], True, 32),  # the prompts have their own slots
         ([31, 2, 5], False, 40 + WIDTH),
         ([32], False, 40),
     ],
@@ -165,7 +165,7 @@ def test_a_cache_of_the_model_is_one_whose_tokens_are_unknown():
         prepared(PROMPTS, cache=3)
 
 
-# --- What goes where ----------------------------------------------------------------------------------------------
+# --- Where the inputs end up --------------------------------------------------------------------------------------
 
 
 def test_values_of_the_prompts_are_in_the_request_and_not_in_the_run():

@@ -1,4 +1,4 @@
-"""Beginnings of a run: nothing, embeddings, guidance, long prompts in chunks, a cache with a hook around."""
+"""How a run can begin: with nothing, embeddings, guidance, chunks of long prompts, or a cache, and with hooks."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_embeddings_without_ids_count_for_the_lengths():
 @pytest.mark.slow
 def test_embeddings_without_ids():
     assert all_generated(run(inputs_embeds=TABLE[IDS], ids=None)) == all_generated(run())
-    # The processors know what is generated only, and the output has nothing else.
+    # The processors see only generated tokens, and the output contains only these.
     cfg = CFG.replace(repetition_penalty=1.3)
     alone = run(cfg, None, inputs_embeds=TABLE[IDS])
     assert alone.sequences.shape == (3, 6)
@@ -64,7 +64,7 @@ def test_embeddings_without_ids():
 
 
 def guided(prompt, negative, scale, steps=6):
-    """Guidance by its formula: two runs of the model, without a cache."""
+    """Guidance computed from its formula: two passes of the model per token, without a cache."""
     said = []
     for _ in range(steps):
         with_prompt, without = (
@@ -170,7 +170,7 @@ def test_chunks_are_refused_where_the_whole_is_wanted():
 
 @flax.struct.dataclass
 class Feedback(StepHook):
-    """Adds to every embedding the mean of a direction over the tokens that were generated, as an example."""
+    """An example hook: adds to each embedding the sum of a direction over the generated tokens."""
 
     directions: jax.Array
 
@@ -184,7 +184,7 @@ class Feedback(StepHook):
 
 
 def fed_back(prompt, directions, steps=6):
-    """The same without a cache: each token keeps the embedding that it was read with."""
+    """The reference without a cache, in which each token keeps the embedding that it was read with."""
     embeds = TABLE[prompt]
     total, said = jnp.zeros(MODEL.hidden_size), []
     for _ in range(steps):
@@ -203,7 +203,7 @@ def test_a_hook_that_adds_an_embedding_at_every_step(chunk):
 
 
 class See(StepHook):
-    """Counts its calls per row and adds to one logit what it read off a hidden state."""
+    """A hook that counts its calls per row, and changes one logit depending on a hidden state."""
 
     def init(self, history):
         return {"calls": jnp.zeros(history.length.shape[0], jnp.int32)}
@@ -211,7 +211,7 @@ class See(StepHook):
     def after(self, state, history, output):
         assert len(output.hidden_states) == MODEL.num_hidden_layers + 1
         largest = jnp.max(jnp.abs(output.hidden_states[-1]), axis=-1)
-        # Every other step, a token that says how often it was called.
+        # On every second call, the likeliest token is 50 plus the number of calls so far.
         token = state["calls"] + 50
         bonus = jnp.where(state["calls"] % 2 == 0, 100.0 + largest, 0.0)
         logits = output.logits.at[jnp.arange(len(token)), token].add(bonus)
@@ -229,7 +229,7 @@ def test_a_hook_sees_hidden_states_and_changes_logits(fields):
 
 
 class Hide(StepHook):
-    """Hides each row's second token from the third step on."""
+    """A hook that hides each row's second token from the third step on."""
 
     def before(self, state, history, inputs):
         hidden = jnp.arange(inputs.attention_mask.shape[1])[None, :] == 1
@@ -255,7 +255,7 @@ def test_a_hook_that_changes_positions():
 
     shifted = run(CFG.replace(output_logits=True), hook=Shift())
     plain = run(CFG.replace(output_logits=True))
-    np.testing.assert_allclose(shifted.logits, plain.logits, atol=1e-4)  # RoPE sees differences only
+    np.testing.assert_allclose(shifted.logits, plain.logits, atol=1e-4)  # RoPE depends only on differences of positions
 
     class Same(StepHook):
         def before(self, state, history, inputs):
@@ -275,7 +275,7 @@ def test_a_hook_is_streamed_and_jitted_alike():
 
 
 class Wrong(StepHook):
-    """Breaks the contract in one way."""
+    """A hook that breaks the contract in one way."""
 
     def __init__(self, **methods):
         for name, value in methods.items():

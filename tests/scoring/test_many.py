@@ -26,7 +26,7 @@ def requests(seed: int, contexts: int, longest: int = 40):
 
 
 def alone(params, context, continuation, cfg=CFG):
-    """Each row in one forward pass."""
+    """Score one continuation in a single forward pass."""
     ids = np.array([[*context, *continuation]])
     scores = score(params, ids, cfg, attention_mask=np.ones_like(ids), top_logprobs=1)
     start = len(context)
@@ -38,7 +38,7 @@ def check(params, asked, found, cfg=CFG):
     assert len(found) == len(asked)
     for request, scores in zip(asked, found, strict=True):
         logprobs, is_greedy = alone(params, *request, cfg)
-        # Most are within 5e-6, but where the random weights amplify rounding, 2.1e-5 has been seen.
+        # Most are within 5e-6, but 2.1e-5 has been seen where the random weights amplify rounding.
         np.testing.assert_allclose(scores.logprobs, logprobs, atol=5e-5)
         np.testing.assert_array_equal(scores.is_greedy, is_greedy)
         assert scores.total == pytest.approx(float(logprobs.sum()), abs=1e-4)
@@ -54,7 +54,7 @@ def test_each_continuation_as_if_scored_alone(batch_tokens):
 @given(st.integers(0, 2**31), st.integers(1, 8), st.sampled_from([30, 300]))
 def test_any_requests(seed, contexts, batch_tokens):
     asked = list(requests(seed, contexts))
-    asked += asked[:2]  # the same again
+    asked += asked[:2]  # some requests twice
     check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=batch_tokens))
 
 
@@ -86,7 +86,7 @@ def test_a_context_is_read_once(monkeypatch):
     original = many.continuation_logprobs
 
     def spy(params, contexts, mask, *rest, **sizes):
-        read.append(int(np.sum(np.asarray(mask)[:, -2])))  # contexts of more than one token
+        read.append(int(np.sum(np.asarray(mask)[:, -2])))  # counts contexts of more than one token
         return original(params, contexts, mask, *rest, **sizes)
 
     monkeypatch.setattr(many, "continuation_logprobs", spy)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens against log_softmax of all of the model's logits."""
+"""Log-probabilities of given tokens, compared with log_softmax over all of the model's logits."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ ROWS = [[5, 3, 8, 1, 90, 7, 7], [2, 96], [11], [4, 4, 4, 61, 0, 12]]
 
 
 def plain(params, row, model=MODEL):
-    """Log-probabilities float32[L, V] of all tokens in each place of one row, alone; those of the first are 0."""
-    ids, mask = np.zeros((1, 8), np.int32), np.zeros((1, 8), np.int32)  # of one width, so that one program does
+    """Return float32[L, V], log-probabilities of all tokens at each position of one row. Those of the first are 0."""
+    ids, mask = np.zeros((1, 8), np.int32), np.zeros((1, 8), np.int32)  # a fixed width, so that one program is enough
     ids[0, : len(row)], mask[0, : len(row)] = row, 1
     logits = model_logits(params, ids, mask, model)[0, : len(row)]
     return jnp.pad(jax.nn.log_softmax(logits, axis=-1)[:-1], ((1, 0), (0, 0)))
@@ -78,7 +78,7 @@ def test_padding_within_a_row():
 def test_the_mask_is_inferred_as_in_generate():
     ids, mask = left_pad(ROWS, pad=96)
     cfg = CFG.replace(pad_token_id=96)
-    rows = np.asarray([0, 3])  # which have no token 96
+    rows = np.asarray([0, 3])  # these do not contain token 96
     out = score(PARAMS, ids[rows], cfg)
     np.testing.assert_array_equal(out.logprobs, score(PARAMS, ids[rows], cfg, attention_mask=mask[rows]).logprobs)
     np.testing.assert_allclose(out.logprobs, jax.jit(lambda x: score(PARAMS, x, cfg))(ids[rows]).logprobs, atol=1e-5)
@@ -137,7 +137,7 @@ def test_under_jit_and_with_a_traced_mask():
     ids, mask = left_pad(ROWS)
     eager = score(PARAMS, ids, CFG, attention_mask=mask, top_logprobs=2)
     jitted = jax.jit(lambda params, ids, mask: score(params, ids, CFG, attention_mask=mask, top_logprobs=2))
-    for outside in (33, -1, 10**6):  # what padding holds
+    for outside in (33, -1, 10**6):  # ids at the padding
         out = jitted(PARAMS, np.where(mask == 1, ids, outside), mask)
         close(out.logprobs, eager.logprobs)
         close(out.top_logprobs, eager.top_logprobs)
@@ -184,7 +184,7 @@ def test_the_gradient_is_that_of_the_plain_formula(tied):
 
 
 def sizes_with(program, dimension):
-    """The numbers of elements of all arrays in a program that have a dimension."""
+    """Yield the sizes of all arrays in a program that have this dimension."""
     for equation in program.eqns:
         for variable in equation.outvars:
             if dimension in variable.aval.shape:
@@ -213,7 +213,7 @@ def test_the_logits_of_all_positions_are_never_held():
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_lengths_in_one_bucket_are_served_by_one_program():
+def test_one_program_serves_all_lengths_in_a_bucket():
     rng = np.random.default_rng(0)
     model = model_config(num_hidden_layers=1)
     params = random_params(model)
@@ -294,7 +294,7 @@ def test_transition_scores(normalize, seed):
 
 
 def test_beams_add_up_to_their_score():
-    """A beam is a path of log-probabilities: sum over the row / length ** penalty."""
+    """A beam's score is the sum of its log-probabilities / length ** penalty."""
     sequences, scores, beams = transition(0)
     scores = np.where(np.isinf(scores), np.float32(-9), scores)
     lengths, penalty = (beams >= 0).sum(axis=1), 0.7
@@ -323,7 +323,7 @@ def test_transition_scores_that_do_not_fit(change, message):
         compute_transition_scores(**{"sequences": sequences, "scores": scores, "beam_indices": beams, **change})
 
 
-def test_choices_are_scored_as_they_follow_the_question():
+def test_choices_are_scored_after_the_question():
     tok = byte_level()
     model = model_config(vocab_size=len(tok))
     params, choices = random_params(model), [" hello", "!", " a much longer answer €"]

@@ -1,4 +1,4 @@
-"""Adapters that requests name as their model."""
+"""Requests that name an adapter as their model."""
 
 import httpx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Requests that nobody should send: each is refused in one line, and nobody else notices."""
+"""Malformed and hostile requests: each is refused with a one-line error, and other clients are not affected."""
 
 import concurrent.futures
 import contextlib
@@ -56,7 +56,7 @@ def deep(levels: int) -> bytes:
 
 
 def requests(seed: int, count: int):
-    """Paths and bodies of requests."""
+    """Yield paths and bodies of requests."""
     rng = random.Random(seed)
     fields = {*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__, "unheard_of", "suffix", "\ud800"}
     fields = sorted(fields)
@@ -111,7 +111,7 @@ def test_200_requests(service):
 
 
 def raw(service, content: bytes, seconds: float = 0.0, shuts: bool = False) -> bytes:
-    """What the service answers to bytes on a socket, after which nothing is sent for some time."""
+    """Send bytes to the service, wait for some time, and return the answer."""
     address = urlsplit(service.url)
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         with contextlib.suppress(ConnectionError):
@@ -137,10 +137,10 @@ def test_damaged_http(service):
     assert raw(service, b"GARBAGE\r\n\r\n").startswith(b"HTTP/1.1 400")
     assert raw(service, b"GET /nowhere HTTP/9.9\r\n\r\n").startswith(b"HTTP/1.1 4")
     answer = raw(service, head(len(body), more="X: " + "a" * 10**6 + "\r\n"))
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")  # nothing if the connection was closed before it was read
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")  # empty if the connection was closed too early
     assert b" 413 " in raw(service, head(10**12))
     assert raw(service, head(0, more="Content-Length: x\r\n")).startswith(b"HTTP/1.1 400")
-    assert b" 408 " in raw(service, head(1000) + b'{"prompt": ')  # the rest never comes
+    assert b" 408 " in raw(service, head(1000) + b'{"prompt": ')  # the rest of the body never arrives
     raw(service, head(len(body)) + body[:5], shuts=True)
     raw(service, head(len(body)) + body, shuts=True)
     assert httpx.post(f"{service.url}/v1/completions", json=GOOD, timeout=60).status_code == 200
@@ -159,9 +159,9 @@ def test_slow_readers_and_floods(service):
     for _ in range(20):
         reader = connect()
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        reader.sendall(head(len(body)) + body)  # and nothing is read
+        reader.sendall(head(len(body)) + body)  # and read nothing
     for _ in range(100):
-        connect()  # and nothing is sent
+        connect()  # and send nothing
 
     def ask(number: int) -> httpx.Response:
         limits = {"prompt": f"{number}", "max_tokens": 20}
@@ -188,5 +188,5 @@ def test_memory_is_flat(service):
             before = peak()
             for path, content in requests(seed, 150):
                 http.post(path, content=content)
-            # After the first round all code has run; a round leaves less than 60 MB, which its largest bodies need.
+            # After the first round, all code has run. A later round adds less than 60 MB, for its largest bodies.
             assert most is None or peak() - before < most

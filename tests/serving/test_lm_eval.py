@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks the service for log-likelihoods and answers, and gets what `score` and `generate` say."""
+"""lm-evaluation-harness gets the same log-likelihoods and answers from the service as from `score` and `generate`."""
 
 import json
 import os
@@ -40,7 +40,7 @@ metric_list: [{{metric: exact_match}}]
 
 @pytest.mark.slow
 def test_local_completions(tmp_path):
-    if find_spec("lm_eval") is None:  # not imported here, because that warns
+    if find_spec("lm_eval") is None:  # importing it here would warn
         pytest.skip("lm-evaluation-harness is not installed: install the extra eval")
     data, tasks = tmp_path / "data.jsonl", tmp_path / "tasks"
     data.write_text("".join(json.dumps({"question": q, "choices": c}) + "\n" for q, c in QUESTIONS))

@@ -1,4 +1,4 @@
-"""The service, as OpenAI's own client and a plain HTTP client see it."""
+"""The service, as seen by OpenAI's client and a plain HTTP client."""
 
 import asyncio
 import concurrent.futures
@@ -67,7 +67,7 @@ def refused(http, path="/v1/completions", status=400, **fields) -> dict:
 
 
 def events(http, path, **fields) -> list[dict]:
-    """The chunks of a stream, which must end as the protocol says."""
+    """Return the chunks of a stream, which must end as the protocol requires."""
     with http.stream("POST", path, json={"stream": True, **fields}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -376,7 +376,7 @@ def test_models_health_and_versions(client, http):
     assert http.get("/v1/completions").json()["error"]["code"] == 405
 
 
-def test_tokens_and_back(http, service):
+def test_tokens_round_trip(http, service):
     body = http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}).json()
     assert body["tokens"] == service.tokenizer.encode("héllo")
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
@@ -411,10 +411,10 @@ def test_metrics(http):
 
 
 def until(condition, seconds: float = 20.0) -> None:
-    """Wait until a condition holds; fail if it does not."""
+    """Wait until a condition holds, and fail if it does not."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.01)
 
 
@@ -468,7 +468,7 @@ def test_a_full_queue_a_time_that_is_over_and_the_end():
             until(lambda: service.engine.counts()[3:] == (0, 0))
             answer = pool.submit(httpx.post, f"{service.url}/v1/completions", json=longest, timeout=60)
             until(lambda: service.engine.counts().running)
-        # What was accepted has been answered before the service ended.
+        # A request that was accepted is answered before the service ends.
         assert answer.result().json()["usage"]["completion_tokens"] == NEW
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{service.url}/health")

@@ -108,7 +108,7 @@ def test_a_message_that_is_not_valid_is_refused(message, text):
 
 
 def pattern(text):
-    """The text, in which only `.*` is a pattern."""
+    """Return a pattern for the text, in which only `.*` is special."""
     return re.escape(text).replace(r"\.\*", ".*")
 
 
@@ -172,7 +172,7 @@ def test_the_choice_determines_what_may_and_must_be_called(choice, names, forced
         assert tools.automaton(byte_level(), None) is None
 
 
-def test_with_the_choice_none_neither_the_template_nor_the_parser_has_tools():
+def test_with_the_choice_none_template_and_parser_have_no_tools():
     tools = Tools.of(TOOLS, "none", None)
     assert (tools.for_template, tools.parses, tools.forced, tools.key) == (None, False, False, None)
     assert tools.automaton(byte_level(), None) is None
@@ -240,7 +240,7 @@ def test_parameters_that_json_cannot_have_are_refused():
 
 
 def ends_of(automaton, ids) -> bool | None:
-    """True if the text of the ids is complete, False if more must follow, None if it is not allowed."""
+    """Return True if the ids' text is complete, False if more must follow, and None if it is not allowed."""
     classes, table, state = np.asarray(automaton.classes), np.asarray(automaton.transitions), int(automaton.start)
     for token in ids:
         state = table[state, classes[token]]
@@ -372,7 +372,7 @@ def test_the_key_identifies_the_automaton():
         key(parallel=False),
         key(choice=named("now")),
         key(choice=allowed("required", "now")),
-        key([TOOLS[1], tool("weather", flipped)]),  # its arguments come in another order
+        key([TOOLS[1], tool("weather", flipped)]),  # its arguments come in a different order
         key([TOOLS[0], tool("now", {})]),
     ]
     assert len(set(keys)) == len(keys)
@@ -382,7 +382,7 @@ def test_the_key_identifies_the_automaton():
     assert key([tool("weather", WEATHER, description="other"), tool("now")]) == key()
 
 
-# Qwen, whose tags are added tokens that are not special
+# Qwen, whose tags are added tokens but not special tokens
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +485,7 @@ NOT_CALLS = [
 
 
 def check(text, content, calls, **options):
-    """Parse the text whole, in characters, and with each single cut."""
+    """Parse the text in one piece, character by character, and split at each position."""
     assert parse([text], **options) == (content, calls)
     assert parse(text, **options) == (content, calls)
     for cut in range(1, len(text)):

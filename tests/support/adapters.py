@@ -1,4 +1,4 @@
-"""Random LoRA adapters, in memory and as PEFT stores them."""
+"""Random LoRA adapters, in memory and in PEFT's format."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def factors(model, rank: int, seed: int, targets=ALL, scale: float = 0.3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """A and B of each module, by its name."""
+    """Return A and B of each module, by its name."""
     rng = np.random.default_rng(seed)
     found = {}
     for name, shape in param_shapes(model).items():
@@ -25,7 +25,7 @@ def factors(model, rank: int, seed: int, targets=ALL, scale: float = 0.3) -> dic
 
 
 def write(folder: Path, updates, **config) -> Path:
-    """Write an adapter; `config` changes its adapter_config.json."""
+    """Write an adapter. `config` overrides fields of its adapter_config.json."""
     folder.mkdir(parents=True)
     rank = next(iter(updates.values()))[0].shape[0]
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(updates), "bias": "none"}
@@ -39,7 +39,7 @@ def write(folder: Path, updates, **config) -> Path:
 
 
 def merged(params, updates, scale=1.0):
-    """The parameters with an adapter added to them; `scale` may be a function of a module's name."""
+    """Return the parameters with an adapter merged into them. `scale` can be a function of a module's name."""
 
     def walk(node, path):
         if not isinstance(node, dict):

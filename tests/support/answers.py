@@ -1,7 +1,7 @@
-"""Writers of a file of answers: whole, in shards, killed at random moments, and on a disk that fills up.
+"""Writers of an answer file: alone, in shards, killed at random moments, and on a disk that fills up.
 
-A process of its own, without jax, so that it can fork: `python -m tests.support.answers DIRECTORY KILLS`. With
-options of the command, such as `--input FILE`, it kills commands.
+Run it as a separate process, without jax so that it can fork: `python -m tests.support.answers DIRECTORY KILLS`. With
+options of the command, such as `--input FILE`, it kills commands instead.
 """
 
 import functools
@@ -37,12 +37,12 @@ def header(run=RUN) -> bytes:
 
 
 def partial(*indices: int, run=RUN) -> bytes:
-    """What a writer of these prompts leaves."""
+    """Return the partial file of a writer that has answered these prompts."""
     return header(run) + lines(*[{"index": index, "answers": ANSWERS[index]} for index in indices])
 
 
 def write(target: Path, seconds: float = 0.0, run=RUN, shard: Shard = ALL, seed: float = 0) -> int:
-    """Write what is missing, in any order; return the number of prompts that were there."""
+    """Write the missing answers, in any order. Return how many answers the file then has."""
     indices = list(range(shard.number, PROMPTS, shard.count))
     random.Random(seed).shuffle(indices)
     with answer_file(target, run, prompts=PROMPTS, shard=shard) as file:
@@ -72,9 +72,9 @@ def partials(target: Path) -> list[Path]:
 
 
 def kills(target: Path, count: int) -> dict[str, int]:
-    """Kill writers at random moments, one or several at a time, each of which continues what others began.
+    """Kill writers at random moments, one or several at a time. Each continues what earlier writers began.
 
-    Returns how often that happened, and what came of it.
+    Returns how often each event occurred.
     """
     rng = random.Random(0)
     seen = {"killed": 0, "continued": 0, "complete": 0, "wrong": 0, "refused": 0}
@@ -87,7 +87,7 @@ def kills(target: Path, count: int) -> dict[str, int]:
             os.kill(child, signal.SIGKILL)
         statuses = [os.waitpid(child, 0)[1] for child in children]
         seen["killed"] += statuses.count(signal.SIGKILL)
-        # A writer is refused while another one merges, which has then completed the file unless it was killed.
+        # While a writer merges, others are refused. It completes the file unless it is killed.
         if not target.exists() and signal.SIGKILL not in statuses:
             seen["refused"] += any(statuses)
         seen["continued"] += any(path.stat().st_size > len(header()) for path in partials(target))
@@ -103,7 +103,7 @@ def kills(target: Path, count: int) -> dict[str, int]:
 
 
 def shards_at_once(target: Path, rounds: int) -> dict[str, int]:
-    """Let processes answer their shards at the same time, of which the last merges; return how often it was wrong."""
+    """Let processes write their shards at the same time. The last one merges. Return how many rounds went wrong."""
     seen = {"rounds": 0, "wrong": 0}
     for number in range(rounds):
         count = 2 + number % 4
@@ -117,7 +117,7 @@ def shards_at_once(target: Path, rounds: int) -> dict[str, int]:
 
 
 def full_disk(target: Path) -> dict[str, int]:
-    """Write under limits of the size of a file, and then without; return what happened."""
+    """Write with a limit on the file size, and then without one. Return how often each event occurred."""
     seen = {"refused": 0, "torn": 0, "wrong": 0}
     for limit in range(0, len(WHOLE), 50):
 
@@ -137,9 +137,9 @@ def full_disk(target: Path) -> dict[str, int]:
 
 
 def kill_commands(options: list[str], target: Path, whole: Path, environment, kills: int) -> dict[str, int]:
-    """Kill `jaxgen OPTION...` at random moments, each time with another number of shards, and continue it.
+    """Kill `jaxgen OPTION...` at random moments, and continue it with a different number of shards each time.
 
-    `whole` is what a run that is not interrupted writes.
+    `whole` is the output of an uninterrupted run.
     """
     rng = random.Random(0)
     seen = {"killed": 0, "continued": 0, "complete": 0, "wrong": 0}

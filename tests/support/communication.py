@@ -1,4 +1,4 @@
-"""What the devices of a mesh exchange in a decode step, read off the compiled program."""
+"""What the devices of a mesh exchange in a decode step, read from the compiled program."""
 
 import math
 
@@ -22,7 +22,7 @@ STEPS = {
 }
 PROMPTS = 8
 
-# In a program for 8 prompts, nothing but hidden states and scores is as large as these.
+# With these sizes and 8 prompts, only hidden states and scores are large enough to be counted.
 MODEL = model_config(
     **{"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 128, "num_attention_heads": 8},
     **{"num_key_value_heads": 4, "num_hidden_layers": 3},
@@ -30,7 +30,7 @@ MODEL = model_config(
 
 
 def check_communication(mesh: Mesh, name: str) -> None:
-    """A step has two sums per layer and one for the embedding, over the axis `model`, and nothing else of that size."""
+    """Check that the only large transfers of a step are sums over `model`: two per layer and one for the embedding."""
     options, copies = STEPS[name]
     cfg = GenerationConfig(model=MODEL, max_new_tokens=8, pad_token_id=0, eos_token_id=1, **options)
     program = compile_generate(cfg, divide(MODEL, mesh), PROMPTS, 32).as_text()

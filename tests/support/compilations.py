@@ -1,4 +1,4 @@
-"""The number of compiled programs, counted by jax's own event for each compilation."""
+"""The number of compiled programs, counted with jax's event for each compilation."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,10 +22,10 @@ def compilations():
 
 
 def compiled_by_other_values(run: Callable, cfg, **options: Callable) -> int:
-    """The number of programs that 29 calls `run(cfg, prompts)` compile after a first one.
+    """Return how many programs 29 calls of `run(cfg, prompts)` compile after a first call.
 
-    Each call has other prompts, `repetition_penalty`, eos ids and budget, and other values of `options`, functions that
-    draw a value with a numpy generator.
+    Each call varies the prompts, `repetition_penalty`, eos ids and budget, and the fields in `options`, which maps each
+    of them to a function that draws a value with a NumPy generator.
     """
     rng = np.random.default_rng(0)
     options = {

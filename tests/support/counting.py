@@ -1,4 +1,4 @@
-"""The model that counts, and its answers."""
+"""The counting model and its answers."""
 
 import jax.numpy as jnp
 
@@ -15,7 +15,7 @@ def count(rows, cfg=CFG, key=None, **kwargs):
 
 
 def with_second_best(cfg):
-    """The counting model with a second choice: the token after the next."""
+    """Return the counting model with a second choice: the token after the next."""
     params = counting_params(cfg)
     params["lm_head"]["weight"] += 0.5 * jnp.roll(params["lm_head"]["weight"], 1, axis=0)
     return params

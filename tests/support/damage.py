@@ -1,8 +1,8 @@
-"""Checkpoints with one fault each, made from a good one by a seed, and a process that tries to use them.
+"""Checkpoints with one random fault each, and a process that tries to use them.
 
     python -m tests.support.damage SEED COUNT FOLDER
 
-tries COUNT cases of each group, 0 for all of them, and prints what comes of each as a line of JSON.
+tries COUNT cases of each group (0: all of them), and prints the outcome of each case as a line of JSON.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ TOKENIZER_KEYS = (
     *"add_eos_token clean_up_tokenization_spaces model_max_length truncation_side tokenizer_class".split(),
     *"split_special_tokens chat_template".split(),
 )
-# As JSON, which says more than Python's numbers.
+# As JSON, which can express more than Python's numbers.
 VALUES = (
     *"null true false 0 -1 1 2 3 0.5 -0.5 1e-50 1e308 1e999 -1e999 NaN Infinity 1000000000 1000000000000000000".split(),
     *(
@@ -81,7 +81,7 @@ VALUES = (
     *('{"260": {"content": "<|end|>"}}', '{"99999999999999": {"content": "a"}}', '{"260": {"content": ""}}'),
     *('"float64"', '"torch.float16"', "[262, 263]", "263", '"$A"', '"<s>:1"'),
 )
-# Contents of a whole file.
+# Contents of whole files.
 CONTENTS: dict[str, bytes] = {
     "empty": b"",
     "spaces": b" " * 1000,
@@ -122,14 +122,14 @@ class Case:
 
 
 def good(folder: Path) -> Path:
-    """A checkpoint with a tokenizer, in which nothing is wrong."""
+    """Write a checkpoint with a tokenizer and without faults."""
     path = write(folder, CONFIG, weights(CONFIG), GENERATION)
     (path / "chat_template.jinja").write_text(CHATML)
     return save(path, byte_level_backend(), tokenizer_config={"eos_token": "<|im_end|>", "pad_token": "<|end|>"})
 
 
 def cases(seed: int, count: int) -> list[Case]:
-    """`count` cases of each group, or all."""
+    """Return `count` cases of each group (0: all of them)."""
     draw = random.Random(seed)
     chosen = []
     for group in (config_values, generation_values, tokenizer_values, files, headers, indices, tokenizers, templates):
@@ -139,7 +139,7 @@ def cases(seed: int, count: int) -> list[Case]:
 
 
 def with_value(file: str, key: str, value: str) -> Callable[[Path], object]:
-    """Give a key of a JSON file a value that is given as JSON."""
+    """Set a key of a JSON file to a value written in JSON."""
 
     def damage(path: Path) -> None:
         content = json.loads((path / file).read_text())
@@ -176,7 +176,7 @@ def tokenizer_values(draw) -> Iterator[Case]:
 
 
 def files(draw) -> Iterator[Case]:
-    """Files that are absent, of another kind, or of other content."""
+    """Yield cases with files that are missing, of the wrong type, or with wrong content."""
     for name in (*JSON_FILES, *MAPS, WEIGHTS, INDEX, "chat_template.jinja"):
         of_tokenizer = "token" in name or "template" in name
         for kind, make in NOT_FILES.items():
@@ -200,7 +200,7 @@ def files(draw) -> Iterator[Case]:
 
 
 def headers(draw) -> Iterator[Case]:
-    """Damaged headers of the weights."""
+    """Yield cases with damaged headers of the weights."""
     for length in (0, 1, 7, 2**20, 10**7 + 1, 2**32, 2**63, 2**64 - 1):
         yield Case(
             "safetensors", f"length {length}", lambda path, n=length: overwrite(path, 0, n.to_bytes(8, "little"))
@@ -281,7 +281,7 @@ def cut_weights(path: Path, part: float) -> None:
 
 
 def indices(draw) -> Iterator[Case]:
-    """Indices that name other files."""
+    """Yield cases with indices that name other files."""
     names = (*weights(CONFIG),)
     places = [
         "../x.safetensors",
@@ -317,7 +317,7 @@ def write_index(path: Path, weight_map: object) -> None:
 
 
 def tokenizers(draw) -> Iterator[Case]:
-    """Damaged parts of tokenizer.json."""
+    """Yield cases with damaged parts of tokenizer.json."""
     token = {"id": 3, "content": "zz", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     template = {"type": "TemplateProcessing", "pair": [], "single": [{"SpecialToken": {"id": "A", "type_id": 0}}]}
     doubling = {"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}
@@ -400,7 +400,7 @@ def tokenizers(draw) -> Iterator[Case]:
 
 
 def templates(draw) -> Iterator[Case]:
-    """Hostile templates, and good ones that lost or doubled a piece."""
+    """Yield hostile templates, and good ones with a piece removed or doubled."""
     for name, text in HOSTILE.items():
         yield Case("template", name, lambda path, t=text: (path / "chat_template.jinja").write_text(t), tokenizer=True)
     for _ in range(20):
@@ -411,7 +411,7 @@ def templates(draw) -> Iterator[Case]:
 
 
 def use(path: Path, tokenizer: bool) -> str:
-    """Use a checkpoint as a caller does; return what is wrong with the result."""
+    """Use a checkpoint as a caller does. Return a description of what is wrong with the result."""
     if tokenizer:
         tok = Tokenizer.from_pretrained(path)
         ids = tok.encode("hello <|end|> a text")
@@ -428,7 +428,7 @@ def use(path: Path, tokenizer: bool) -> str:
     wrong = [
         name for name in fields.keys() & content.keys() if content[name] is not None and fields[name] != content[name]
     ]
-    if set(wrong) - {"dtype", "attention_bias"}:  # the tensors have a dtype; Qwen2 always has these biases
+    if set(wrong) - {"dtype", "attention_bias"}:  # the dtype is the tensors', and Qwen2 always has these biases
         return f"config: {wrong}"
     file = path / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
@@ -439,7 +439,7 @@ def use(path: Path, tokenizer: bool) -> str:
 
 
 def outcome(case: Case, path: Path) -> dict:
-    """Try a case: its result, text, seconds of CPU time and bytes of memory."""
+    """Try a case. Return the outcome, its text, the CPU seconds and the bytes of memory."""
     start, before = time.process_time(), peak()
     text, kind = "", "loaded"
     with warnings.catch_warnings(record=True):
@@ -452,17 +452,17 @@ def outcome(case: Case, path: Path) -> dict:
 
 
 def peak() -> int:
-    """Return the peak memory of this process. (Its ru_maxrss begins with that of the process that started it.)"""
+    """Return this process's peak memory. (ru_maxrss would include the peak of the process that started it.)"""
     return status("VmHWM")
 
 
 def written() -> int:
-    """Return the bytes of memory that this process may write to."""
+    """Return how many bytes of memory this process can write to."""
     return status("VmData")
 
 
 def status(name: str) -> int:
-    """Return a figure of the kernel's for this process, in bytes."""
+    """Return one of the kernel's numbers for this process, in bytes."""
     return int(re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
@@ -471,12 +471,12 @@ def main(seed: int, count: int, folder: Path) -> None:
     assert not use(source, tokenizer=True)
     assert not use(source, tokenizer=False)
     if count:
-        sandbox.SECONDS = 0.1  # in the quick part; the slow one has the real limit
+        sandbox.SECONDS = 0.1  # only in the quick part; the slow part has the real limit
     for number, case in enumerate(cases(seed, count)):
         path = folder / str(number)
         shutil.copytree(source, path)
         case.damage(path)
-        # Not RLIMIT_AS: it counts what malloc reserves for each thread, which depends on the number of cores.
+        # RLIMIT_AS would also count what malloc reserves for each thread, which depends on the number of cores.
         resource.setrlimit(resource.RLIMIT_DATA, (written() + (500 << 20), resource.RLIM_INFINITY))
         try:
             line = json.dumps(outcome(case, path))

@@ -1,4 +1,4 @@
-"""A small random model of 61 tokens, and three prompts of different lengths for it."""
+"""A small random model with 61 tokens, and three prompts of different lengths."""
 
 import numpy as np
 

@@ -1,6 +1,6 @@
-"""A process that runs exported programs with jax, numpy and flatbuffers; all else of jaxgen cannot be imported.
+"""A process that runs exported programs with only jax, NumPy and flatbuffers. Importing jaxgen raises an error.
 
-Arguments: a folder with generate.zip, engine.zip and arrays.npz (parameters, prompts), where results.json is written.
+Argument: a folder with generate.zip, engine.zip and arrays.npz (parameters, prompts). It writes results.json there.
 """
 
 import collections
@@ -27,7 +27,7 @@ from jax import export  # noqa: E402
 
 
 def read(path):
-    """The description, the values of inputs and the programs of a file."""
+    """Return a file's description, the default values of its inputs, and its programs."""
     with zipfile.ZipFile(path) as file:
         description = json.loads(file.read("description.json"))
         inputs = dict(np.load(io.BytesIO(file.read("inputs.npz"))))
@@ -38,7 +38,7 @@ def read(path):
 
 
 def drive(path, params, requests):
-    """Answer requests, inputs of one prompt each, by an engine that they may exceed the slots of."""
+    """Answer requests of one prompt each with an engine. There can be more requests than slots."""
     description, nobody, programs = read(path)
     chunk = jax.jit(programs["chunk"], donate_argnums=1)
     state = jax.jit(programs["open"])(params)

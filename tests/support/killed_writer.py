@@ -1,4 +1,4 @@
-"""Kill writers of a checkpoint and check what they leave; test_atomic_directory.py runs it as a process."""
+"""Kill writers of a checkpoint and check what they leave behind. test_atomic_directory.py runs this as a process."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def save(target: Path, version: int) -> None:
 
 
 def version(target: Path) -> int | None:
-    """Return the version of a checkpoint, None if there is none; fail if it is partial."""
+    """Return a checkpoint's version, or None if there is none; fail if it is incomplete."""
     if not target.exists():
         return None
     found = json.loads((target / "config.json").read_text())["version"]
@@ -53,7 +53,7 @@ def version(target: Path) -> int | None:
 
 
 def killed(work: Callable[[], None], after: float | None = None) -> bool:
-    """Do `work` in a child process, killed after so many seconds; return whether it was killed."""
+    """Do `work` in a child process, and kill it after `after` seconds. Return whether it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -71,7 +71,7 @@ def killed(work: Callable[[], None], after: float | None = None) -> bool:
 
 
 def save_until(target: Path, number: int, last: int) -> None:
-    """Save, and die at step number `last` of those that touch the file system."""
+    """Save, and die at the `last`-th step that touches the file system."""
     steps = 0
 
     def count(event: str, _) -> None:

@@ -33,7 +33,7 @@ def model_config(**changes) -> ModelConfig:
 
 
 def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
-    """Random parameters of every kind: biases are not zero and norms not one."""
+    """Return random parameters. Biases are not zero, and norms are not one."""
     rng = np.random.default_rng(seed)
     flat = {}
     for name, shape in param_shapes(cfg).items():
@@ -43,7 +43,7 @@ def random_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.3):
 
 
 def counting_config(vocab_size: int = 50, **fields) -> GenerationConfig:
-    """A model whose most likely next token is always the last one plus one; the one after the last is 0."""
+    """Return the config of a model whose likeliest next token is the last one plus one, or 0 after the largest."""
     model = model_config(
         vocab_size=vocab_size, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1
     )
@@ -51,13 +51,13 @@ def counting_config(vocab_size: int = 50, **fields) -> GenerationConfig:
 
 
 def counting_params(cfg: GenerationConfig, peak: float = 20.0):
-    """Embeddings are one-hot, attention and mlp add nothing, and the head shifts by one."""
+    """Return parameters with one-hot embeddings. Attention and MLP add nothing, and the head shifts by one."""
     assert cfg.model is not None
     vocab, width = cfg.model.vocab_size, cfg.model.hidden_size
     params = jax.tree.map(jnp.zeros_like, random_params(cfg.model))
     params["model"]["norm"]["weight"] = jnp.ones(width)
     params["model"]["embed_tokens"]["weight"] = jnp.eye(vocab, width)
-    # RMSNorm of a one-hot vector has the entry sqrt(width).
+    # RMSNorm scales a one-hot vector to sqrt(width).
     params["lm_head"]["weight"] = jnp.roll(jnp.eye(vocab, width), 1, axis=0) * peak / width**0.5
     return params
 
@@ -67,12 +67,12 @@ def with_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
 
 
 def last_logits(model: ModelConfig, params, inputs_embeds) -> jax.Array:
-    """The logits float32[V] after `[T, D]` without a cache; of one width, so that one program serves all texts."""
+    """Return the logits float32[V] after embeddings [T, D], without a cache. One program serves all T up to 64."""
     return _last_logits(model, params, padded(inputs_embeds)[None], np.int32(len(inputs_embeds) - 1))
 
 
 def padded(inputs_embeds) -> np.ndarray:
-    """`[T, D]`, padded to `[64, D]` without a program for each T."""
+    """Pad [T, D] to [64, D] without compiling a program for each T."""
     inputs_embeds = np.asarray(inputs_embeds)
     return np.pad(inputs_embeds, ((0, 64 - len(inputs_embeds)), (0, 0)))
 
@@ -97,16 +97,16 @@ def left_pad(rows: list[list[int]], width: int | None = None, pad: int = 0):
 
 
 def generated(out, row: int) -> list[int]:
-    """The tokens that were generated for a row, without padding."""
+    """Return the tokens that were generated for a row, without padding."""
     start = out.prompt_width
     return np.asarray(out.sequences)[row, start : start + int(out.lengths[row])].tolist()
 
 
 def all_generated(out) -> list[list[int]]:
-    """The tokens that were generated for each row, without padding."""
+    """Return the tokens that were generated for each row, without padding."""
     return [generated(out, row) for row in range(out.lengths.shape[0])]
 
 
 def slow(*values):
-    """Parameters of a test that are left to CI, one each; a tuple has the values of several arguments."""
+    """Mark each of these test parameters as slow. A tuple contains the values of several arguments."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]

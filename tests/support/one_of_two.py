@@ -1,4 +1,4 @@
-"""One of two processes with four devices each: do one of the tasks below, and print what came out as JSON."""
+"""One of two processes with four devices each: run one of the tasks below, and print its result as JSON."""
 
 import contextlib
 import json
@@ -66,7 +66,7 @@ def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
 
 
 def answer_prompts(mesh: Mesh, checkpoint: str) -> dict:
-    """Process 0 answers prompts, also with other weights and with a grammar; the other one does the same."""
+    """Process 0 answers prompts, also after new weights and with a grammar. The other process follows it."""
     params, cfg = load_hf(checkpoint, mesh=mesh)
     cfg = cfg.replace(max_new_tokens=6, do_sample=True)
     key, sizes = jax.random.key(4), {"slots": 3, "prompt_width": 9}
@@ -104,7 +104,7 @@ def grammar() -> TokenAutomaton:
 
 
 def fail_to_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
-    """The second process cannot write its parts."""
+    """The second process fails to write its parts."""
 
     def fail(*_):
         raise OSError("no space left")
@@ -120,7 +120,7 @@ def fail_to_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
 
 
 def memory_of_load(mesh: Mesh, checkpoint: str) -> dict:
-    jax.block_until_ready(jnp.zeros(8))  # what jax takes once
+    jax.block_until_ready(jnp.zeros(8))  # memory that jax allocates once
     before = peak()
     params, _ = load_hf(checkpoint, mesh=mesh)
     jax.block_until_ready(params)
@@ -128,12 +128,12 @@ def memory_of_load(mesh: Mesh, checkpoint: str) -> dict:
 
 
 def peak() -> int:
-    """The most bytes that the process ever had."""
+    """Return the process's peak memory in bytes."""
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # pyright: ignore
 
 
 def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:
-    """Train without a pause, and with one; the sums of all trained parameters, and the steps after the pause."""
+    """Train with and without an interruption. Return the resumed run's steps, and compare and sum the parameters."""
     params, cfg = load_hf(checkpoint, mesh=mesh)
     ids = np.random.default_rng(0).integers(2, 90, (6, 4, 12), np.int32)
     seen: list[int] = []
@@ -159,7 +159,7 @@ def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:
 
 
 def compared(whole, resumed) -> tuple[jax.Array, jax.Array]:
-    """Whether all parameters are equal, and their sum; one program, as on CPUs several can wait for each other."""
+    """Compare the parameters and sum them, in one program because programs on CPUs can deadlock each other."""
     same = jax.tree.map(lambda a, b: jnp.all(a == b), whole, resumed)
     return jnp.all(jnp.stack(jax.tree.leaves(same))), sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(resumed))
 

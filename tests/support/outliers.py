@@ -1,4 +1,4 @@
-"""A model whose activations have outliers, as those of large models have, and which computes the same."""
+"""A model whose activations have outliers, like those of large models, but whose outputs do not change."""
 
 import flax.traverse_util
 import numpy as np
@@ -10,7 +10,7 @@ INTO = {
 
 
 def with_outliers(params, layers: int, share: float = 0.01, factor: float = 20.0, seed: int = 0):
-    """Scale a share of the channels before the projections of each layer, and undo it in the weights that read them."""
+    """Scale some channels before the projections of each layer, and undo that in the weights that read them."""
     flat = {name: np.asarray(leaf) for name, leaf in flax.traverse_util.flatten_dict(params, sep=".").items()}
     rng = np.random.default_rng(seed)
 

@@ -1,4 +1,4 @@
-"""Options applied to rows of scores as the pipeline applies them."""
+"""Options applied to rows of scores, as in the pipeline."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.support.models import model_config
 
 @functools.partial(jax.jit, static_argnames="vocab")
 def history_of(ids, length, prompt_length=None, *, vocab, budget=None) -> History:
-    """Rows of `length` tokens, of which `prompt_length` (all, unless given) are the prompt's."""
+    """Return rows of `length` tokens, of which the first `prompt_length` (default: all) are the prompt."""
     ids, length = jnp.asarray(ids), jnp.asarray(length)
     prompt_length = length if prompt_length is None else jnp.asarray(prompt_length)
 
@@ -40,12 +40,12 @@ def _transform(cfg, history, scores):
 
 
 def config_of(vocab: int, **fields) -> GenerationConfig:
-    """A config with these options on and no others."""
+    """Return a config with only these options turned on."""
     return GenerationConfig(model=model_config(vocab_size=vocab), top_k=0).replace(**fields)
 
 
 def process(scores, history: History | None = None, **fields) -> np.ndarray:
-    """Return what a config with these fields makes of `scores float32[rows, V]`."""
+    """Return the scores float32[rows, V] after the processors and warpers of a config with these fields."""
     rows, vocab = scores.shape
     if history is None:
         history = history_of(np.zeros((rows, 1), np.int32), np.ones(rows, np.int32), vocab=vocab)

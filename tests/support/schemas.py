@@ -1,4 +1,4 @@
-"""Random JSON schemas of the supported kind, and the judge of values."""
+"""Random JSON schemas that are supported, and a validator of values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = ["a", "kind", "naïve", 'x"y', "tab\there", "👋", "", "$ref", "type", 
 
 
 class RandomSchemas:
-    """A source of schemas."""
+    """A generator of random schemas."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -121,7 +121,7 @@ class RandomSchemas:
                 for name in self.random.sample(WORDS, 2)
             ]
             return {"oneOf": [{**schema, "type": "object"} for schema in tagged]}
-        return {"oneOf": [self.schema(depth - 1) for _ in range(2)]}  # may overlap, and is then refused
+        return {"oneOf": [self.schema(depth - 1) for _ in range(2)]}  # refused if they overlap
 
     def reference(self, depth: int) -> dict[str, Any]:
         if not self.definitions or self.random.random() < 0.5:
@@ -158,7 +158,7 @@ _Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pat
 
 
 def problem(schema: dict[str, Any], text: str) -> str | None:
-    """Return what is wrong with a text, None if it is JSON and valid against the schema."""
+    """Return why a text is not JSON or not valid against the schema, or None if it is valid."""
     try:
         value = json.loads(text, parse_int=lambda digits: int(digits[:4000]))
         _Validator(schema, format_checker=_FORMATS).validate(value)

@@ -1,4 +1,4 @@
-"""A service in a thread of the test, with a small random model whose text is any bytes."""
+"""A service in a thread, with a small random model that generates arbitrary bytes."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jaxgen.text.tokenizer import Tokenizer
 from tests.support.models import model_config, random_params
 from tests.support.tokenizers import byte_level
 
-# As Qwen2.5's template writes tools and their calls.
+# Tools and calls in the format of Qwen2.5's template.
 TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endif %}"
@@ -57,7 +57,7 @@ def running(
     warm: bool = True,
     **engine,
 ):
-    """Yield a service; `adapters`: names with folders of adapters. Unless it is `warm`, nothing is compiled for it."""
+    """Yield a service. `adapters` has pairs of a name and a folder. Unless `warm`, nothing is compiled in advance."""
     tokenizer = byte_level(chat_template=template)
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
     params = random_params(model, scale=0.3)
@@ -86,7 +86,7 @@ def running(
 
 @contextlib.contextmanager
 def answering(service: Service):
-    """Serve in a thread; yields the address."""
+    """Serve in a thread, and yield the address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

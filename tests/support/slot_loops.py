@@ -1,4 +1,4 @@
-"""Copies of caches in a program that decodes in slots, read off XLA's text."""
+"""Copies of caches in programs that decode in slots, found in XLA's text."""
 
 import math
 import re
@@ -18,19 +18,19 @@ from jaxgen.engine.schedule import Schedule
 from jaxgen.engine.tables import Grammars, Table
 from tests.support.models import model_config
 
-SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # of which no two products are equal
+SLOTS, PLACES, WIDTH, NEW = 5, 3, 768, 768  # no two products of these are equal
 MODEL = {
     **{"vocab_size": 4000, "hidden_size": 768, "num_attention_heads": 6, "num_key_value_heads": 2},
     "max_position_embeddings": 2048,
 }
 COPY = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = \(?\w+\[([\d,]*)\](.*) (?:copy|copy-start|transpose|convert|pad)\(")
-ON_CHIP = "S(1)"  # a TPU's compiler moves arrays that are small enough to the memory on the chip, and back
+ON_CHIP = "S(1)"  # a TPU's compiler moves small arrays to on-chip memory and back
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 def config(dtype: str) -> GenerationConfig:
-    """The options of the programs that are looked at."""
+    """Return the config of these programs."""
     return GenerationConfig(
         **{"model": model_config(torch_dtype=dtype, **MODEL), "prefill_chunk_size": 512 // PLACES},
         **{"max_new_tokens": NEW, "do_sample": True, "eos_token_id": 1, "pad_token_id": 0},
@@ -44,7 +44,7 @@ def copied_caches(device: jax.Device, dtype: str) -> dict[str, list[str]]:
 
 
 def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
-    """Return the copies of caches inside the loops of a chunk of an engine."""
+    """Return the copies of caches inside the loops of an engine's chunk."""
     cfg = config(dtype)
     model = model_of(cfg)
     form, prefixes = Form(cfg, None, WIDTH), Prefixes.of(cfg, WIDTH, SLOTS, None)
@@ -56,10 +56,10 @@ def copied_by_an_engine(device: jax.Device, dtype: str) -> dict[str, list[str]]:
 
 
 def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, list[str]]:
-    """Return the copies inside loops that are as large as a layer's cache of the slots, or of the prompts' pool.
+    """Return the copies inside loops that are as large as one layer's cache of the slots or of the pool.
 
-    Likewise of the store of prefixes, if that has space for `stored` tokens. Moves to and from the memory on a chip are
-    not counted.
+    If the store of prefixes has space for `stored` tokens, include copies of its size. Moves to and from on-chip memory
+    do not count.
     """
     model = model_of(cfg)
     head = model.num_key_value_heads * model.head_dim
@@ -68,7 +68,7 @@ def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, li
         sizes["store"] = stored * head
     assert len(set(sizes.values())) == len(sizes)
     found = {name: [] for name in sizes}
-    assert re.search(rf"\[{SLOTS},2,{WIDTH + NEW},{model.head_dim}\]", program), "the program has no cache of slots"
+    assert re.search(rf"\[{SLOTS},2,{WIDTH + NEW},{model.head_dim}\]", program), "the program has no cache of the slots"
     assert re.search(rf"\[{PLACES},2,{WIDTH},{model.head_dim}\]", program), "the program has no cache of the pool"
     for line in _in_loops(program):
         if (match := COPY.match(line)) and ON_CHIP not in match[2]:
@@ -79,10 +79,10 @@ def copies(program: str, cfg: GenerationConfig, stored: int = 0) -> dict[str, li
 
 
 def _in_loops(program: str) -> list[str]:
-    """Return the instructions of all loops' bodies and of what they call, but not those that are fused."""
+    """Return the instructions in loop bodies and in what these call, except fused ones."""
     computations = hlo.parse(program)
     waiting = [re.search(r"body=%?([\w.\-]+)", line)[1] for line in program.splitlines() if " while(" in line]
-    assert len(waiting) >= 4, "the loops over rounds, of reading, entering and decoding"
+    assert len(waiting) >= 4, "the loops over rounds, reading, entering and decoding are missing"
     names = set()
     while waiting:
         name = waiting.pop()

@@ -1,4 +1,4 @@
-"""The part of the slow tests that a run takes: JAXGEN_SLOW_TESTS=PART/PARTS:SEED, all of them unless it is set."""
+"""The part of the slow tests that a run includes: JAXGEN_SLOW_TESTS=PART/PARTS:SEED, by default all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zlib
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One of `parts` parts, counted from 1. Each test is in exactly one; in which one is up to the seed."""
+    """One of `parts` parts, counted from 1. Each test is in exactly one part, which depends on the seed."""
 
     part: int = 1
     parts: int = 1

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class Collector:
-    """Stores what it is given."""
+    """A streamer that stores all values."""
 
     def __init__(self):
         self.values, self.ended = [], 0
@@ -18,17 +18,17 @@ class Collector:
 
     @property
     def prompts(self) -> np.ndarray:
-        """int32[B, P]: the first value."""
+        """Return the first value, int32[B, P]."""
         return self.values[0]
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32[B, steps]: the other values, one column each."""
+        """Return the other values as columns, int32[B, steps]."""
         return np.stack(self.values[1:], axis=1)
 
 
 class RowCollector:
-    """Stores the tokens of each row, and how often they came."""
+    """A streamer that stores each row's tokens and the number of its calls."""
 
     def __init__(self):
         self.rows: dict[int, list[int]] = {}

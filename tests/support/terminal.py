@@ -1,4 +1,4 @@
-"""A process in a terminal of its own, as a user types to it."""
+"""A process in its own terminal, to which a test types like a user."""
 
 import os
 import pty
@@ -10,16 +10,16 @@ import sys
 import termios
 import time
 
-# A session's leader gets the terminal that it opens first; without that, Ctrl-C interrupts nobody.
+# A session's leader must open its terminal, or Ctrl-C interrupts nothing.
 TAKE = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv(sys.argv[1], sys.argv[1:])"
 ESCAPES = re.compile(r"\x1b\[[?0-9;]*[a-zA-Z]")
 
 
 class Terminal:
-    """A pseudo-terminal with a process; use it in a `with` block.
+    """A pseudo-terminal with a process, for use in a `with` block.
 
     Attributes:
-        output: all that the process wrote, escape sequences included.
+        output: everything that the process wrote, including escape sequences.
     """
 
     def __init__(self, command, cwd=None, columns=100, **environment):
@@ -31,10 +31,10 @@ class Terminal:
         streams = dict.fromkeys(["stdin", "stdout", "stderr"], theirs)
         self.process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **streams)
         os.close(theirs)
-        self._read = 0  # characters of the output that `wait_for` has passed
+        self._read = 0  # characters of the output that `wait_for` has read
 
     def wait_for(self, text: str, seconds: float = 60) -> str:
-        """Wait until the process writes a text; return what it wrote since the last call, that text included."""
+        """Wait until the process writes a text. Return what it wrote since the last call, including that text."""
         end = time.monotonic() + seconds
         while (at := self.output.find(text, self._read)) < 0:
             if not self._receive(end - time.monotonic()):
@@ -47,12 +47,12 @@ class Terminal:
         data = text.encode()
         while data:
             data = data[os.write(self.own, data) :]
-            self._receive(0)  # its echo: the terminal's buffer is small
+            self._receive(0)  # reads its echo, because the terminal's buffer is small
 
     def interrupt(self, after: float = 0) -> None:
-        """Press Ctrl-C, so many seconds after the text that was waited for.
+        """Press Ctrl-C, `after` seconds after the text that the test waited for.
 
-        At a prompt, `after` must not be 0: CPython's input() may miss a signal that comes just as it begins to wait.
+        At a prompt, `after` must not be 0: CPython's input() can miss a signal that comes just as it begins to wait.
         """
         time.sleep(after)
         self.type("\x03")
@@ -62,7 +62,7 @@ class Terminal:
         self.type("\x1c")
 
     def end(self, seconds: float = 60) -> int:
-        """Wait for the end of the process and return its status."""
+        """Wait until the process ends, and return its status."""
         end = time.monotonic() + seconds
         while self._receive(end - time.monotonic()):
             pass
@@ -70,7 +70,7 @@ class Terminal:
 
     @property
     def screen(self) -> str:
-        """What is left of the output on the screen, of lines that are erased nothing."""
+        """Return the output that is still visible on the screen, without lines that were erased."""
         lines = self.output.replace("\r\n", "\n").split("\n")
         return "\n".join(ESCAPES.sub("", line.rpartition("\x1b[K")[2]).rpartition("\r")[2] for line in lines)
 
@@ -79,7 +79,7 @@ class Terminal:
             return False
         try:
             data = os.read(self.own, 65536)
-        except OSError:  # Linux's way to say that the other end is closed
+        except OSError:  # on Linux, this means that the other end is closed
             return False
         self.output += data.decode("utf-8", "replace")
         return bool(data)

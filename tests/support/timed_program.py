@@ -1,4 +1,4 @@
-"""A program under test whose times are known: a prompt takes 1 s, a step 0.1 s, twice that as its variant `slow`."""
+"""A benchmark program with known times: 1 s per prompt and 0.1 s per step, and twice that for the variant `slow`."""
 
 import sys
 from pathlib import Path

@@ -17,7 +17,7 @@ CHATML = (
 
 
 def byte_level_backend() -> tokenizers.Tokenizer:
-    """GPT-2's kind of BPE, as Qwen2 and Llama 3: 256 bytes, four merges, three added tokens."""
+    """Return a BPE tokenizer like GPT-2's, Qwen2's and Llama 3's: 256 bytes, four merges, three added tokens."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "hell", "Ġhe"]
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "he")]
     model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
@@ -29,7 +29,7 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 
 
 def llama_backend() -> tokenizers.Tokenizer:
-    """SentencePiece's kind of BPE, as Llama 2: byte fallback, a space in front, BOS by a template."""
+    """Return a BPE tokenizer like Llama 2's (SentencePiece): byte fallback, leading space, BOS from a template."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [*"▁abcdehilmnorstvw.,!?'\ufffd", "he", "ll", "hell", "▁a", "▁hell", "▁▁"]
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("▁", "a"), ("▁", "hell"), ("▁", "▁")]

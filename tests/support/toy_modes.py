@@ -1,4 +1,4 @@
-"""Decode modes that exist to prove the contracts of the loop."""
+"""Decode modes that exist to test the contracts of the loop."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxgen.decoding.sample import Sample, SampleState
 
 
 class Shuffle(Sample):
-    """Reorders the sequences of each prompt after every step, some of which are lost and others doubled.
+    """A mode that reorders each prompt's sequences after every step. Some are lost, and others are duplicated.
 
     After step s, sequence r of a prompt becomes sequence `parents[s % len(parents)][r]`.
     """
@@ -35,12 +35,12 @@ class Shuffle(Sample):
 
 @flax.struct.dataclass
 class RefillState:
-    """Slots that decode, and all prompts: those that wait and those that are finished."""
+    """The slots that decode, and a pool of all prompts, waiting or finished."""
 
     slots: SampleState
     pool: SampleState
     prompt_of: jax.Array  # int32[slots]
-    following: jax.Array  # int32[], the next prompt that waits
+    following: jax.Array  # int32[], the next waiting prompt
 
     @property
     def finished(self):
@@ -48,7 +48,7 @@ class RefillState:
 
 
 class Refill(Sample):
-    """Decodes many prompts in a few slots: a finished row becomes the next prompt's."""
+    """A mode that decodes many prompts in a few slots. When a row ends, the next prompt takes its slot."""
 
     def __init__(self, slots: int):
         self.slots = slots

@@ -1,6 +1,6 @@
-"""A program that truncates and removes the files of a saved state one by one, and prints how often that was refused.
+"""A program that truncates and removes a saved state's files one by one, and prints how often loading it was refused.
 
-It is one, because orbax leaves coroutines behind when it fails, of which the interpreter warns at any later time.
+It runs separately because orbax, when it fails, leaves coroutines behind that the interpreter warns about later.
 """
 
 import sys
@@ -33,7 +33,7 @@ def main(directory: Path) -> None:
 
 
 def is_refused(directory: Path) -> bool:
-    """Return whether the state is refused; if it is not, its values must be those that were written."""
+    """Return whether the state is refused. If it is not, its values must be the ones that were written."""
     try:
         read = read_state(directory, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), STATE))
     except InputError:

@@ -1,4 +1,4 @@
-"""Calls of the counting model that are prepared and not run, for tests of what runs them."""
+"""Calls of the counting model that are prepared but not run, for tests of the code that runs them."""
 
 import jax
 import numpy as np
@@ -17,14 +17,14 @@ MESH = divide(counting.CFG.model, Mesh(np.array(jax.devices()[:2]), ("data",)))
 
 
 def prepared(prompts, cfg=counting.CFG, params=counting.PARAMS, extensions=None, eager=False, **inputs) -> Prepared:
-    """A call for these prompts; unless it is eager, its arrays have the prompts' width and `max_new_tokens` steps."""
+    """Prepare a call. Unless it is eager, its arrays have the prompts' width and `max_new_tokens` steps."""
     ids, mask = left_pad(prompts)
     given = CallInputs(**{"ids": ids, "attention_mask": mask, **inputs})
     return prepare(params, cfg, given, extensions or Extensions(), eager=eager)
 
 
 def begun(given: Prepared) -> tuple[Tokens, Rows]:
-    """The prompts of a call and their rows, with nothing generated."""
+    """Return the prompts of a call and their rows, before anything is generated."""
     request = given.request.complete()
     tokens = Tokens.align(request.ids, request.mask, request.embeds)
     return tokens, Rows.begin(given.run, request, tokens, tokens.ids, tokens.length)

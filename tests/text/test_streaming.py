@@ -25,7 +25,7 @@ from tests.support.tokenizers import byte_level, llama
 
 BYTE_LEVEL, LLAMA = byte_level(), llama()
 TOKENIZERS = pytest.mark.parametrize("tok", [BYTE_LEVEL, LLAMA], ids=["byte_level", "llama"])
-# Few different ids, so that characters, byte runs and patterns of clean-up come about by chance
+# Few different ids, so that characters, byte runs and clean-up patterns occur by chance
 BYTES = [BYTE_LEVEL.encode(c)[0] for c in " '.,ntsrev"]
 EURO = BYTE_LEVEL.encode("€")
 ids_of = {
@@ -201,7 +201,7 @@ class TestTextRowStreamer:
             over.extend([row] * ended)
 
         streamer = TextRowStreamer(tok, add)
-        for _ in range(2):  # a streamer serves several runs
+        for _ in range(2):  # a streamer can be reused
             texts, over, left = [""] * len(rows), [], dict(enumerate(rows))
             while left:
                 row = draw.draw(st.sampled_from(sorted(left)))
@@ -253,7 +253,7 @@ class TestTextRowStreamer:
 
     @pytest.mark.slow
     def test_with_generate(self):
-        """The pad token is text like any other here, and rows end at an eos, at their budgets and at a stop string."""
+        """The pad token is an ordinary token here, and rows end at an eos, at their budget or at a stop string."""
         model = model_config(num_hidden_layers=1, vocab_size=len(BYTE_LEVEL))
         params, prompts = random_params(model), BYTE_LEVEL.batch(["hell", "a", "o €"])
         cfg = GenerationConfig(model=model, max_new_tokens=[3, 17, 40], do_sample=True, num_return_sequences=2)
@@ -284,7 +284,7 @@ def speak(streamer, texts, prompt="prompt", ending=True):
 
 
 class TestTextIteratorStreamer:
-    def test_text_comes_while_another_thread_goes_on(self):
+    def test_text_arrives_while_a_thread_generates(self):
         streamer = TextIteratorStreamer(BYTE_LEVEL, skip_prompt=True, timeout=20)
         read = threading.Event()
 
@@ -351,7 +351,7 @@ class TestTextIteratorStreamer:
         with pytest.raises(ValueError, match="late"):
             next(streamer)
 
-    def test_an_error_is_passed_on_though_decoding_fails_too(self, monkeypatch):
+    def test_an_error_is_passed_on_even_if_decoding_also_fails(self, monkeypatch):
         streamer = TextIteratorStreamer(BYTE_LEVEL)
         monkeypatch.setattr(streamer._stream, "end", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -408,7 +408,7 @@ class TestTextIteratorStreamer:
 
 class TestAsyncTextIteratorStreamer:
     def read(self, run, **options) -> list[str]:
-        """The pieces that arrive while `run(streamer)` is busy in a thread."""
+        """Return the pieces that arrive while `run(streamer)` runs in a thread."""
 
         async def main():
             streamer = AsyncTextIteratorStreamer(BYTE_LEVEL, skip_prompt=True, **options)

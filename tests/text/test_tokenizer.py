@@ -184,7 +184,7 @@ class TestDecode:
 
     def test_clean_up(self):
         spaced = "It is n't , he 's . I 'm we 've they 're a ' b ! so ? x .y"
-        # transformers 4.41.1's clean_up_tokenization of the same text
+        # the result of transformers 4.41.1's clean_up_tokenization
         clean = "It isn't, he's. I'm we've they're a'b! so? x.y"
         assert clean_up(spaced) == clean
         ids = byte_level().encode(spaced)
@@ -251,7 +251,7 @@ class TestTokenBytes:
         tok.token_bytes().clear()
         assert len(tok.token_bytes()) == 4
         backend.decoder = decoders.ByteLevel()
-        # é is also GPT-2's sign for the byte E9, and so the library decodes it
+        # é is also GPT-2's symbol for the byte E9, which is how the library decodes it
         assert Tokenizer(backend).token_bytes()[2:] == [b"[x y]", b"\xe9"]
         assert backend.decode([3]) == "\ufffd"
 
@@ -373,7 +373,7 @@ class TestBatch:
             byte_level().decode_batch(np.ones((1, 4), np.int32), lengths=lengths, prompt_width=width)
 
     @pytest.mark.parametrize("rows", [[1, 2], np.array([1, 2]), np.array(1), 3, "hell", ["he"], {1: [2]}, None])
-    def test_decode_batch_of_what_has_no_rows(self, rows):
+    def test_decode_batch_of_values_without_rows(self, rows):
         with pytest.raises(TypeError, match="decode_batch accepts an output of generate or rows of ids, got"):
             byte_level().decode_batch(rows)
 
@@ -409,7 +409,7 @@ class TestChat:
         assert tok.chat(USER).ids.tolist() == [tok.encode(text)]
         assert tok.render_chat(USER, False) == "<|im_start|>user\nhi<|im_end|>\n"
 
-    def test_bos_is_the_templates_affair(self):
+    def test_only_the_template_adds_bos(self):
         tok = llama(chat_template="{{ bos_token }}{{ messages[0].content }}")
         assert tok.chat(USER).ids[0].tolist().count(1) == 1
         assert llama(chat_template="a").chat(USER).ids[0].tolist().count(1) == 0
@@ -437,7 +437,7 @@ class TestChat:
         assert tok.render_chat(USER, mood="calm") == text
 
     def test_a_template_like_that_of_qwen3(self):
-        """Thinking is kept out of earlier answers and can be switched off."""
+        """Thinking is removed from earlier answers, and can be turned off."""
         first = len(byte_level())
         added = {str(first): {"content": "<think>"}, str(first + 1): {"content": "</think>"}}
         tok = byte_level(chat_template=THINKING, added_tokens_decoder=added)
@@ -557,7 +557,7 @@ class TestChat:
             byte_level(chat_template="").chat([USER])
 
 
-# First characters that join in different ways to what the template writes before them
+# Their first characters join the text that the template writes before them in different ways
 QUESTIONS = [
     *("Who are you?", "hi", " x", "  x", "\nx", "\n\n x", "\t", "\r\nx", "1 + 1?", ".", "...", "'s", "\u2019s"),
     *("é", "e\u0301", "你好", "\u3000x", "\u00a0x", "👋", "\u200bx", "<|im_end|>", "<x>", "-", "_", "{", "", " "),
@@ -574,7 +574,7 @@ BEGINNINGS = [
 
 
 def conversations(beginning, texts) -> list[list[dict]]:
-    """Conversations of one turn and, every third, of two more."""
+    """Return conversations that continue for one turn, and every third one for two more."""
     role, other = ("assistant", "user") if beginning[-1:] == EXCHANGE[:1] else ("user", "assistant")
     tails = [[{"role": role, "content": text}] for text in texts]
     tails[::3] = [[*tail, {"role": other, "content": "a"}, {"role": role, "content": "b"}] for tail in tails[::3]]

@@ -1,4 +1,4 @@
-"""Lines of files end where they should, and bad ones are named."""
+"""Lines of files end where they should, and errors name bad lines."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from jaxgen import InputError
 from jaxgen.text.json_file import parse_json
 from jaxgen.text.utf8_text import text_lines
 
-# Separators at which Python's splitlines would cut, and a few that look like spaces.
+# Characters at which Python's splitlines would split, and a few that look like spaces.
 INSIDE = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\u00a0\ufeff"
 
 
@@ -20,10 +20,10 @@ def test_lines_end_at_newlines_only():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_was_written_is_read(seed):
+def test_written_lines_can_be_read(seed):
     rng = random.Random(seed)
     texts = ["".join(rng.choices('ab {}"\\' + INSIDE, k=rng.randint(0, 12))) for _ in range(9)]
-    texts[0] = "first"  # a byte-order mark there would be skipped
+    texts[0] = "first"  # a byte order mark would be skipped here
     end = rng.choice(["\n", "\r\n"])
     read = text_lines("x", end.join(texts).encode())
     assert [text for _, text in read] == [text for text in texts if text.strip()]
@@ -38,7 +38,7 @@ def test_invalid_bytes_are_named(data):
 
 
 def bad_lines():
-    """Damaged JSON: cut, with a character changed, and of the kinds that a parser may accept or choke on."""
+    """Yield damaged JSON: truncated, with a changed character, or of kinds on which parsers disagree or fail."""
     rng = random.Random(0)
     good = json.dumps({"messages": [{"role": "user", "content": 'a \\ " é'}], "n": [1.5e3, None, True]})
     yield from (good[: rng.randrange(1, len(good))] for _ in range(60))

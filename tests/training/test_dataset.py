@@ -1,4 +1,4 @@
-"""Texts and conversations to rows: what is learnt, what is kept, and in which order."""
+"""From texts and conversations to rows: which tokens are trained on, which examples are kept, and in what order."""
 
 import json
 
@@ -21,7 +21,7 @@ AGAIN, HE = {"role": "user", "content": "Again?"}, {"role": "assistant", "conten
 
 
 def parts(tokenizer: Tokenizer, *pieces: tuple[str, bool]) -> Example:
-    """Encode pieces of text one by one, each learnt or not."""
+    """Encode pieces of text one by one. Each is trained on or not."""
     ids, labels = [], []
     for text, learnt in pieces:
         piece = tokenizer.encode(text, add_special_tokens=False)
@@ -69,7 +69,7 @@ class TestConversations:
         answer = [tokenizer.backend.id_to_token(label) for label in example.labels[start : start + 4]]
         assert answer == ["▁hell", "o", "▁", "</s>"]
 
-    def test_no_token_reaches_from_the_question_into_the_answer(self):
+    def test_no_token_spans_question_and_answer(self):
         tokenizer = byte_level(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
         conversation = [{"role": "user", "content": "h"}, {"role": "assistant", "content": "ello"}]
         example = chat_example(tokenizer, conversation)
@@ -175,7 +175,7 @@ class TestTexts:
 
 @st.composite
 def examples_of_their_own_ids(draw) -> list[Example]:
-    """Examples, no id of which occurs twice, some of it learnt."""
+    """Draw examples in which no id occurs twice. Some of their tokens are trained on."""
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=200))
     learnt = draw(st.integers(0, 2**32 - 1))
     examples, start = [], 1

@@ -1,4 +1,4 @@
-"""`jaxgen.training.policy` beside the published formulas, written in numpy."""
+"""`jaxgen.training.policy`, compared with the published formulas in NumPy."""
 
 import jax
 import jax.numpy as jnp

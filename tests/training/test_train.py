@@ -1,4 +1,4 @@
-"""Training: the step against its parts, and a run that is stopped and goes on."""
+"""Training: a step compared with its parts, and runs that are interrupted and resumed."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def take(data: TrainBatch, count: int) -> TrainBatch:
 
 
 def step_of(cfg: TrainConfig, model=MODEL):
-    return jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)  # as `train` does
+    return jax.jit(functools.partial(train_step, model=model, cfg=cfg), donate_argnums=0)  # as in `train`
 
 
 @functools.partial(jax.jit, static_argnames="remat")
@@ -45,7 +45,7 @@ def gradient_of(params, batch: TrainBatch, remat=False):
 
 
 def filled(data: TrainBatch) -> TrainBatch:
-    """Add empty rows: one shape, and so one program, for all data."""
+    """Add empty rows, so that all data has one shape and uses one program."""
     lacking = ((0, len(EXAMPLES) - len(data.ids)), (0, 0))
     labels = np.pad(data.labels, lacking, constant_values=-100)
     return TrainBatch(np.pad(data.ids, lacking), labels, np.pad(data.segments, lacking))
@@ -84,9 +84,9 @@ def test_padding_teaches_nothing():
 
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_accumulated_gradients_are_those_of_the_whole_batch(parts):
+def test_accumulated_gradients_equal_those_of_the_whole_batch(parts):
     data = take(rows(), 4)
-    data.labels[0, 4:] = -100  # micro-batches with different numbers of labels
+    data.labels[0, 4:] = -100  # the micro-batches differ in their number of labels
     whole, wanted = step_of(CFG)(TrainState.create(PARAMS, CFG), data)
     state, metrics = step_of(dataclasses.replace(CFG, accumulate=parts))(TrainState.create(PARAMS, CFG), data)
     close(metrics, wanted)
@@ -98,7 +98,7 @@ def test_rows_that_cannot_be_divided():
         step_of(dataclasses.replace(CFG, accumulate=3))(TrainState.create(PARAMS, CFG), take(rows(), 4))
 
 
-def test_rematerialised_layers_have_the_same_gradient_and_keep_less():
+def test_rematerialized_layers_have_the_same_gradient_and_store_less():
     data = filled(rows())
     kept, remade = (gradient_of.lower(PARAMS, data, remat).compile() for remat in (False, True))
     close(remade(PARAMS, data)[1], kept(PARAMS, data)[1])
@@ -115,7 +115,7 @@ def test_bfloat16_computes_and_float32_is_kept():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
     assert metrics.loss != wanted.loss
     np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=2e-2)
-    # AdamW's first step is the rate along the gradient's sign: most weights move the same way.
+    # AdamW's first step is the learning rate times the gradient's sign, so most weights move the same way.
     moved, expected = (
         np.concatenate(
             [
@@ -164,7 +164,7 @@ def test_dropout_differs_by_step_only():
     assert loss_at(0) == loss_at(0) != loss_at(1)
 
 
-def test_training_learns_and_goes_on_where_it_was_stopped(tmp_path):
+def test_training_learns_and_resumes_after_an_interruption(tmp_path):
     cfg, lines = LEARNING, []
     batches = shuffled(rows(), 4, seed=3)
     options = {"model": DROPOUT, "cfg": cfg, "report_every": 4}
@@ -244,7 +244,7 @@ def test_segments_have_their_own_positions_and_windows():
     def apply(ids, segments=None):
         return model.apply({"params": PARAMS}, ids, segment_ids=segments).logits
 
-    def alone(ids):  # padded behind, where nothing is seen, so that one program does
+    def alone(ids):  # padded on the right, where it does not matter, to use one program
         return apply(jnp.pad(ids, ((0, 0), (0, 20 - ids.shape[1]))))[:, : ids.shape[1]]
 
     packed = apply(ids, segments)
