@@ -18,7 +18,7 @@ from convert.atomic_directory import new_directory
 from convert.errors import CheckpointError
 from convert.hf import Checkpoint
 from convert.shards import find_tensors, read_json, write_json
-from convert.tensors import DTYPES, Tensor, write_file
+from convert.tensors import DTYPES, DerivedTensor, Tensor, write_file
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.model.causal_lm import FUSED, param_shapes
@@ -111,24 +111,10 @@ def merge_adapter(checkpoint: Checkpoint, path: str | Path) -> Checkpoint:
 
     def merged(name: str, tensor: Tensor) -> Tensor:
         update = updates.get(name.removesuffix(".weight"))
-        return tensor if update is None else _MergedTensor(**vars(tensor), update=update)
+        return tensor if update is None else DerivedTensor(**vars(tensor), compute=lambda x: x + update[1] @ update[0])
 
     weights = {name: merged(name, tensor) for name, tensor in checkpoint.weights.items()}
     return dataclasses.replace(checkpoint, weights=weights)
-
-
-@dataclasses.dataclass(frozen=True)
-class _MergedTensor(Tensor):
-    """A matrix whose update (A and B) is added when it is read."""
-
-    update: tuple[np.ndarray, np.ndarray]
-
-    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the sum, computed in float32 and rounded once."""
-        a, b = self.update
-        rows, columns = (slice(None), slice(None)) if part is None else part
-        total = super().read(np.dtype(np.float32), part) + b[rows] @ a[:, columns]
-        return self.cast(total, DTYPES[self.dtype] if dtype is None else dtype)
 
 
 def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base: str = "", overwrite=False) -> None:

@@ -6,6 +6,7 @@ Neighboring key-value heads serve neighboring query heads, so the query heads st
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from convert.hf import Checkpoint, check_params
 from convert.quantized import kind_in
-from convert.tensors import DTYPES, Tensor
+from convert.tensors import DerivedTensor, Tensor
 from jaxgen.config.generation_config import GenerationConfig, model_of
 from jaxgen.errors import ConfigError
 from jaxgen.model.config import ModelConfig
@@ -66,26 +67,13 @@ def pool_checkpoint(checkpoint: Checkpoint, kv_heads: int) -> Checkpoint:
     def pool(tensor: Tensor) -> Tensor:
         shape = (tensor.shape[0] // group, *tensor.shape[1:])
         smaller = dataclasses.replace(tensor, shape=shape, nbytes=tensor.nbytes // group)
-        return _PooledTensor(**vars(smaller), model=pooled)
+        return DerivedTensor(**vars(smaller), compute=functools.partial(_means, model=pooled))
 
     weights = {
         name: pool(tensor) if _PROJECTIONS.fullmatch(name) else tensor for name, tensor in checkpoint.weights.items()
     }
     config = checkpoint.config | {"num_key_value_heads": pooled.num_key_value_heads}
     return dataclasses.replace(checkpoint, config=config, cfg=checkpoint.cfg.replace(model=pooled), weights=weights)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PooledTensor(Tensor):
-    """A projection with more heads in the file than in `model`; `shape` and `nbytes` describe the means."""
-
-    model: ModelConfig
-
-    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
-        """Return the means, computed in float32 and rounded once."""
-        assert part is None, "the command reads whole tensors"
-        heads = super().read(np.dtype(np.float32))
-        return self.cast(_means(heads, self.model), DTYPES[self.dtype] if dtype is None else dtype)
 
 
 def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:

@@ -78,7 +78,7 @@ def shared_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
                 [f"process {jax.process_index()} does not see {path}: save to a directory that all processes share"]
             )
         yield Path(path)
-    _wait("moved")
+    multihost_utils.sync_global_devices("moved")
 
 
 @contextlib.contextmanager
@@ -89,9 +89,7 @@ def _together(directory: Path) -> Iterator[None]:
         yield
     except Exception as failure:  # raised below, once the other processes know
         error = failure
-    failed = np.ravel([error is not None])
-    if jax.process_count() > 1:
-        failed = np.ravel(multihost_utils.process_allgather(failed))
+    failed = np.ravel(multihost_utils.process_allgather(np.ravel([error is not None])))
     if error is not None:
         raise error
     if failed.any():
@@ -111,12 +109,5 @@ def _own_parts(array: Any) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
 
 
 def _told_by_first(path: str) -> str:
-    if jax.process_count() == 1:
-        return path
     sent = np.frombuffer(path.encode().ljust(_LONGEST_PATH, b"\0"), np.ubyte)
     return np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes().rstrip(b"\0").decode()
-
-
-def _wait(for_what: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(for_what)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,18 @@ class Tensor:
             plural = "1 value is" if lost == 1 else f"{lost} values are"
             raise CheckpointError([f"{self.file}: {self.name}: {plural} too large for {dtype}: choose a wider dtype"])
         return result
+
+
+@dataclasses.dataclass(frozen=True)
+class DerivedTensor(Tensor):
+    """A tensor that is computed from the one in the file, in float32; `shape` and `nbytes` are those of the result."""
+
+    compute: Callable[[np.ndarray], np.ndarray]
+
+    def read(self, dtype: np.dtype | None = None, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Return the values, rounded once."""
+        assert part is None, "the command reads whole tensors"
+        return self.cast(self.compute(super().read(np.dtype(np.float32))), dtype or DTYPES[self.dtype])
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

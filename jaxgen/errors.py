@@ -79,3 +79,15 @@ _SHORTENED = _Shortened()
 def shown(value: object) -> str:
     """Return `repr(value)` on one line, shortened if it is long."""
     return one_line(_SHORTENED.repr(value), LONGEST_VALUE)
+
+
+def check_whole(
+    name: str, value: Any, least: int = 1, most: int | None = None, error: type[JaxgenError] = InputError
+) -> int:
+    """Return a whole number from `least` to `most`; raise `error`, or TypeError, for anything else."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {shown(value)}")
+    if value < least or (most is not None and value > most):
+        limits = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise error(f"{name} must be {limits}, got {value}")
+    return int(value)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from convert import load_adapter, load_hf
 from convert.adapter import read_updates
@@ -290,10 +291,6 @@ def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
     done = bytearray(len(job.lines)) if file is None else file.done
     if before := sum(done[index] for index in job.indices):
         terminal.say("note", f"{before:,} {'prompt was' if before == 1 else 'prompts were'} answered before")
-    if jax.process_count() == 1:
-        return done
-    from jax.experimental import multihost_utils  # a large import, not needed in a single process
-
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(done, np.uint8))))
 
 

@@ -12,7 +12,7 @@ from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.errors import InputError
 from jaxgen.output import GenerateOutput
-from jaxgen.serving.page import MARK, recorded_page
+from jaxgen.serving.page import MARK, page
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 
 ALTERNATIVES = 5  # number of most likely tokens to show
@@ -50,4 +50,5 @@ def write_page(path: Path, session: Session, model: str, prompt: str, out: Gener
         answers.append(
             {"text": text, "tokens": entries(Scored(ids, LogProbs(*logged), ALTERNATIVES), texts), "note": note}
         )
-    path.write_text(recorded_page(model, prompt, answers), "utf-8")
+    settings = {"kind": "recorded", "model": model, "prompt": prompt, "answers": answers}
+    path.write_text(page(settings), "utf-8")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxgen.arguments import BAD_INPUT, BROKEN_PIPE, FAILED, INTERRUPTED
@@ -32,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
-        warnings.simplefilter("always", JaxgenWarning)
-        warnings.showwarning = _show_warning_once()
+        warnings.simplefilter("once", JaxgenWarning)  # a run calls generate() for each batch
+        warnings.showwarning = lambda message, *_: terminal.say("warning", in_flags(str(message)))
         try:
             with contextlib.suppress(SystemExit), _log(argv):  # --help and --version raise SystemExit
                 if argv[:1] == ["train"]:
@@ -56,12 +57,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             terminal.erase()
 
 
-def _log(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    if "--debug" not in argv:
-        return contextlib.nullcontext()
-    from jaxgen.cli import log  # imports jax, which --help does not need
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, with its traceback if there is one."""
+        terminal.write(f"jaxgen: {record.levelname.lower()}: {self.format(record)}")
 
-    return log.shown()
+
+@contextlib.contextmanager
+def _log(argv: Sequence[str]) -> Iterator[None]:
+    """With --debug, print log records of level INFO and above while the block runs."""
+    logger, handler = logging.getLogger("jaxgen"), _Lines()
+    level = logger.level
+    if "--debug" in argv:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _explained(error: BaseException) -> int:
@@ -166,18 +180,6 @@ def _one_line(text: str, width: int) -> str:
     """Put `text` on one line; if it is longer than `width`, keep only its beginning and end."""
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[: width // 2]} ... {text[-width // 2 :]}"
-
-
-def _show_warning_once() -> Callable[..., None]:
-    """Return a function that prints each warning only once, because a run calls generate() for each batch."""
-    shown = set()
-
-    def show(message, category, filename, lineno, file=None, line=None) -> None:
-        if (text := in_flags(str(message))) not in shown:
-            shown.add(text)
-            terminal.say("warning", text)
-
-    return show
 
 
 def _discard_stdout() -> None:

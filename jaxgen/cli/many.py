@@ -21,6 +21,7 @@ from jaxgen.cli.options import in_flags
 from jaxgen.cli.session import Session
 from jaxgen.cli.timing import Stats
 from jaxgen.config.kinds import Text
+from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.rng import prompt_keys
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
@@ -169,14 +170,7 @@ def _in_slots(
     answered = by_prompt(ended(engine, map(prompt, indices), _waiting(slots)))
     for place, completions in in_order(answered) if ordered else answered:
         index = indices[place]
-        yield index, [_completed(lines[index], completion, session) for completion in completions]
-
-
-def _completed(line: Line, completion: Completion, session: Session) -> dict[str, Any]:
-    tokens, reason = completion.tokens, completion.stop_reason
-    error = completion.error and (failure_text(reason, len(tokens)) or completion.error)
-    logprobs = () if completion.logprobs is None else completion.logprobs.logprobs
-    return _entry(line, completion.sequence, completion.text or "", tokens, reason, error, logprobs, session)
+        yield index, [_entry(lines[index], completion, session) for completion in completions]
 
 
 def _in_batches(
@@ -216,30 +210,24 @@ def _generate(part: Sequence[Line], session: Session, keys: jax.Array | None) ->
 def _of_row(line: Line, out: GenerateOutput, row: int, text: str, session: Session) -> dict[str, Any]:
     count, reason = int(np.asarray(out.lengths)[row]), StopReason(int(np.asarray(out.stop_reasons)[row]))
     tokens = np.asarray(out.sequences)[row, out.prompt_width :][:count].tolist()
-    logprobs = () if out.logprobs is None else np.asarray(out.logprobs)[row, :count]
+    logged = None if out.logprobs is None else LogProbs(out.logprobs[row, :count])
     sequence = row % session.cfg.num_return_sequences
-    return _entry(line, sequence, text, tokens, reason, failure_text(reason, count), logprobs, session)
+    return _entry(
+        line, Completion(0, sequence, line.ids, tokens, text, reason, logged, failure_text(reason, count)), session
+    )
 
 
-def _entry(
-    line: Line,
-    sequence: int,
-    text: str,
-    tokens: Sequence[int],
-    reason: StopReason,
-    error: str | None,
-    logprobs: Any,
-    session: Session,
-) -> dict[str, Any]:
+def _entry(line: Line, done: Completion, session: Session) -> dict[str, Any]:
     """Return a line of the output: the request with its answer."""
-    entry = line.asked | ({"sequence": sequence} if session.cfg.num_return_sequences > 1 else {})
-    entry |= {"text": text, "tokens": len(tokens), "finish": reason.name.lower()}
-    if error is not None:
-        entry["error"] = in_flags(error)
+    entry = line.asked | ({"sequence": done.sequence} if session.cfg.num_return_sequences > 1 else {})
+    entry |= {"text": done.text or "", "tokens": len(done.tokens), "finish": done.stop_reason.name.lower()}
+    if done.error is not None:
+        entry["error"] = in_flags(failure_text(done.stop_reason, len(done.tokens)) or done.error)
     if session.cfg.output_logprobs is not None:
+        logprobs = () if done.logprobs is None else np.asarray(done.logprobs.logprobs).round(6).tolist()
         entry["logprobs"] = [
             {"id": token, "token": session.tokenizer.decode([token], skip_special_tokens=False), "logprob": value}
-            for token, value in zip(tokens, np.asarray(logprobs).round(6).tolist(), strict=True)
+            for token, value in zip(done.tokens, logprobs, strict=True)
         ]
     return entry
 

@@ -18,10 +18,10 @@ from jaxgen.engine.device import Device, Loop, committed
 from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.processes import Plan, Processes, Step
-from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, News, QueueFull
+from jaxgen.engine.results import EngineClosed, Event, EventReader, Handle, QueueFull
 from jaxgen.engine.schedule import Counts, Flight, Pace, Schedule
 from jaxgen.engine.tables import tables_of
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, check_whole
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.stop_strings import StopAutomaton
 from jaxgen.model.lowrank import adapter_count
@@ -98,8 +98,10 @@ class Engine:
         hook: StepHook | None = None,
     ):
         check_call(params, cfg)
-        _check_sizes(slots=slots, prompt_width=prompt_width, most_waiting=most_waiting, id_entries=id_entries)
-        _check_sizes(grammar_states=grammar_states, grammar_classes=grammar_classes, stop_states=stop_states)
+        sizes = {"slots": slots, "prompt_width": prompt_width, "most_waiting": most_waiting, "id_entries": id_entries}
+        sizes |= {"grammar_states": grammar_states, "grammar_classes": grammar_classes, "stop_states": stop_states}
+        for name, size in sizes.items():
+            check_whole(name, size)
         self.cfg, self.tokenizer, self.slots = cfg, tokenizer, slots
         self.prompt_width, self.id_entries, self.most_waiting = prompt_width, id_entries, most_waiting
         check_key(key, cfg, 1)
@@ -175,15 +177,15 @@ class Engine:
             raise InputError(f"{min(both)} is in the prompt and among the options: pass it once")
         return self.follow({**given, **options}, None if on_event is None else self._reading(on_event), timeout)
 
-    def _reading(self, on_event: Callable[[Event], object]) -> Callable[[News], object]:
+    def _reading(self, on_event: Callable[[Event], object]) -> Callable[[Event], object]:
         """Return a listener that calls `on_event` with events."""
         reader = EventReader(self.tokenizer)
         return lambda news: on_event(reader.read(news))
 
-    def follow(self, prompt: dict[str, Any], listener: Callable[[News], object] | None, timeout) -> Handle:
-        """Submit a prompt with a listener that receives `News` in the engine's thread.
+    def follow(self, prompt: dict[str, Any], listener: Callable[[Event], object] | None, timeout) -> Handle:
+        """Submit a prompt with a listener that receives events without text in the engine's thread.
 
-        If the prompt fails, the last `News` has neither tokens nor a stop reason, and the handle stores the `failure`.
+        If the prompt fails, the last event has neither tokens nor a stop reason, and the handle stores the `failure`.
         The other arguments and the errors are as in `submit`.
         """
         if not self.leads:
@@ -430,11 +432,3 @@ class Engine:
                 with self._changed:
                     self._schedule.cancel(flight)
         self._told = []
-
-
-def _check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be a whole number, got {size!r}")
-        if size < 1:
-            raise InputError(f"{name} must be at least 1, got {size}")

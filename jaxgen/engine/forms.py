@@ -17,7 +17,7 @@ from jaxgen.config.options import OPTIONS
 from jaxgen.config.values import is_array
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.request import Request
-from jaxgen.errors import ConfigError, InputError, shown
+from jaxgen.errors import ConfigError, InputError, check_whole, shown
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.request.checks import check_adapter, check_grammar, check_key, check_room
 from jaxgen.text.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ class Form:
             {"min_new_tokens"} if cfg.on("min_length") else set()
         )
         return Prompt(
-            index=_index(named.get("index", index)),
+            index=check_whole("index", named.get("index", index), 0, LARGEST_INDEX),
             ids=ids,
             budget=budget,
             sequences=sequences,
@@ -356,11 +356,3 @@ def _into(name: str, off: np.ndarray, value: Any) -> np.ndarray:
     leaf = np.array(off)
     leaf[tuple(map(slice, value.shape))] = value
     return leaf
-
-
-def _index(index: Any) -> int:
-    if isinstance(index, bool) or not isinstance(index, int | np.integer):
-        raise TypeError(f"index must be a whole number, got {shown(index)}")
-    if not 0 <= index <= LARGEST_INDEX:
-        raise InputError(f"index must be from 0 to {LARGEST_INDEX}, got {index}")
-    return int(index)

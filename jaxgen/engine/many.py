@@ -13,7 +13,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.results import Completion, EngineClosed, Handle, News
+from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
 from jaxgen.errors import JaxgenError, shown
 from jaxgen.text.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[i
     happened: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     running: dict[int, tuple[Handle, set[int]]] = {}
 
-    def follow(place: int, news: News) -> None:
+    def follow(place: int, news: Event) -> None:
         if news.stop_reason or not news.tokens:
             happened.put((place, news.sequence))
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.pool import chunk_size
 from jaxgen.decoding.prefixes import NOWHERE
-from jaxgen.errors import InputError
+from jaxgen.errors import InputError, check_whole
 from jaxgen.request.memory import cache_bytes
 
 _BYTES = 2**28  # default size of the store, unless the prompts of all slots need less
@@ -69,11 +69,7 @@ class Prefixes:
         most, size = (width - 1) // chunk, cache_bytes(cfg.model, 1, chunk, cfg.cache_dtype)
         if most_bytes is None:
             return cls(min(_BYTES // size, slots * most), chunk, most)
-        if isinstance(most_bytes, bool) or not isinstance(most_bytes, int):
-            raise TypeError(f"prefix_cache_bytes must be a whole number or None, got {most_bytes!r}")
-        if most_bytes < 0:
-            raise InputError(f"prefix_cache_bytes must be at least 0, got {most_bytes}")
-        if 0 < most_bytes < size:
+        if 0 < check_whole("prefix_cache_bytes", most_bytes, 0) < size:
             raise InputError(
                 f"prefix_cache_bytes={most_bytes} is less than the {size} bytes of {chunk} tokens: raise it, or pass 0"
             )

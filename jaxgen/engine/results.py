@@ -25,7 +25,7 @@ class Event(NamedTuple):
     Attributes:
         sequence: the number of the sequence within the prompt.
         tokens: the token ids, at least one unless the sequence has ended.
-        text: the new text, in whole characters; empty without a tokenizer.
+        text: the new text, in whole characters; empty without a tokenizer, and for listeners.
         stop_reason: the reason why the sequence ended; `StopReason.NONE` if it has not ended.
         logprobs: the log-probabilities of the tokens, as in `Completion`.
     """
@@ -33,15 +33,6 @@ class Event(NamedTuple):
     sequence: int
     tokens: list[int]
     text: str
-    stop_reason: StopReason
-    logprobs: LogProbs | None = None
-
-
-class News(NamedTuple):
-    """The results of a chunk for one sequence: an `Event` without text."""
-
-    sequence: int
-    tokens: list[int]
     stop_reason: StopReason
     logprobs: LogProbs | None = None
 
@@ -108,14 +99,14 @@ class Handle:
         self,
         prompt: Prompt,
         tokenizer: Tokenizer | None,
-        listener: Callable[[News], object] | None,
+        listener: Callable[[Event], object] | None,
         cancel: Callable[[], object],
         thread: threading.Thread | None = None,
     ):
         self._prompt, self._tokenizer, self._listener, self._cancel = prompt, tokenizer, listener, cancel
         self._thread = thread  # the engine's thread
         self._sequences = [_Sequence() for _ in range(prompt.sequences)]
-        self._events: list[News] = []
+        self._events: list[Event] = []
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._telling = 0  # running calls of the listener
@@ -240,7 +231,7 @@ class Handle:
             if rest is not None and rest.shape[1]:
                 sequence.rest.append(rest)
             sequence.versions += dict.fromkeys(v for v in versions if tokens and v not in sequence.versions)
-            news = News(number, tokens, reason, None if rest is None else _logprobs([rest], self._prompt))
+            news = Event(number, tokens, "", reason, None if rest is None else _logprobs([rest], self._prompt))
             self._events.append(news)
             self._telling += 1
         self._tell(news)
@@ -256,21 +247,21 @@ class Handle:
                 self._add(number, [], reason)
 
     def _fail(self, error: BaseException) -> None:
-        """End all sequences with an exception. The listener receives one `News` without tokens or a stop reason."""
+        """End all sequences with an exception. The listener receives one `Event` without tokens or a stop reason."""
         with self._changed:
             if self.done:
                 return
             self.failure = error
             self._wake()
-        self._tell(News(0, [], StopReason.NONE))
+        self._tell(Event(0, [], "", StopReason.NONE))
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, event: Event) -> None:
         """Call the listener. If it raises an exception, the prompt fails, and the listener is not called again."""
         listener = self._listener
         if listener is None:
             return
         try:
-            listener(news)
+            listener(event)
         except BaseException as error:  # not even SystemExit may end the engine
             self._listener = None
             self._fail(error)
@@ -289,13 +280,13 @@ class EventReader:
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
 
-    def read(self, news: News) -> Event:
-        """Return the event for new tokens of a sequence."""
+    def read(self, event: Event) -> Event:
+        """Return an event with its text."""
         text = ""
         if self._tokenizer is not None:
-            stream = self._streams.setdefault(news.sequence, TextStream(self._tokenizer))
-            text = stream.put(news.tokens) + (stream.end() if news.stop_reason else "")
-        return Event(news.sequence, news.tokens, text, news.stop_reason, news.logprobs)
+            stream = self._streams.setdefault(event.sequence, TextStream(self._tokenizer))
+            text = stream.put(event.tokens) + (stream.end() if event.stop_reason else "")
+        return event._replace(text=text)
 
 
 def _logprobs(parts: list[np.ndarray], prompt: Prompt) -> LogProbs | None:

@@ -17,9 +17,9 @@ from jaxgen.engine.device import Loop
 from jaxgen.engine.forms import Form
 from jaxgen.engine.prefixes import Prefixes
 from jaxgen.engine.schedule import Schedule
-from jaxgen.errors import ConfigError
+from jaxgen.errors import ConfigError, check_whole
 from jaxgen.export.file import ExportedPrograms
-from jaxgen.export.lowering import PLATFORMS, check_export, check_size, description, exported, shapes_of
+from jaxgen.export.lowering import PLATFORMS, check_export, description, exported, shapes_of
 from jaxgen.export.plain import KEYS, flat_params, flatten, param_names, unflatten
 from jaxgen.generation import extensions_of
 from jaxgen.request.checks import check_call
@@ -65,8 +65,8 @@ def export_engine(
     """
     model_of(cfg)
     check_export(params, cfg, platforms)
-    check_size("slots", slots)
-    check_size("prompt_width", prompt_width)
+    check_whole("slots", slots)
+    check_whole("prompt_width", prompt_width)
     _check_options(cfg)
     form = Form(cfg, None, prompt_width)
     extensions = extensions_of(cfg, logits_processor, stopping_criteria, None, hook)

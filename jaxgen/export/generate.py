@@ -17,9 +17,9 @@ from jaxgen.config.options import OPTIONS, TRACED
 from jaxgen.decoding import loop
 from jaxgen.decoding.extensions import Extensions
 from jaxgen.decoding.hook import StepHook
-from jaxgen.errors import ConfigError
+from jaxgen.errors import ConfigError, check_whole
 from jaxgen.export.file import ExportedPrograms
-from jaxgen.export.lowering import PLATFORMS, check_export, check_size, description, exported, shapes_of
+from jaxgen.export.lowering import PLATFORMS, check_export, description, exported, shapes_of
 from jaxgen.export.plain import KEYS, flat_params, flatten, param_names
 from jaxgen.generation import extensions_of
 from jaxgen.grammar.token_automaton import TokenAutomaton
@@ -140,9 +140,9 @@ def _refuse(others: dict[str, Any]) -> None:
 
 
 def _check_sizes(cfg: GenerationConfig, batch: int | None, prompt_width: int) -> None:
-    check_size("prompt_width", prompt_width)
+    check_whole("prompt_width", prompt_width)
     if batch is not None:
-        check_size("batch", batch)
+        check_whole("batch", batch)
     if not cfg.on("max_new_tokens"):
         raise ConfigError("max_new_tokens is not set, but an exported program has arrays of fixed size: set it")
     if batch is None and cfg.slots is not None:

@@ -44,14 +44,6 @@ def check_export(params: Any, cfg: GenerationConfig, platforms: Sequence[str], a
         )
 
 
-def check_size(name: str, size: Any) -> None:
-    """Raise an error unless a size is a whole number of at least 1."""
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name} must be a whole number, got {size!r}")
-    if size < 1:
-        raise InputError(f"{name} must be at least 1, got {size}")
-
-
 def shapes_of(tree: Any) -> Any:
     """Return the shapes and dtypes of a tree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

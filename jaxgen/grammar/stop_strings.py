@@ -174,6 +174,12 @@ class StopAutomaton(NamedTuple):
     goto: np.ndarray
     found: np.ndarray
     longest: int
+    start: int = 0
+
+    @property
+    def states(self) -> int:
+        """The number of states."""
+        return len(self.found)
 
     @classmethod
     def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> StopAutomaton:

@@ -14,14 +14,14 @@ from jaxgen.buckets import power_of_two, prompt_bucket
 from jaxgen.config.availability import with_hints
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.logprobs import continuation_logprobs
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.model.config import ModelConfig
 from jaxgen.model.context import Context
 from jaxgen.model.sharding import mesh_of, place_rows
 from jaxgen.programs import default_device
 from jaxgen.request.checks import check_call
 from jaxgen.request.inputs import token_ids
-from jaxgen.scoring.text import LOGITS_AT_ONCE, check_size, chunk_size
+from jaxgen.scoring.text import LOGITS_AT_ONCE, chunk_size
 
 # A 7B model in bfloat16 needs 0.5 GB for the keys and values of 8,192 tokens. On a CPU, more than 1,024 tokens do not
 # help, because matrix products are no faster, and layer outputs no longer fit into the CPU's caches.
@@ -115,7 +115,7 @@ def score_many(
     check_call(params, cfg)
     if batch_tokens is None:
         batch_tokens = _BATCH_TOKENS_ON_CPU if default_device().platform == "cpu" else _BATCH_TOKENS
-    check_size("batch_tokens", batch_tokens, 1)
+    check_whole("batch_tokens", batch_tokens, error=ConfigError)
     model = cfg.model
     if model.rope.type == "dynamic":
         raise ConfigError("score_many reads each context once, which dynamic RoPE does not allow: use score")

@@ -17,7 +17,7 @@ from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.logprobs import LogProbs, logprobs
 from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.replay import Replay
-from jaxgen.errors import ConfigError, InputError
+from jaxgen.errors import ConfigError, InputError, check_whole
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits.row_options import repeat_values
 from jaxgen.model.context import Context
@@ -79,15 +79,15 @@ def score(
         TypeError: an argument has the wrong type.
     """
     check_call(params, cfg)
-    check_size("top_logprobs", top_logprobs, 0, cfg.model.vocab_size)
+    check_whole("top_logprobs", top_logprobs, 0, cfg.model.vocab_size, ConfigError)
     if chunk is not None:
-        check_size("chunk", chunk, 1)
+        check_whole("chunk", chunk, error=ConfigError)
     extensions = _rules(cfg, of, logits_processor, prefix_allowed_tokens_fn)
     traced = is_traced(params, ids, cfg, attention_mask, extensions) or under_jit()
     ids = token_ids(ids, cfg.model)
     mask = mask_of(attention_mask, ids, cfg)
     if prompt_width is not None:
-        check_size("prompt_width", prompt_width, 1, ids.shape[1] - 1)
+        check_whole("prompt_width", prompt_width, 1, ids.shape[1] - 1, ConfigError)
     start = int(prompt_width or 0)
     replay = None if extensions is None else _replay(cfg, extensions, ids, mask, start, traced)
     return _scored(params, cfg, ids, mask, replay, start, int(top_logprobs), chunk, traced)
@@ -192,12 +192,3 @@ def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start:
     for text, found in problems.items():
         if np.any(found):
             raise InputError(f"row {np.argmax(found)} {text}")
-
-
-def check_size(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raise an error unless a size is a whole number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least or (most is not None and value > most):
-        limits = f">= {least}" if most is None else f"from {least} to {most}"
-        raise ConfigError(f"{name} must be {limits}, got {value}")

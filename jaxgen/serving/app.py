@@ -23,7 +23,6 @@ from starlette.routing import Route
 
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.results import News
 from jaxgen.errors import InputError, shown
 from jaxgen.model.lowrank import adapter_count
 from jaxgen.scoring.text import score
@@ -31,7 +30,7 @@ from jaxgen.serving.errors import NO_RETRY, ApiError, api_error
 from jaxgen.serving.limits import Limits
 from jaxgen.serving.live import Live, in_thread
 from jaxgen.serving.metrics import Metrics
-from jaxgen.serving.page import chat_page
+from jaxgen.serving.page import page
 from jaxgen.serving.protocol import (
     ChatRequest,
     Common,
@@ -98,12 +97,9 @@ class Service:
         self._fingerprint, self._limits = fingerprint, limits or Limits()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._texts, self._created = TokenTexts(tokenizer), int(time.time())
-        self._html = chat_page(
-            name,
-            is_chat=tokenizer.chat_template is not None,
-            alternatives=min(_ALTERNATIVES, cfg.top_logprobs),
-            needs_key=bool(keys),
-        )
+        kind = "text" if tokenizer.chat_template is None else "chat"  # without a template, continue a text
+        shown_tokens = min(_ALTERNATIVES, cfg.top_logprobs)
+        self._html = page({"kind": kind, "model": name, "alternatives": shown_tokens, "needs_key": bool(keys)})
         self._pool = concurrent.futures.ThreadPoolExecutor(_PREPARING, "jaxgen request")
         # Compiling a grammar can take seconds, and other requests must not wait for it.
         self._compiling = concurrent.futures.ThreadPoolExecutor(1, "jaxgen grammar")
@@ -148,7 +144,7 @@ class Service:
             try:
                 self._check_key(request)
                 result = await handler(request)
-                return result if isinstance(result, Response | EventStream) else _json(200, result)
+                return result if isinstance(result, Response) else _json(200, result)
             except (ClientLeft, ClientDisconnect):
                 self.metrics.count("request_cancelled_total")
                 return Response(status_code=499)  # nobody will read it
@@ -263,20 +259,36 @@ class Service:
         """Return the body of an answer that is not streamed."""
         scored = await self._scored(asked)
         await self._submit(live, asked)
-        count = len(asked.prompts) * asked.sequences
-        choices = [(asked.answer(), Delta("", [], [], None, "length")) for _ in range(count)]
-        for _ in range(count if asked.budget else 0):
-            place, _ = await live.news.get()
-            _raise_failure(live, place)
-            done = live.completion(place)
-            if done.error is not None:
-                raise _cannot_continue(done.stop_reason, done.error)
-            answer = choices[place][0]
-            delta = answer.put(News(done.sequence, done.tokens, done.stop_reason, done.logprobs))
-            choices[place] = answer, delta
-            self._ended(answer, started)
+        answers = [asked.answer() for _ in range(len(asked.prompts) * asked.sequences)]
+        deltas = dict([pair async for group in self._deltas(asked, answers, live, started) for pair in group])
+        choices = [(answer, deltas[place]) for place, answer in enumerate(answers)]
         cached = self._count_cached(live)
-        return replies.whole(choices, replies.usage(sum(answer.count for answer, _ in choices), cached), scored)
+        return replies.whole(choices, replies.usage(sum(answer.count for answer in answers), cached), scored)
+
+    async def _deltas(
+        self, asked: Asked, answers: list[Answer], live: Live, started: float
+    ) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """Yield the places of sequences and the additions to them, in groups that are ready together."""
+        left = len(answers)
+        if not asked.budget:
+            yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
+            return
+        while left:
+            happened = [await live.news.get()]
+            while not live.news.empty():
+                happened.append(live.news.get_nowait())
+            for place, news in happened:
+                if (failure := live.failure(place)) is not None:
+                    raise failure
+                if news.stop_reason and (error := live.completion(place).error):
+                    status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
+                    raise ApiError(status, f"the answer cannot continue: {error}", headers=NO_RETRY)
+            group = [(place, answers[place].put(news)) for place, news in happened]
+            for place, news in happened:
+                if news.stop_reason:
+                    left -= 1
+                    self._ended(answers[place], started)
+            yield group
 
     def _ended(self, answer: Answer, started: float) -> None:
         """Count a sequence that has ended."""
@@ -317,7 +329,7 @@ class Service:
         """Yield groups of chunks that are ready together; a group is empty if there is progress but nothing to send."""
         options, count = request.stream_options, len(asked.prompts) * asked.sequences
         counts_all = options is not None and options.include_usage
-        answers, begun, left = [asked.answer() for _ in range(count)], set(), count
+        answers, begun = [asked.answer() for _ in range(count)], set()
 
         def chunk(place: int, delta: Delta) -> dict[str, Any]:
             of_prompt = None if scored is None else scored[place // asked.sequences]
@@ -330,25 +342,8 @@ class Service:
         def usage() -> dict[str, Any]:
             return replies.usage(sum(answer.count for answer in answers), live.cached_tokens)
 
-        if not asked.budget:
-            yield [chunk(place, Delta("", [], [], None, "length")) for place in range(count)]
-            left = 0
-        while left:
-            happened = [await live.news.get()]
-            while not live.news.empty():
-                happened.append(live.news.get_nowait())
-            group = []
-            for place, news in happened:
-                _raise_failure(live, place)
-                if news.stop_reason and (error := live.completion(place).error):
-                    raise _cannot_continue(news.stop_reason, error)
-                delta = answers[place].put(news)
-                if news.stop_reason:
-                    left -= 1
-                    self._ended(answers[place], started)
-                if _says_something(delta, place not in begun):
-                    group.append(chunk(place, delta))
-            yield group
+        async for group in self._deltas(asked, answers, live, started):
+            yield [chunk(place, delta) for place, delta in group if _says_something(delta, place not in begun)]
         self._count_cached(live)
         if counts_all:
             yield [replies.last(usage())]
@@ -406,16 +401,6 @@ class Service:
 
 def _says_something(delta: Delta, is_first: bool) -> bool:
     return bool(is_first or delta.text or delta.calls or delta.finish or delta.logprobs is not None)
-
-
-def _raise_failure(live: Live, place: int) -> None:
-    if (failure := live.failure(place)) is not None:
-        raise failure
-
-
-def _cannot_continue(reason: StopReason, error: str) -> ApiError:
-    status = 500 if reason == StopReason.NOT_A_NUMBER else 400
-    return ApiError(status, f"the answer cannot continue: {error}", headers=NO_RETRY)
 
 
 def _json(status: int, body: Any, headers: dict[str, str] | None = None) -> Response:

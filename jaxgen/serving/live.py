@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxgen.engine.engine import Engine
-from jaxgen.engine.results import Completion, Handle, News
+from jaxgen.engine.results import Completion, Event, Handle
 from jaxgen.serving.metrics import Metrics
 from jaxgen.serving.reading import Asked
 
@@ -39,7 +39,7 @@ class Live:
             streams,
         )
         self._loop = asyncio.get_running_loop()
-        self.news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        self.news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.handles: list[Handle] = []
         self._last: dict[int, float] = {}
         self._is_cancelled = False
@@ -62,7 +62,7 @@ class Live:
             self.cancel()
             raise
 
-    def _hear(self, number: int, news: News) -> None:
+    def _hear(self, number: int, news: Event) -> None:
         """Update the metrics with a prompt's news, and queue the news; called in the engine's thread."""
         place, now = number * self._asked.sequences + news.sequence, time.monotonic()
         if news.tokens:
@@ -73,6 +73,9 @@ class Live:
                 self._metrics.observe("time_to_first_token_seconds", now - self._started)
             self._last[place] = now
             self._metrics.count("generation_tokens_total", count)
+        if not self._streams and news.stop_reason:
+            done = self.completion(place)
+            news = Event(done.sequence, done.tokens, "", done.stop_reason, done.logprobs)
         if self._streams or news.stop_reason or not news.tokens:
             self._loop.call_soon_threadsafe(self.news.put_nowait, (place, news))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.stopping import StopReason
-from jaxgen.engine.results import News
+from jaxgen.engine.results import Event
 from jaxgen.serving.tools import Call, CallParser
 from jaxgen.text.streaming import TextStream
 
@@ -93,7 +93,7 @@ class Answer:
         """The stop string that ended the text, or None."""
         return self._cut.found
 
-    def put(self, news: News) -> Delta:
+    def put(self, news: Event) -> Delta:
         """Process news of the sequence, and return what it adds to the answer."""
         self.count += len(news.tokens)
         self.reason = news.stop_reason

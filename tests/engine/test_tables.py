@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxgen import InputError, TokenAutomaton
-from jaxgen.engine.tables import Grammars, Stops, Table
+from jaxgen.engine.tables import grammar_table, stop_table
 from jaxgen.grammar.stop_strings import StopAutomaton
 from tests.support.tokenizers import byte_level
 
@@ -23,7 +23,7 @@ def accepts(table: TokenAutomaton, state: int, text: str) -> bool:
 
 
 def test_automata_join_and_leave_while_others_stay():
-    table = Table(Grammars(VOCAB, (40, 64)), 40)
+    table = grammar_table(VOCAB, (40, 64))
     patterns = {name: grammar(name) for name in ("[a-c]{1,8}", "(yes|no)", "[0-9]{2,4}")}
     states = {name: table.enter(name, automaton) for name, automaton in patterns.items()}
     assert table.enter("(yes|no)", None) == states["(yes|no)"]
@@ -39,7 +39,7 @@ def test_automata_join_and_leave_while_others_stay():
 
 
 def test_grammars_wait_for_a_full_table_and_are_refused_by_a_small_one():
-    table = Table(Grammars(VOCAB, (12, 64)), 12)
+    table = grammar_table(VOCAB, (12, 64))
     large, other = grammar("[a-c]{1,8}"), grammar("[d-f]{1,8}")
     table.fits(large)
     assert table.enter("large", large) is not None
@@ -51,7 +51,7 @@ def test_grammars_wait_for_a_full_table_and_are_refused_by_a_small_one():
 
 
 def test_too_many_classes_of_tokens_make_wait():
-    table = Table(Grammars(VOCAB, (64, 4)), 64)
+    table = grammar_table(VOCAB, (64, 4))
     assert table.enter("a", grammar("[a-c]+")) is not None
     assert table.enter("b", grammar("d(e|f)g")) is None
     table.leave("a")
@@ -60,7 +60,7 @@ def test_too_many_classes_of_tokens_make_wait():
 
 
 def test_stop_strings_join_and_leave():
-    table = Table(Stops(TOK, VOCAB, 20), 20)
+    table = stop_table(TOK, VOCAB, 20)
 
     def found(state: int, text: str) -> bool:
         state, hit = np.asarray([state]), False

@@ -7,7 +7,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from jaxgen.serving.page import chat_page, recorded_page
+from jaxgen.serving.page import page
 from tests.support.service import KEY, running
 
 SETTINGS = re.compile(r'<script type="application/json" id="settings">(.*?)</script>', re.DOTALL)
@@ -20,18 +20,22 @@ def service():
         yield made
 
 
+def recorded(answers: list[dict]) -> str:
+    return page({"kind": "recorded", "model": HOSTILE, "prompt": HOSTILE, "answers": answers})
+
+
 def settings_of(html: str) -> dict:
     (found,) = SETTINGS.findall(html)
     return json.loads(found)
 
 
 def test_a_page_needs_no_other_file():
-    html = chat_page("tiny", is_chat=True, alternatives=5, needs_key=False)
+    html = page({"kind": "chat", "model": "tiny", "alternatives": 5, "needs_key": False})
     assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(|https?://""", html)
 
 
 def test_no_text_ends_the_settings():
-    html = recorded_page(HOSTILE, HOSTILE, [{"text": HOSTILE, "tokens": [], "note": HOSTILE}])
+    html = recorded([{"text": HOSTILE, "tokens": [], "note": HOSTILE}])
     answer = {"text": HOSTILE, "tokens": [], "note": HOSTILE}
     assert settings_of(html) == {"kind": "recorded", "model": HOSTILE, "prompt": HOSTILE, "answers": [answer]}
 
@@ -195,7 +199,7 @@ class TestInABrowser:
         one = {"token": "ü", "logprob": -0.5, "bytes": [0xC3, 0xBC], "top_logprobs": []}
         parts = [one | {"token": "\ufffd", "bytes": [byte]} for byte in (0xC3, 0xBC)]
         answers = [{"text": "üü", "tokens": [one, *parts], "note": "3 tokens"}]
-        (tmp_path / "page.html").write_text(recorded_page(HOSTILE, HOSTILE, answers), "utf-8")
+        (tmp_path / "page.html").write_text(recorded(answers), "utf-8")
         driver.get((tmp_path / "page.html").as_uri())
         assert driver.title.startswith("</script>")
         assert self.text(driver, ".user .plain") == HOSTILE
