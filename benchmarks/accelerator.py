@@ -45,7 +45,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The shapes of the checkpoints, the numbers of tokens and rows, and the rounds per measurement."""
+    """The shapes of the checkpoints, the numbers of tokens and rows, and the number of rounds per measurement."""
 
     small: str
     middle: str

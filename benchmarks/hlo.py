@@ -43,7 +43,7 @@ class Operation:
         return self.kind in _COLLECTIVES
 
 
-# Given the operations of each branch of a conditional, return the operations that count: of one branch, or of all.
+# A function that returns the operations to count, given those of each branch of a conditional.
 Branches = Callable[[list[list[Operation]]], list[Operation]]
 
 

@@ -1,4 +1,4 @@
-"""Options of `generate`, by short names."""
+"""Short names for sets of options of `generate`."""
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}
 MODES = {

@@ -158,7 +158,7 @@ def measured(
     args: argparse.Namespace,
     tokenizer: Tokenizer,
 ) -> Load:
-    """Send the prompts, the first `clients` of which warm up the server, and report errors."""
+    """Send the prompts and report errors. The first `clients` prompts warm up the server."""
     body = _body(server, address, args, stream)
     asyncio.run(_burst(address, body, prompts[:clients], clients))
     begin, cpu = time.perf_counter(), time.process_time()

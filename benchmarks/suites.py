@@ -124,7 +124,7 @@ SUITES = {
     "memory": Suite("Memory", "import_peak_bytes load_peak_bytes peak_bytes device_peak_bytes", new_processes=True),
 }
 
-# How to display each figure: its heading and its factor.
+# The heading and the factor with which each figure is displayed.
 FIGURES = {
     "first": ("first token, ms", 1e3),
     "prefill_tokens_per_second": ("prefill, tokens/s", 1),

@@ -55,7 +55,7 @@ CHIPS = {
     "v6e": Chip(918e12, 32e9, 1638e9, 400e9, _FLAT, "docs.cloud.google.com/tpu/docs/v6e", 0.5e-6),
     "h100": Chip(989e12, 80e9, 3350e9, 450e9, (), "nvidia.com/en-us/data-center/h100", 2e-6),
 }
-# The facts that XLA queries from a GPU's driver, for an H100 with 80 GB of HBM3.
+# Describes an H100 with 80 GB of HBM3, as XLA would otherwise learn from the GPU's driver.
 _H100 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
@@ -124,7 +124,7 @@ def compile_generate(
     form: str = "plain",
     attach: Callable[[Any], Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compile `generate()` for a mesh or a device, for a call with `rows` prompts of `width` tokens.
+    """Compile a call of `generate()` with `rows` prompts of `width` tokens for a mesh or a device.
 
     `form`, one of `FORMS`, is the form of the parameters; all forms except the plain one are for a single device.
     `attach` first adds adapters to the parameters.

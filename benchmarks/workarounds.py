@@ -207,7 +207,7 @@ def _measure(workaround: Workaround, params: Any, cfg: GenerationConfig, turns: 
 def _compile(changes: Changes, params: Any, cfg: GenerationConfig, ids: np.ndarray) -> Form:
     prepared = _prepare(params, cfg, ids)
     gc.collect()
-    jax.clear_caches()  # parts that were traced earlier still contain the functions of that time
+    jax.clear_caches()  # parts that were traced earlier contain the functions in use at that time
     maps, start = _maps(), time.perf_counter()
     compiled = lower(changes, prepared, cfg).compile()
     seconds = time.perf_counter() - start

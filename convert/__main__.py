@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert the source checkpoint shard by shard, and check the result with `--check`; return the exit status."""
+    """Convert the source checkpoint shard by shard, check the result if asked to, and return the exit status."""
     source, target = Path(options.source), Path(options.destination)
     _check_apart(source, target)
     wanted = float_dtype(options.dtype)
@@ -88,7 +88,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def compare(source: Checkpoint, target: Checkpoint, wanted: np.dtype | None) -> list[str]:
-    """Return the names of tensors that only one checkpoint has, or that differ from `source` cast to `wanted`."""
+    """Return the names of tensors that only one checkpoint has, or that differ once `source` is cast to `wanted`."""
     different = set(source.tensors) ^ set(target.tensors)
     common = [name for name in source.tensors if name in target.tensors]
     for number, name in enumerate(common, 1):

@@ -82,7 +82,7 @@ def load_adapter(path, params: Mapping[str, Any], cfg: GenerationConfig) -> dict
 
 
 def read_updates(paths: Sequence[str | Path], model: ModelConfig) -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Return each adapter's updates by module: A float32[r, in], and B float32[out, r] multiplied by the scale.
+    """Return each adapter's updates by module, as pairs of A float32[r, in] and scale * B float32[out, r].
 
     Raises:
         CheckpointError: as in `load_adapter`.
@@ -131,7 +131,7 @@ def save_adapter(params: Mapping[str, Any], cfg: GenerationConfig, path, *, base
         overwrite: replace an existing directory.
 
     Raises:
-        InputError: no adapter or more than one is attached.
+        InputError: no adapter is attached, or more than one.
         CheckpointError: `path` exists and cannot be replaced.
     """
     model_of(cfg)
@@ -245,7 +245,7 @@ def _mismatch(name: str, factors: Mapping[str, Tensor], shapes: Mapping[str, tup
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
-    """Return the problems in a config: invalid or unsupported values."""
+    """List the invalid or unsupported values in a config."""
     if config.get("peft_type") != "LORA":
         return [f"peft_type is {shown(config.get('peft_type'))}, but only LORA is offered"]
     faults = []

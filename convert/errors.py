@@ -11,9 +11,9 @@ _BULLET = "\n  - "
 
 
 class CheckpointError(JaxgenError):
-    """A checkpoint cannot be read or written; `problems` lists the reasons, one line each.
+    """Error for a checkpoint that cannot be read or written; `problems` lists the reasons, one line each.
 
-    The message is the problem itself if there is only one, otherwise a heading and the `first` problems.
+    If there is only one problem, it is the message. Otherwise, the message is a heading and the `first` problems.
     """
 
     def __init__(self, problems: list[str]):
@@ -23,7 +23,7 @@ class CheckpointError(JaxgenError):
 
     @property
     def first(self) -> list[str]:
-        """The first problems that fit into a message of `LONGEST` characters, at most `SHOWN_PROBLEMS` of them."""
+        """The first problems that fit into a message of `LONGEST` characters, up to `SHOWN_PROBLEMS` problems."""
         candidates = self.problems[:SHOWN_PROBLEMS]
         ends = itertools.accumulate(len(_BULLET) + len(problem) for problem in candidates)
         return [problem for problem, end in zip(candidates, ends, strict=True) if end <= LONGEST - _AROUND]

@@ -50,7 +50,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = [dtype.name for dtype in DTYPES.values()]
 _ALLOWED = ", ".join(_FLOATS)
 _LARGEST_CONFIG = 1_000_000  # bytes
-_SPARE = 1 << 24  # extra parameters that a config may describe, beyond twice the number in the files
+_SPARE = 1 << 24  # parameters by which a config may exceed twice the number in the files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Checkpoint:
         return wanted or (embedding.dtype if isinstance(embedding, Quantized) else DTYPES[embedding.dtype])
 
     def dtype_of(self, name: str, wanted: np.dtype | None) -> np.dtype:
-        """Return the dtype to read a tensor in: `wanted`, or the file's if that is None or the tensor is quantized."""
+        """Return a tensor's dtype once read: `wanted`, or the file's if `wanted` is None or the tensor is quantized."""
         if wanted is None or not isinstance(self.weights.get(name), Tensor):
             return STORED[self.tensors[name].dtype]
         return wanted
 
     def sizes(self, wanted: np.dtype | None) -> dict[str, int]:
-        """Return each tensor's size in bytes, in the dtype that `dtype_of` returns."""
+        """Return each tensor's size in bytes, given the dtype that `dtype_of` returns."""
         return {
             name: math.prod(tensor.shape) * self.dtype_of(name, wanted).itemsize
             for name, tensor in self.tensors.items()
@@ -100,7 +100,7 @@ class Checkpoint:
         return self.tensors[name].read(self.dtype_of(name, wanted))
 
     def quantize(self, quantize: str | type[Quantized] | None) -> Checkpoint:
-        """Return a checkpoint that converts its matrices to a kind of weight as they are read; None changes nothing.
+        """Return a checkpoint that converts its matrices to a kind of weight when read; with None, nothing changes.
 
         Raises:
             ConfigError: `load_hf` does not support this value of `quantize`.
@@ -205,7 +205,7 @@ def save_hf(params: Mapping[str, Any], cfg: GenerationConfig, path, *, overwrite
     `cfg.model` describes the model; its `dtype` matters only for quantized parameters, because all others keep their
     own. The directory is created atomically. `overwrite` replaces an existing checkpoint but keeps its
     tokenizer files; everything else in the directory is deleted. Parameters on an accelerator are copied to the host
-    one shard at a time: at most 5 GB, or one larger tensor. Quantized parameters are written to a file such as
+    one shard (at most 5 GB, or one larger tensor) at a time. Quantized parameters are written to a file such as
     model.int8.safetensors, which `load_hf` can read but transformers cannot. Parameters split across a mesh are not
     gathered: each process writes its own parts to a directory that all processes share.
 
@@ -296,7 +296,7 @@ def float_dtype(dtype: Any) -> np.dtype | None:
 
     Raises:
         ConfigError: the dtype is not one of float32, bfloat16 and float16.
-        TypeError: `dtype` is not a dtype.
+        TypeError: numpy does not accept `dtype` as a dtype.
     """
     if dtype is None:
         return None

@@ -28,7 +28,7 @@ _PART = r"[\w-][\w.-]*"
 _ID = re.compile(rf"({_PART}(?:/{_PART})?)(?:@(.+))?", re.ASCII)
 _LONGEST_ID = 96  # the hub's limit
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+=-]{,199}", re.ASCII)
-# Values from the server that huggingface_hub uses as file names in its cache.
+# huggingface_hub uses these values from the server as file names in its cache.
 _COMMIT, _ETAG = re.compile(r"[0-9a-f]{40}"), re.compile(r"(W/)?\"?[\w-][\w.+=-]{,199}\"?", re.ASCII)
 _LOG_IN = "log in (hf auth login) or set HF_TOKEN"
 # Offline, older releases of huggingface_hub return a model's directory even if only some of its files are cached.
@@ -81,8 +81,8 @@ def _fetch(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     except JaxgenError:
         raise
     except Exception as error:
-        # HfHubHTTPError shares its base class with the errors of the HTTP library, which differs between releases.
-        # hf_xet raises RuntimeError.
+        # The HTTP library differs between releases of huggingface_hub, but HfHubHTTPError and the library's errors have
+        # a common base class. hf_xet raises RuntimeError.
         if not isinstance(error, (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)):
             raise
         raise InputError(_explain(error, name, revision)) from error
@@ -116,7 +116,7 @@ def _commit(response: Any) -> str | None:
         return None
     try:
         content = json.loads(response.read())
-    except (ValueError, RecursionError):  # huggingface_hub reports invalid JSON
+    except (ValueError, RecursionError):  # huggingface_hub itself reports invalid JSON
         return None
     return str(content["sha"]) if isinstance(content, dict) and "sha" in content else None
 

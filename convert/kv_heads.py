@@ -25,7 +25,7 @@ _PROJECTIONS = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_proj\.(weight|bi
 
 
 def pool_kv_heads(params: Any, cfg: GenerationConfig, kv_heads: int) -> tuple[Any, GenerationConfig]:
-    """Return the parameters and config with only `kv_heads` key-value heads, each the mean of a group of heads.
+    """Return the parameters and config with only `kv_heads` key-value heads, each of which is the mean of a group.
 
     `params` are nested as `load_hf` returns them; arrays other than key and value projections are returned unchanged.
     Means are computed in float32 and returned in the dtype of the heads. Unless the heads in each group are equal, the
@@ -92,7 +92,7 @@ def _with_kv_heads(model: ModelConfig, kv_heads: int) -> ModelConfig:
 
 
 def _means(array: Any, model: ModelConfig) -> Any:
-    """Pool the heads of a weight or bias `[heads * H, ...]` into float32 `[K * H, ...]`, with K from `model`."""
+    """Average a weight or bias, `[heads * H, ...]`, over groups of heads, so that the float32 result has K heads."""
     rest = array.shape[1:]
     groups = array.reshape(model.num_key_value_heads, -1, model.head_dim, *rest)
     return groups.astype(np.float32, copy=False).mean(axis=1).reshape(-1, *rest)

@@ -20,7 +20,7 @@ _LONGEST_PATH = 4096  # bytes
 
 
 def read_parts(tensor: Tensor, dtype: np.dtype | None, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Read a tensor onto several devices, one part each; a part that several devices share is read once."""
+    """Read a tensor onto several devices, each of which gets one part; a part that several share is read once."""
     read: dict[tuple, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:

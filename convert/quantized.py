@@ -1,4 +1,4 @@
-"""Quantized weights in checkpoints: assemble them from tensors, quantize arrays while reading, or convert back."""
+"""Quantized weights in checkpoints: assemble them from tensors, quantize arrays when reading, or convert them back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def weights_of(
 
 
 def _faults(like: Quantized, parts: Mapping[str, Any]) -> list[str]:
-    """Return the problems of a weight's tensors, except the first one; `like` is a template with one row."""
+    """List the problems with all of a weight's tensors but the first; `like` is a template with one row."""
     (_, first), *others = parts.items()
     faults = []
     for (name, part), array, text in zip(others, jax.tree.leaves(like)[1:], [*like.tensors.values()][1:], strict=True):
@@ -78,7 +78,7 @@ def stored_kind(path: Path, kinds: Iterable[type[Quantized]]) -> type[Quantized]
 
 
 def file_stem(kind: type[Quantized] | None) -> str:
-    """Return the prefix of file names for a kind of weight; transformers finds only files of plain arrays."""
+    """Return the prefix of file names for a kind of weight; transformers finds only the files of plain arrays."""
     return STEM if kind is None else f"{STEM}.{kind.name}"
 
 
@@ -88,16 +88,16 @@ def kind_in(weights: Mapping[str, Any]) -> type[Quantized] | None:
 
 
 def remade(weight: Any, arrays: list[Any], dtype: Any) -> Any:
-    """Return a weight of the same kind, built from `arrays`; if quantized, `dtype` is the dtype of its matrix."""
+    """Return a weight of the same kind, built from `arrays`; `dtype` is the dtype of a quantized matrix."""
     if not isinstance(weight, Quantized):
         return arrays[0]
     return jax.tree.unflatten(jax.tree.structure(_one_row(type(weight), weight.shape[1], dtype)), arrays)
 
 
 def converted(name: str, weight: Any, kind: type[Quantized] | None, dtype: np.dtype) -> Any:
-    """Return a stored weight that is converted to a kind as it is read, or to an array if the kind is None.
+    """Return a stored weight that is converted to `kind` as it is read, or to an array if `kind` is None.
 
-    `dtype` is the dtype of a quantized weight's matrix, unless the reader chooses a different one.
+    A quantized weight's matrix has the dtype `dtype` by default; the reader can choose a different one.
     """
 
     def part(matrix: np.ndarray, number: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxgen.text import json_file
 
 STEM = "model"
 INDEX, SINGLE = f"{STEM}.safetensors.index.json", f"{STEM}.safetensors"
-MAX_SHARD = 5_000_000_000  # bytes of tensors in one file, as in transformers
+MAX_SHARD = 5_000_000_000  # maximum bytes of tensors in one file, as in transformers
 
 # Constants that old versions of transformers saved with the weights, although the config determines them.
 CONSTANTS = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -31,7 +31,7 @@ _PICKLED = (".bin", ".pt", ".pth")
 def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | None, list[str]]:
     """Return the tensors in a directory's files, the names of all expected tensors, and a list of problems.
 
-    `stem` is as in `plan`. The names are None if there is no index and no file can be read.
+    `stem` is as in `plan`. The set of names is None if there is no index and no file can be read.
     """
     path = checkpoint_directory(path)
     index = f"{stem}.safetensors.index.json"
@@ -65,8 +65,8 @@ def find_tensors(path, stem: str = STEM) -> tuple[dict[str, Tensor], set[str] | 
 def plan(sizes: Mapping[str, int], max_shard: int | None = None, stem: str = STEM) -> dict[str, list[str]]:
     """Map each file name of a checkpoint to the names of its tensors.
 
-    `sizes` are the tensors' sizes in bytes, in the order in which they are written. A file contains at most `max_shard`
-    bytes (None means `MAX_SHARD`), or one larger tensor. File names begin with `stem`.
+    `sizes` maps tensor names to sizes in bytes, in the order in which the tensors are written. A file contains at most
+    `max_shard` bytes (None means `MAX_SHARD`), or one larger tensor. File names begin with `stem`.
     """
     shards = _shards(sizes, max_shard or MAX_SHARD)
     names = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -121,7 +121,7 @@ def write_configs(directory: Path, config: Mapping[str, Any], generation: Mappin
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort names with layer 2 before layer 10."""
+    """Sort names so that layer 2 comes before layer 10."""
     return sorted(names, key=lambda name: [(_number(part), part) for part in name.split(".")])
 
 

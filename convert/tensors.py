@@ -22,7 +22,7 @@ from jaxgen.text.json_file import LARGEST, json_object, kind_of
 
 # The dtypes of weights, by their names in the safetensors format.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-# The same for quantized weights: I8, U8, ...
+# These dtypes and the integer dtypes of quantized weights: I8, U8, ...
 STORED = DTYPES | {f"{sign}{8 * size}": np.dtype(f"{sign}{size}".lower()) for sign in "IU" for size in (1, 2, 4, 8)}
 
 _MAX_NUMBER = 2**63  # upper limit for sizes and offsets
@@ -79,11 +79,11 @@ class Tensor:
                     run, offset = run[count:], offset + count
 
     def runs(self, part: tuple[slice, ...], array: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-        """Yield each contiguous piece of a part of the tensor: its offset in the file, and a view of `array`.
+        """Yield the contiguous pieces of a part of the tensor, each as an offset in the file and a view of `array`.
 
         Args:
             part: one slice per axis, for at most two axes.
-            array: the part's values, C-contiguous.
+            array: the part's values, as a C-contiguous array.
         """
         first = [axis.indices(size)[0] for axis, size in zip(part, self.shape, strict=True)]
         width = math.prod(self.shape[1:]) * array.itemsize
@@ -115,7 +115,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class DerivedTensor(Tensor):
-    """A tensor that is computed from the one in the file, in float32; `shape` and `nbytes` are those of the result."""
+    """A tensor that is computed, in float32, from the one in the file; `shape` and `nbytes` are those of the result."""
 
     compute: Callable[[np.ndarray], np.ndarray]
 
@@ -129,13 +129,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """Check a file's header, and return its tensors in the order of their offsets.
 
     safetensors checks dtypes, shapes and offsets. It accepts duplicate names and unknown fields, and does not report
-    which tensors are missing from a truncated file, so these problems are checked first.
+    which tensors are missing from a truncated file, so these problems are looked for first.
 
     Raises:
         CheckpointError: the file is damaged or truncated; the message lists all problems.
     """
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would block
+        if not stat.S_ISREG(os.stat(file).st_mode):  # checked first, because opening a pipe would block
             raise CheckpointError([f"{file}: not a regular file: {kind_of(file)}"])
         header, start, size = _parse(file)
         if problems := _faults(file, header, start, size):
@@ -189,7 +189,7 @@ def allocate_file(file: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
-    """Return True if two arrays have the same dtype and shape and are bit-identical, even in NaNs and zeros."""
+    """Return True if two arrays have the same dtype and shape and the same bits, even in NaNs and zeros."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     bits = f"u{left.itemsize}"
@@ -201,7 +201,7 @@ def _shape(part: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _open(file: Path) -> safe_open:
-    # Do not memory-map the file: mapped pages count as the process's memory, and truncating the file would crash it.
+    # Do not map the file: mapped pages count as the process's memory, and truncating the file would end the process.
     return safe_open(file, framework="numpy", backend="pread")
 
 
@@ -225,7 +225,7 @@ def _parse(file: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def _faults(file: Path, header: dict[str, Any], start: int, size: int) -> list[str]:
-    """Return problems: malformed entries or, if there are none, tensors that are missing from a truncated file."""
+    """List malformed entries or, if there are none, the tensors that are missing from a truncated file."""
     problems = [
         f"{file}: {name}: damaged header: {shown(entry)} must be dtype, shape and data_offsets, in whole numbers"
         for name, entry in header.items()

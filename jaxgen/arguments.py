@@ -1,4 +1,4 @@
-"""Command-line parsing. Errors raise an `InputError` instead of exiting the process."""
+"""Command-line parsing that raises `InputError` instead of exiting the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises errors, rejects abbreviations, and suggests the closest option for a typo.
 
-    `reason` explains why an option that users may expect does not exist. For other options, it returns an empty string.
+    `reason` is called with an unknown option. It returns why this option does not exist, or an empty string.
     """
 
     def __init__(self, reason: Callable[[str], str] = lambda flag: "", **options):
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         known = self.flags()
         for word in words[: words.index("--")] if "--" in words else words:
             if f"-{word.partition('=')[0]}" in known and word.startswith("-"):
-                raise InputError(f"unknown option {word}: did you mean -{word}?")  # don't parse as -t "emperature"
+                raise InputError(f"unknown option {word}: did you mean -{word}?")  # and not -t "emperature"
         options, rest = self.parse_known_args(words)
         for word in rest:
             if word.startswith("-") and word not in ("-", *known):  # known options in `rest` came after "--"
@@ -89,7 +89,7 @@ def mesh(text: str) -> tuple[int, int]:
 
 
 def unicode(text: str) -> str:
-    """Return `text` with surrogates, which replace bytes that the locale cannot decode, decoded as UTF-8."""
+    """Decode the surrogates in `text` as UTF-8. They stand for bytes that the locale could not decode."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
@@ -128,14 +128,14 @@ def file(text: str) -> Path:
 
 
 def device(text: str) -> tuple[str, int | None]:
-    """Parse a platform with an optional device number."""
+    """Parse a platform and an optional device index, such as gpu:1."""
     if not (match := re.fullmatch(r"(cpu|gpu|cuda|rocm|tpu)(?::(\d{1,6}))?", text, re.ASCII)):
         raise argparse.ArgumentTypeError(f"{text!r} must be cpu, gpu or tpu, optionally with a number, such as gpu:1")
     return match[1], None if match[2] is None else int(match[2])
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Parse r/R into the number of a shard and the number of shards."""
+    """Parse r/R into the index of a shard and the number of shards."""
     if not (match := re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)):
         raise argparse.ArgumentTypeError(
             f"{text!r} must be r/R, such as 0/8 for the first of 8 shards, with at most 999,999 shards"
@@ -166,7 +166,7 @@ def layers(text: str) -> str | list[int]:
 
 
 def json_value(text: str) -> Any:
-    """Parse a JSON value: a number, a list or a dict."""
+    """Parse a JSON value, such as a number, a list or an object."""
     try:
         return parse_json(text)
     except InputError as error:

@@ -10,7 +10,7 @@ LONGEST_VALUE = 100
 
 
 class JaxgenError(ValueError):
-    """Base class of all errors caused by an invalid value; a wrong type raises `TypeError`. The message is one line."""
+    """Base class of all errors caused by an invalid value; a wrong type raises `TypeError`. Its message is one line."""
 
     def __init__(self, text: object = ""):
         super().__init__(one_line(str(text)))
@@ -41,7 +41,7 @@ class JaxgenWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Emit a `JaxgenWarning` that points to the caller's line outside jaxgen and convert."""
+    """Emit a `JaxgenWarning` that points to the innermost caller outside jaxgen and convert."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("jaxgen", "convert"):
         level, frame = level + 1, frame.f_back
@@ -84,7 +84,7 @@ def shown(value: object) -> str:
 def check_whole(
     name: str, value: Any, least: int = 1, most: int | None = None, error: type[JaxgenError] = InputError
 ) -> int:
-    """Return a whole number from `least` to `most`; raise `error`, or TypeError, for anything else."""
+    """Return `value` as an int. Raise TypeError if it is not a whole number, or `error` if it is out of range."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {shown(value)}")
     if value < least or (most is not None and value > most):

@@ -74,20 +74,20 @@ def generate(
         params: the parameters, a tree with Hugging Face's names, as returned by `load_hf`.
         ids: int32[B, P], the prompts, padded to one width. Without ids, inputs_embeds or a cache, generation starts
             from `bos_token_id`.
-        key: None for greedy decoding. For sampling, `key[B]`, one per prompt, or a single `jax.random.key`, from which
-            prompt b uses `fold_in(key, b)`.
+        key: None for greedy decoding. For sampling, either `key[B]`, one key per prompt, or a single `jax.random.key`;
+            prompt b then uses `fold_in(key, b)`.
         cfg: the options, with the model's config in `cfg.model`. Set options with `cfg.replace`.
-        attention_mask: `[B, P]`, 0 for padding, on either side. By default, pad tokens are padding unless the pad id
-            is also an eos id.
+        attention_mask: `[B, P]`, 0 for padding, which may be on either side. By default, tokens with the pad id are
+            padding; if this id is also an eos id, no tokens are.
         inputs_embeds: `[B, P, D]`, used instead of the embeddings of `ids`, which may then be None.
         cache: the `cache` of an earlier output, or the result of `prefill`, to continue from; `ids` then contains only
-            the new tokens. The cache has B rows, or a divisor of B if prompts share rows. It is not modified.
+            the new tokens. The number of its rows is B, or a divisor of B if prompts share rows. It is not modified.
         logits_processor: pure functions `(history, scores float32[rows, V]) -> scores`; see docs/processors.md.
-        stopping_criteria: pure functions `(history, scores) -> bool[rows]`, True for the rows to end.
-        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids`, called on the
-            host at each step for each unfinished row, with the row's ids, int32[n], without padding.
+        stopping_criteria: pure functions `(history, scores) -> bool[rows]`, True for rows that end.
+        prefix_allowed_tokens_fn: a `TokenAutomaton`, or a Python function `(row, ids) -> list of ids`. It is called on
+            the host in each step for each unfinished row; `ids` is int32[n], the row's ids without padding.
         negative_prompt_ids, negative_prompt_attention_mask: `[B, Q]`, prompts to steer away from; see `guidance_scale`.
-        streamer: receives the prompts and then each step's tokens in `put`, or the next tokens of a row in `put_row`.
+        streamer: an object with `put`, for the prompts and each step's tokens, or `put_row`, for the tokens of a row.
         tokenizer: a `jaxgen.Tokenizer`, for `stop_strings` and `token_healing`.
         assistant: `(params, cfg)` of a smaller model that drafts tokens; see docs/modes.md.
         hook: a `StepHook`, which can read and change the model's inputs and outputs.
@@ -100,20 +100,12 @@ def generate(
     inputs = CallInputs(
         ids, key, attention_mask, inputs_embeds, cache, negative_prompt_ids, negative_prompt_attention_mask
     )
-    own = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria, "hook": hook}
-    return _generate(params, cfg, inputs, own, prefix_allowed_tokens_fn, tokenizer, streamer, assistant)
-
-
-def _generate(
-    params, cfg: GenerationConfig, inputs: CallInputs, own: dict[str, Any], allowed, tokenizer, streamer, assistant
-) -> GenerateOutput:
-    """Check a call, then run it, or trace it under jit. `own` contains the caller's functions by name."""
     check_call(params, cfg)
     refuse_unavailable(cfg)
     draft = None
     if assistant is not None:
         draft, cfg = open_assistant(assistant, cfg)
-    extensions = extensions_of(cfg, tokenizer=tokenizer, **own)
+    extensions = extensions_of(cfg, logits_processor, stopping_criteria, tokenizer, hook)
     if streamer is not None:
         _check_streamer(streamer, cfg)
     traced = is_traced(params, cfg, inputs, extensions, draft) or under_jit()
@@ -124,6 +116,7 @@ def _generate(
     for name, value in on_host.items():
         if traced and value is not None:
             raise InputError(f"{name} needs the host and cannot be used under jit: call generate outside it")
+    allowed = prefix_allowed_tokens_fn
     if cfg.token_healing:
         inputs, allowed = heal(cfg, inputs, allowed, tokenizer)
     with _allowed(allowed, cfg, eager=not traced) as (computed, calls):
@@ -162,7 +155,7 @@ def prefill(
     check_call(params, cfg)
     read = ("model", "pad_token_id", "eos_token_id", "bos_token_id", "prefill_chunk_size", "cache_dtype", "adapter")
     cfg = GenerationConfig(max_new_tokens=1, **{name: getattr(cfg, name) for name in read})
-    if not is_traced(cfg):  # per-prompt eos ids are for the prompts of a later call
+    if not is_traced(cfg):  # per-prompt eos ids belong to the prompts of a later call
         cfg = cfg.replace(eos_token_id=eos_list(cfg.eos_token_id) or None)
     inputs = CallInputs(ids, attention_mask=attention_mask, cache=cache)
     traced = is_traced(params, cfg, inputs) or under_jit()
@@ -213,7 +206,7 @@ def _check_streamer(streamer: Streamer | RowStreamer, cfg: GenerationConfig) -> 
 
 @contextlib.contextmanager
 def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, HostCalls | None]]:
-    """Yield the function or automaton that computes the allowed tokens, and the record of its host calls."""
+    """Yield the function or automaton that computes the allowed tokens, and the `HostCalls` if it is a function."""
     if given is None or isinstance(given, TokenAutomaton):
         yield given, None
         return
@@ -221,7 +214,7 @@ def _allowed(given, cfg: GenerationConfig, eager: bool) -> Iterator[tuple[Any, H
         raise TypeError(f"prefix_allowed_tokens_fn must be a function or a TokenAutomaton, got {type(given).__name__}")
     check_arguments("prefix_allowed_tokens_fn", given, "row", "ids")
     function: Any = given
-    # As in transformers, `row` is the number of the prompt for all of its beams.
+    # As in transformers, `row` is the index of the prompt, which all of its beams share.
     calls = HostCalls(function, cfg.model.vocab_size, cfg.num_beams // cfg.num_beam_groups, eager)
     try:
         yield calls.pytree, calls

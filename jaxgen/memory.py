@@ -1,4 +1,4 @@
-"""Free memory of devices, and errors for calls that would need more."""
+"""Query the free memory of devices, and reject calls that would need more."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _available() -> Iterator[int]:
 
 
 def _left_in_control_groups() -> Iterator[int]:
-    """Yield the number of bytes left in each of this process's limited control groups. Page cache counts as free."""
+    """Yield the number of bytes left in each control group that limits this process. Page cache counts as free."""
     for line in _lines(_PROC / "self" / "cgroup"):
         if not line.startswith("0::/"):
             continue

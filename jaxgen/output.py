@@ -29,8 +29,8 @@ class GenerateOutput:
     N is `max_new_tokens`, or the largest value if each prompt has its own.
 
     Attributes:
-        sequences: int32[B*R, P + N], the prompt as passed, then the generated tokens, then pad ids. For prompts passed
-            as embeddings, only the generated tokens. With `token_healing`, the prompt without the removed token.
+        sequences: int32[B*R, P + N], the prompt as passed, then the generated tokens, then pad ids. If only embeddings
+            are passed, the prompt is missing. With `token_healing`, the prompt lacks the removed tokens.
         attention_mask: bool[B*R, P + N], True for tokens, False for padding.
         lengths: int32[B*R], the number of generated tokens per row, including eos.
         stop_reasons: int32[B*R], a `StopReason` per row.
@@ -77,7 +77,7 @@ class GenerateOutput:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def generated(self, aligned: T) -> T:
-        """Return the generated columns of arrays that are aligned with `sequences`: `[B*R, N, ...]`.
+        """Return the columns of the generated tokens, `[B*R, N, ...]`, from arrays that are aligned with `sequences`.
 
         >>> scores = score(params, out.sequences, cfg, attention_mask=out.attention_mask)        # doctest: +SKIP
         >>> out.generated(scores).logprobs    # float32[B*R, N], as out.logprobs                 # doctest: +SKIP
@@ -125,7 +125,7 @@ class GenerateOutput:
         )
 
     def _past(self, width: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        """Return keys and values per layer, `[rows, K, width, H]`, in the columns of `sequences`; zeros for padding."""
+        """Return each layer's keys and values, `[rows, K, width, H]`, in the columns of `sequences`, 0 for padding."""
         assert self.cache is not None
         if not jax.tree.leaves(self.cache.kv.keys)[0].is_fully_addressable:
             raise InputError(
@@ -160,15 +160,15 @@ def _short(name: str, value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HFOutput:
-    """transformers' `GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput`. Fields not requested are None.
+    """transformers' `GenerateDecoderOnlyOutput` or `GenerateBeamDecoderOnlyOutput`. Unrequested fields are None.
 
     Attributes:
         sequences: `[rows, P + steps]`.
         sequences_scores, beam_indices: for beam search.
-        scores, logits: per step `[rows, V]`.
-        attentions: per step and layer `[rows, heads, q, P + step]`; q is P in the first step and then 1.
-        hidden_states: per step and layer `[rows, q, D]`.
-        past_key_values: per layer `(k, v)`, each `[rows, K, P + steps - 1, H]`.
+        scores, logits: an array `[rows, V]` per step.
+        attentions: an array `[rows, heads, q, P + step]` per step and layer; q is P in the first step and then 1.
+        hidden_states: an array `[rows, q, D]` per step and layer.
+        past_key_values: a pair `(k, v)` per layer, both `[rows, K, P + steps - 1, H]`.
     """
 
     sequences: np.ndarray
@@ -182,7 +182,7 @@ class HFOutput:
 
 
 def _layers_per_step(record: LayerRecording | None, steps: int, tokens: bool):
-    """Split a record into steps. With `tokens`, the last axis is over tokens and grows by one in each step."""
+    """Split a record into steps. If `tokens` is True, the last axis is tokens, and grows by one in each step."""
     if record is None:
         return None
     first = [np.asarray(x) for x in record.prefill]
@@ -215,7 +215,7 @@ def failure_text(reason: int, tokens: int) -> str | None:
 
 
 def output(prepared: Prepared, decoded: Decoded) -> GenerateOutput:
-    """Return the output of a call, without the padding that rounding added.
+    """Return the output of a call, without the padding that was added to round sizes up.
 
     Eager results are sliced in numpy, because each slice of a jax array would compile a program.
     """

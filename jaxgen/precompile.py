@@ -44,7 +44,7 @@ def warmup(
 
     Each program serves all widths and lengths that round up to the same sizes, and all values of traced options. For
     each pair of sizes, one program (three with `streaming`) is compiled and generates one token. At most 64 programs
-    are kept. The result is the number of pairs.
+    are kept. Return the number of pairs.
 
     Args:
         params: the parameters, as in later calls.

@@ -36,7 +36,7 @@ from jaxgen.errors import JaxgenWarning
 from jaxgen.recompilation import LOG
 
 _CHANGING = threading.Lock()  # guards a jax setting that all threads share
-_BEFORE: list[float] = []  # the setting's value before each running compilation
+_BEFORE: list[float] = []  # the setting's value before each compilation that is running
 _PLAIN = (str, bytes, int, float, type(None), np.dtype, np.generic)
 _KNOWN = {"jaxgen", "builtins", "numpy"}  # packages whose functions and classes are identified by their names
 
@@ -103,7 +103,7 @@ def _name(value: Any) -> str:
 
 
 def _surroundings(device: Any) -> list[Any]:
-    """Return everything besides its arguments that determines a program."""
+    """Return everything that determines a program, except its arguments."""
     flags = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "LIBTPU_"))}
     settings = {name: repr(value) for name, value in jax.config.values.items() if "cache" not in name}
     versions = [jax.__version__, metadata.version("jaxlib"), device.client.platform_version, _source()]
@@ -152,7 +152,7 @@ def _compiling_anew() -> Iterator[None]:
 
 
 def _write(file: Path, program: Any) -> None:
-    """Write a program to a file atomically, even if several processes write the same file."""
+    """Write a program to a file atomically, because several processes may write the same file."""
     serialized, _, structure = serialize_executable.serialize(program)
     results = jax.tree.unflatten(structure, range(structure.num_leaves))  # the structure itself cannot be pickled
     content = zlib.compress(pickle.dumps((serialized, results)), level=1)
@@ -162,6 +162,6 @@ def _write(file: Path, program: Any) -> None:
             part = Path(stream.name)
             stream.write(content)
         part.replace(file)
-    except OSError:  # such as a full disk; the next process will compile the program again
+    except OSError:  # for example, the disk is full; the next process will compile the program again
         if part is not None:
             part.unlink(missing_ok=True)

@@ -48,8 +48,8 @@ class Programs:
 
     Attributes:
         most: the maximum number of programs.
-        directory: where programs for the default device are also stored for other processes, or None. Set it only in
-            processes that do not change jax's settings, such as the command.
+        directory: a directory that also stores programs for the default device, so that other processes can load them;
+            or None. Set it only in a process that does not change jax's settings, such as the command.
     """
 
     def __init__(self, most: int):
@@ -62,7 +62,7 @@ class Programs:
         return len(self._programs)
 
     def get(self, key: tuple, make: Callable[[], Callable]) -> Callable:
-        """Return the program for a key, or create it with `make`, possibly dropping others to make room.
+        """Return the program for a key. If there is none, create it with `make`, and drop others if necessary.
 
         A dropped program is freed once no thread is running it. Keys are built by `Program`; the log compares them.
         """
@@ -92,8 +92,8 @@ PROGRAMS = Programs(_MOST)
 class Program:
     """A function that is compiled when called eagerly, as with `jax.jit`, and whose programs are cached in `PROGRAMS`.
 
-    If the same shapes occur on different devices or under different jax settings, `jax.jit` compiles again within the
-    same entry.
+    If the same shapes occur on different devices or under different jax settings, `jax.jit` compiles another program
+    within the same entry.
 
     While the caller's code is being traced, calls run the function itself.
 
@@ -123,7 +123,7 @@ class Program:
         static = tuple([(name, kwargs[name]) for name in self._static if name in kwargs])
         traced = {name: value for name, value in kwargs.items() if name not in self._static}
         leaves, structure = jax.tree.flatten((args, traced))
-        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # no options under jax.grad
+        on_cpu = not _is_transformed() and (_only_cpus() or _runs_on_cpu(leaves))  # no compiler options under jax.grad
         # The form of a jax array is its `aval`. Looking for that attribute is faster than isinstance.
         forms = [_form(leaf) if (aval := getattr(leaf, "aval", None)) is None else aval for leaf in leaves]
         stored = PROGRAMS.directory is not None and not (_is_transformed() or _is_elsewhere(leaves))
@@ -131,7 +131,7 @@ class Program:
         return PROGRAMS.get(key, lambda: _NewProgram(key, self.jit(on_cpu, static), self._donated))(*args, **traced)
 
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
-        """Return the result of `jax.jit(...).trace`: the program before compilation, for shapes on any device."""
+        """Return the result of `jax.jit(...).trace`. The arguments can be abstract shapes on any device."""
         static = [(name, kwargs.pop(name)) for name in self._static if name in kwargs]
         return self.jit(_runs_on_cpu(jax.tree.leaves((args, kwargs))), static).trace(*args, **kwargs)
 
@@ -153,7 +153,7 @@ class Program:
 
 
 class _NewProgram:
-    """Placeholder that compiles a program on its first call, or reads it from a file, and is then replaced by it.
+    """Placeholder that, on the first call, compiles a program or reads it from a file. The program then replaces it.
 
     Args:
         key: the program's key in `PROGRAMS`.
@@ -221,7 +221,7 @@ def _form(leaf: Any) -> Hashable:
 
 
 def _is_elsewhere(leaves: list[Any]) -> bool:
-    """Return True if any array is not stored on the default device alone."""
+    """Return True if any array is stored on a device other than the default one."""
     here = {default_device()}
     return any(sharding.device_set != here for leaf in leaves if (sharding := getattr(leaf, "sharding", None)))
 

@@ -30,8 +30,8 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
     """Log that a program is being compiled, why none of the `others` can be used, and which were freed to make room.
 
     Args:
-        key: the key of the new program: the `Program`, the structure of its arguments, its static arguments, whether it
-            is for a CPU, whether it may be stored in a file, and the form of each leaf of its arguments.
+        key: the key of the new program. It consists of the `Program`, the structure of its arguments, its static
+            arguments, whether it is for a CPU, whether it may be stored in a file, and the form of each leaf.
         others: the keys of the programs that already existed.
         freed: the keys of the freed programs.
     """
@@ -49,7 +49,7 @@ def log_compilation(key: tuple, others: Sequence[tuple], freed: Sequence[tuple])
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The form of an argument's leaf: a jax array's abstract value, or another value's shape and dtype (or type)."""
+    """Form of a leaf. For a jax array, it is the abstract value; otherwise, it is the shape and the dtype or type."""
 
     form: Hashable
 
@@ -105,7 +105,7 @@ def _parts(value: Any) -> dict | None:
 
 
 def _rank(path: tuple[str, ...]) -> int:
-    """Return the rank for sorting: the prompts first, then settings, then parts that follow from these."""
+    """Return the rank by which differences are sorted: prompts, then settings, then parts that follow from these."""
     return 2 if _FOLLOWING.intersection(path) else int(path[0] != "request")
 
 

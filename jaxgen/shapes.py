@@ -36,12 +36,12 @@ def where(mask: jax.Array, new: Any, old: Any) -> Any:
 
 
 def at_most(size: int, most: int) -> bool:
-    """Return True if `size` is at most `most`. A symbolic size returns False, so that `jax.export` covers any size."""
+    """Return True if `size` is at most `most`; False if it is symbolic, so that `jax.export` covers any size."""
     return isinstance(size, int) and size <= most
 
 
 def repeat_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Repeat each row of `x [n, ...]`, like `numpy.repeat`, to obtain `rows` rows, a multiple of n."""
+    """Repeat each row of `x [n, ...]`, like `numpy.repeat`, to obtain `rows` rows. `rows` must be a multiple of n."""
     return x if x.shape[0] == rows else jnp.repeat(x, rows // x.shape[0], axis=0, total_repeat_length=rows)
 
 
@@ -74,7 +74,7 @@ def add(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def take(x: jax.Array, rows: jax.Array, groups: int) -> jax.Array:
-    """Return rows `rows int32[m]` of `x [n, ...]`.
+    """Return the rows of `x [n, ...]` at the indices `rows int32[m]`.
 
     Both arrays have `groups` equal parts, and each part of `rows` selects rows from the same part of `x`. Under a mesh,
     a part whose rows are on one device stays on that device.

@@ -168,7 +168,7 @@ def test_programs_have_names_that_people_say():
 
 
 def texts(picture: Path) -> set[str]:
-    """Return the texts in a plot, which matplotlib draws as glyphs and repeats in comments."""
+    """Return the texts in a plot. matplotlib draws them as glyphs, and repeats them in comments."""
     return set(re.findall("<!-- (.*?) -->", picture.read_text("utf-8")))
 
 
@@ -334,7 +334,7 @@ def test_workarounds_are_measured(wide_model, tmp_path):
 
 
 def test_a_greedy_call_visits_little_code():
-    """Counted in a new process, because other tests leave jax listeners and programs that calls would visit."""
+    """A new process counts the calls, because other tests leave jax listeners and programs that calls would visit."""
 
     def counted(mode: str) -> tuple[list[list[int]], str]:
         command = [sys.executable, "-m", "benchmarks", "calls", "--list", "--mode", mode]
@@ -345,13 +345,13 @@ def test_a_greedy_call_visits_little_code():
     assert files <= 37
     assert functions <= 236
     assert calls <= 156
-    # Only if a processor is on.
+    # This file is used only if a processor is on.
     assert "logits/pipeline.py" not in listed
     assert "logits/pipeline.py" in counted("qwen")[1]
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """Answers with three words, and claims as many tokens as were requested. Refuses every fourth request."""
+    """A server that answers with three words, claims all requested tokens, and refuses every fourth request."""
 
     protocol_version = "HTTP/1.1"
     requests: list[dict]

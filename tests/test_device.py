@@ -112,7 +112,7 @@ LARGE = model_config(
 
 
 def test_a_step_copies_no_cache():
-    """It writes nothing as large as the keys of a layer. Beyond 4,096 slots, a GPU copies one block at a time."""
+    """A step writes nothing as large as a layer's keys. Beyond 4,096 slots, a GPU copies one block at a time."""
     cfg = GenerationConfig(model=LARGE, max_new_tokens=3000, eos_token_id=None, pad_token_id=0)
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((2, 8), np.int32)
     prepared = prepare(params, cfg, CallInputs(ids, None, attention_mask=np.ones_like(ids)), Extensions(), eager=True)
@@ -123,7 +123,7 @@ def test_a_step_copies_no_cache():
 
 @gpu
 def test_a_step_copies_one_thing_to_the_host():
-    """It copies only the loop's condition."""
+    """A step copies only the loop's condition."""
     params, ids = on(DEVICE, random_params(LARGE)), np.ones((1, 8), np.int32)
     cfg = GenerationConfig(model=LARGE, eos_token_id=None, pad_token_id=0)
 

@@ -110,7 +110,7 @@ def test_greedy_search(greedy):
 
 
 def test_a_symbolic_batch_serves_any_number_of_prompts(sampled):
-    rows = [0, 1, 1]  # a different test has two
+    rows = [0, 1, 1]  # a different test uses two rows
     given = {"ids": IDS[rows], "attention_mask": MASK[rows]}
     expected = tokens(SAMPLED, ids=IDS[rows], mask=MASK[rows])
     np.testing.assert_array_equal(call(sampled, key=SEED, **given)["sequences"], expected)

@@ -1,4 +1,4 @@
-"""How much memory is free."""
+"""Measurements of free memory."""
 
 import os
 import sys
@@ -73,7 +73,7 @@ def test_free_memory_of_this_machine():
 
 @pytest.mark.parametrize(("platform", "most"), [("cpu", 50), ("gpu", 100)])
 def test_devices_of_a_cpu_have_one_memory(platform, most, monkeypatch):
-    """Each of the two devices needs that many bytes. The third device is in another process."""
+    """Each of the two devices needs `most` bytes. The third device belongs to another process."""
     monkeypatch.setattr(memory, "free_bytes", lambda device: {1: 100, 2: 90}[device.id])
     devices = [
         SimpleNamespace(platform=platform, process_index=process, id=n) for n, process in ((2, 0), (0, 1), (1, 0))

@@ -1,4 +1,4 @@
-"""Programs of eager calls: how many are kept, when they are freed, and the compiler's options."""
+"""Programs of eager calls: the number that is kept, when they are freed, and the compiler's options."""
 
 import sys
 import threading

@@ -28,15 +28,15 @@ class Program:
         raise NotImplementedError
 
     def generate(self, ids: np.ndarray, new_tokens: int, room: int, options: dict[str, Any]) -> np.ndarray:
-        """Return `new_tokens` tokens after each row of `ids int32[B, P]`, on the host.
+        """Return the `new_tokens` tokens that follow each row of `ids int32[B, P]`, as an array on the host.
 
-        `room`, at least P + new_tokens, is the number of tokens per row in a cache of fixed size. `options` are
+        `room` is the number of tokens per row in a cache of fixed size, at least P + new_tokens. `options` are
         transformers' generation options. No token ends a row. Raise `NotImplementedError` for an unsupported option.
         """
         raise NotImplementedError
 
     def train(self, ids: np.ndarray, rank: int) -> None:
-        """Take an AdamW step on low-rank updates of all projections, with the texts `ids int32[B, P]`."""
+        """Take an AdamW step on low-rank updates of all projections, training on the texts `ids int32[B, P]`."""
         raise NotImplementedError("no training step")
 
     def compiled(self) -> int:
@@ -59,7 +59,7 @@ class Program:
 def serve(program: Program, versions: dict[str, str]) -> None:
     """Answer the requests on stdin until it is closed."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep what libraries print out of the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep the output of libraries out of the answers
     versions = {"python": sys.version.split()[0], "numpy": np.__version__} | versions
     print(json.dumps({"versions": versions, "peak_bytes": peak_memory()}), file=answers)
     for line in sys.stdin:

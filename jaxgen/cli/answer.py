@@ -62,9 +62,9 @@ _NOT_IN_FINGERPRINT = set(
 
 @dataclasses.dataclass(frozen=True)
 class _AnswerJob:
-    """A validated request, before the weights are read.
+    """A validated request, created before the weights are read.
 
-    `lines` is empty if `chat` is set. `slots` is None unless the lines are answered in slots.
+    `lines` is empty if `chat` is set. `slots` is None if the lines are not answered in slots.
     """
 
     source: Checkpoint
@@ -106,7 +106,7 @@ def answer(options: argparse.Namespace) -> Stats:
             return stats
         if options.mesh is None:
             rows, width = job.shape
-            rows *= 2 if job.cfg.on("guidance_scale") else 1  # negative prompts double the rows
+            rows *= 2 if job.cfg.on("guidance_scale") else 1  # negative prompts double the number of rows
             form = {"dtype": options.dtype, "quantize": options.quantize}
             cfg = job.cfg if job.slots is None else job.cfg.replace(slots=job.slots)
             check_memory(job.source.path, cfg, rows, width, **form, assistant=job.assistant)
@@ -160,7 +160,7 @@ def _prepare(options: argparse.Namespace) -> _AnswerJob:
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
     job = _AnswerJob(source, assistant, cfg, tokenizer, lines, chat, generate_kwargs, slots, batch_size, shard)
     if slots is not None:
-        Form(cfg.reset(["slots"]), tokenizer, width_for(lines), ())  # raises if an engine does not support cfg
+        Form(cfg.reset(["slots"]), tokenizer, width_for(lines), ())  # raises an error if engines do not support cfg
         warn_infeasible(cfg, np.asarray([len(line.ids) for line in lines]), np.asarray([line.budget for line in lines]))
     else:
         check_options(cfg, job.shape[0])
@@ -217,13 +217,13 @@ def _load(job: _AnswerJob, options: argparse.Namespace, stats: Stats) -> Session
 
 
 def key_of(seed: int) -> jax.Array:
-    """Return `jax.random.key(seed)` without compiling the two programs that would compute it; seed < 2**32."""
+    """Return `jax.random.key(seed)`, for seed < 2**32, without compiling the two programs that would compute it."""
     words: Any = np.array([0, seed], np.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def prompt_text(options: argparse.Namespace) -> str | None:
-    """Return the prompt: the argument, the text of --prompt-file, or all of stdin without its trailing newline.
+    """Return the prompt: the argument, or the text of --prompt-file or stdin without its trailing newline.
 
     Raises:
         InputError: stdin is closed or empty, or the text is not UTF-8.
@@ -257,7 +257,7 @@ def _configured(source: Checkpoint, options: argparse.Namespace) -> GenerationCo
 
 
 def _chosen_seed(target: Path | None) -> int:
-    """Return a random seed, or the seed of the run to continue, and print it."""
+    """Return and print the seed: that of the run to continue, or else a random one."""
     before = recorded(target).get("--seed") if target is not None else None
     seed = before if isinstance(before, int) else secrets.randbelow(2**31)
     terminal.say("seed", seed)
@@ -265,7 +265,7 @@ def _chosen_seed(target: Path | None) -> int:
 
 
 def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
-    """Return everything that the answers to --input depend on, keyed by the name used in error messages."""
+    """Return everything that the answers to --input depend on, keyed by the names used in error messages."""
     values = {
         name: value for name, value in vars(options).items() if name not in _NOT_IN_FINGERPRINT and value is not None
     }
@@ -287,7 +287,7 @@ def _run(options: argparse.Namespace, job: _AnswerJob) -> dict[str, Any]:
 
 
 def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
-    """Return 1 for each line that already has its answers, else 0; all processes get the same result."""
+    """Return, for each line, 1 if it already has its answers and 0 otherwise; all processes get the same result."""
     done = bytearray(len(job.lines)) if file is None else file.done
     if before := sum(done[index] for index in job.indices):
         terminal.say("note", f"{before:,} {'prompt was' if before == 1 else 'prompts were'} answered before")
@@ -295,7 +295,7 @@ def _done(job: _AnswerJob, file: AnswerFile | None) -> Sequence[int]:
 
 
 def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
-    """Return a mesh of the devices of all processes; `sizes` are the sizes of the axes `data` and `model`."""
+    """Return a mesh with the devices of all processes; `sizes` gives the sizes of its axes, `data` and `model`."""
     if math.prod(sizes) != jax.device_count():
         raise InputError(
             f"--mesh {sizes[0]}x{sizes[1]} needs {math.prod(sizes)} devices, but there are {jax.device_count()}"
@@ -304,7 +304,7 @@ def mesh_of_devices(sizes: tuple[int, int]) -> jax.sharding.Mesh:
 
 
 def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the additional keyword arguments of generate()."""
+    """Return the additional keyword arguments for generate()."""
     keywords: dict[str, Any] = {}
     vocab = cfg.model.vocab_size
     if options.negative_prompt is not None:
@@ -316,7 +316,7 @@ def _further_arguments(cfg: GenerationConfig, options: argparse.Namespace, token
     if options.json_schema is not None:
         keywords["prefix_allowed_tokens_fn"] = _automaton(options.json_schema, tokenizer, vocab)
     if cfg.stop_strings is not None:
-        StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises if one of them can never occur
+        StopStrings.build(cfg.stop_strings, tokenizer, vocab)  # raises an error if a string can never occur
     return keywords
 
 

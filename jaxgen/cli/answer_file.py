@@ -1,6 +1,6 @@
 """The --output file, which appears only when it is complete. Interrupted runs can be continued.
 
-Until then, its directory contains a partial file for each shard that has answers:
+Until it is complete, its directory contains a partial file for each shard that has answers:
   FILE.partial          the whole input
   FILE.2-of-8.partial   --shard 2/8
 
@@ -52,7 +52,7 @@ class AnswerFile:
     """An open partial file.
 
     Attributes:
-        done: for each prompt of the input, 1 if a partial file already contained its answers when this one was opened.
+        done: for each prompt, 1 if a partial file already contained its answers when this one was opened, else 0.
     """
 
     def __init__(self, stream: io.FileIO, name: Path, done: bytearray):
@@ -125,7 +125,7 @@ def answer_file(target: Path, run: Mapping[str, Any], *, prompts: int, shard: Sh
 
 
 def recorded(target: Path) -> Mapping[str, Any]:
-    """Return the run that wrote the partial files, or an empty dict if there are none."""
+    """Return the values of the run that wrote the partial files, or an empty dict if there are none."""
     with contextlib.suppress(OSError):
         for path in _partials(target):
             with open(path, "rb") as stream:
@@ -193,7 +193,7 @@ class _Part:
 
 
 def _parts(target: Path, prompts: int) -> list[_Part]:
-    """Return the partial files, except those that another process removes in the meantime."""
+    """Read the partial files, skipping those that another process removes in the meantime."""
     parts = []
     for path in _partials(target):
         with contextlib.suppress(FileNotFoundError):
@@ -242,7 +242,7 @@ def _refuse_other_shards(target: Path, parts: Sequence[_Part], shard: Shard) -> 
 
 
 def _check_runs(parts: Sequence[_Part], run: Mapping[str, Any], prompts: int, shard: Shard) -> bytearray:
-    """Return 1 for each prompt that has answers, else 0; raise an error if some answers are from a different run.
+    """Return, for each prompt, 1 if it has answers, else 0; raise an error if some are from a different run.
 
     Print a warning if this run rounds differently from the runs that wrote the answers.
     """
@@ -272,7 +272,7 @@ def _changes(earlier: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> st
 
 
 def _done(parts: Sequence[_Part], prompts: int) -> bytearray:
-    """Return 1 for each prompt that has answers, and 0 for the others."""
+    """Return, for each prompt, 1 if it has answers, else 0."""
     done = bytearray(prompts)
     for part in parts:
         for index in part.indices:

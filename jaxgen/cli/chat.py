@@ -111,7 +111,7 @@ class Chat:
         return message["content"]
 
     def save(self, path: Path) -> None:
-        """Write the conversation, as a line of --input.
+        """Write the conversation to a file, as one line in the format of --input.
 
         Raises:
             InputError: the file cannot be written; an existing file stays unchanged.
@@ -179,7 +179,7 @@ class Chat:
 
 
 def converse(chat: Chat, session: Session, given: set[str]) -> None:
-    """Read messages from stdin until it ends, and answer each; the n-th answer is sampled with `fold_in(key, n)`.
+    """Read messages from stdin until it ends, and answer them; the n-th answer is sampled with `fold_in(key, n)`.
 
     `given` names the options set on the command line, which /set lists.
     """
@@ -196,7 +196,7 @@ def converse(chat: Chat, session: Session, given: set[str]) -> None:
 
 @contextlib.contextmanager
 def _on_interrupt(handler: Any) -> Iterator[None]:
-    """Within the block, handle Ctrl-C with `handler` if stdin is a terminal; otherwise, it ends the process."""
+    """Within the block, handle Ctrl-C with `handler` if stdin is a terminal; otherwise, Ctrl-C ends the process."""
     if not sys.stdin.isatty():
         yield
         return
@@ -208,12 +208,12 @@ def _on_interrupt(handler: Any) -> Iterator[None]:
 
 
 class _Conversation:
-    """A conversation with the user, with a method for each command."""
+    """A conversation with the user. Each command has its own method."""
 
     def __init__(self, chat: Chat, session: Session, given: set[str]):
         self.chat, self.session, self.given = chat, session, given
         self.answers = 0
-        self.own_files: set[Path] = set()  # files with earlier turns of this conversation, which /save may replace
+        self.own_files: set[Path] = set()  # files with earlier turns of this conversation; /save may replace them
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
             "/retry": self.retry,
@@ -262,7 +262,7 @@ class _Conversation:
         dropped = self.chat.ask(message, dataclasses.replace(session, key=key))
         self.answers += 1
         if dropped:
-            self.own_files.clear()  # such a file may be the only copy of the dropped messages
+            self.own_files.clear()  # these files may contain the only copy of the dropped messages
             _note(f"The oldest {dropped} messages were forgotten: the model's context is {self.chat.context} tokens.")
 
     def reset(self, _: str) -> None:
@@ -288,7 +288,7 @@ class _Conversation:
             raise
 
     def save(self, name: str) -> None:
-        """Write the conversation to a file; replace an existing file only if it contains earlier turns of it."""
+        """Write the conversation to a file; replace a file only if it has earlier turns of this conversation."""
         path = _path(name, "/save")
         exists = os.path.lexists(path)
         if exists and path not in self.own_files:
@@ -306,7 +306,7 @@ class _Conversation:
         _note(f"{len(self.chat.turns)} messages were read from {path}.")
 
     def set(self, text: str) -> None:
-        """Change an option, or list those that are set."""
+        """Change an option, or list the options that are set."""
         if not text:
             values = {name: getattr(self.session.cfg, name) for name in sorted(self.given)}
             shown = [
@@ -333,7 +333,7 @@ def _path(name: str, command: str) -> Path:
 
 
 def _read_message() -> str | None:
-    """Read one message, which may span several lines; None at the end of the input."""
+    """Read one message, which may span several lines; return None at the end of the input."""
     line = _read_line("> ")
     if line is None:
         return None

@@ -15,11 +15,11 @@ import jax
 from jaxgen.programs import PROGRAMS
 
 _LIMIT = 1 << 30  # maximum size in bytes
-_LAYOUT = "2"  # version of the layout; in earlier ones, jax's cache can contain programs that now have their own files
+_LAYOUT = "2"  # version of the layout; in version 1, jax's cache could contain programs that now have their own files
 
 
 def keep_programs() -> None:
-    """Store compiled programs in the user's cache directory, unless jax's cache is disabled or configured otherwise."""
+    """Store compiled programs in the user's cache directory if jax's cache is enabled and has no directory yet."""
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] is not None or not settings["jax_enable_compilation_cache"]:
         return

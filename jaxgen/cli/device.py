@@ -10,11 +10,10 @@ from jaxgen.errors import InputError
 
 
 def use_device(chosen: tuple[str, int | None] | None) -> contextlib.AbstractContextManager:
-    """Start jax's backends; return a context in which arrays are on the chosen device.
+    """Start jax's backends; return a context in which arrays are created on the chosen device.
 
     Args:
-        chosen: a platform and the number of a device (None for the first device); or None for jax's own choice, which
-            JAX_PLATFORMS can set.
+        chosen: a platform and a device index (None for the first device); or None for jax's choice (see JAX_PLATFORMS).
 
     Raises:
         InputError: the platform cannot be started, or the device does not exist.

@@ -1,4 +1,4 @@
-"""Runs with several processes: connect them, and exit if one of them is lost.
+"""Connect the processes of a run, and exit if one of them is lost.
 
 This module imports jax only after forking, because a process with threads cannot be forked safely.
 """
@@ -26,9 +26,9 @@ def wanted(options: argparse.Namespace) -> bool:
 
 
 def supervise() -> int | None:
-    """Fork: return None in the child process, which continues, and the child's exit status in the parent.
+    """Fork the process; return None in the child, which continues, and the child's exit status in the parent.
 
-    If another process is lost, jax's runtime aborts this one with a page of text. The parent then prints one line.
+    If another process is lost, jax's runtime aborts the child with a page of text. The parent then prints one line.
     """
     alive, parent = os.pipe()
     child = os.fork()

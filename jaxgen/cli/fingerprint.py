@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints, which determine whether a run can be continued."""
+"""Fingerprints of checkpoints. A run can be continued only if they are unchanged."""
 
 from __future__ import annotations
 

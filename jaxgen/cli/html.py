@@ -15,7 +15,7 @@ from jaxgen.output import GenerateOutput
 from jaxgen.serving.page import MARK, page
 from jaxgen.serving.scored import Scored, TokenTexts, entries
 
-ALTERNATIVES = 5  # number of most likely tokens to show
+ALTERNATIVES = 5  # number of most likely tokens to show at each position
 
 
 def check_target(path: Path) -> None:

@@ -33,7 +33,7 @@ def read_lines(
     lines are skipped.
 
     Raises:
-        InputError: a line is invalid (the message gives its number), or the input is empty.
+        InputError: a line is invalid (the message gives the line number), or the input is empty.
     """
     data = stdin_bytes() if source == "-" else Path(source).read_bytes()
     lines = text_lines(f"--input {source}", data)
@@ -68,7 +68,7 @@ def digest(lines: Sequence[Line]) -> str:
 
 
 def check_vocabulary(ids: Iterable[int], model: ModelConfig) -> None:
-    """Raise an error for an id outside the model's vocabulary, which means that the tokenizer is for another model."""
+    """Raise an error if an id is outside the model's vocabulary, because the tokenizer is then for another model."""
     largest = max(ids, default=0)
     if largest >= model.vocab_size:
         raise InputError(
@@ -93,7 +93,7 @@ def _entry(line: str) -> dict[str, Any]:
 
 
 def is_conversation(messages: Any) -> bool:
-    """Return True for a non-empty list of messages, each of which is a dict with a role."""
+    """Return True if `messages` is a non-empty list of dicts, each of which has a role."""
     return (
         isinstance(messages, list)
         and bool(messages)
@@ -102,7 +102,7 @@ def is_conversation(messages: Any) -> bool:
 
 
 def prompt_ids(asked: Mapping[str, Any], system: str | None, tokenizer: Tokenizer, raw: bool) -> list[int]:
-    """Return the ids of a request's `prompt` or `messages`, using the chat template if there is one and not `raw`.
+    """Return the ids of a request's `prompt` or `messages`; use the chat template if there is one and `raw` is False.
 
     Raises:
         InputError: there are messages or a system message but no template, or the prompt has no tokens.

@@ -28,12 +28,12 @@ LINE_WIDTH = 1000  # values on the command line can be long
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0: success; 1: a failure while running, such as too little memory, an answer that cannot continue, or a lost
-    process; 2: bad input; 130: Ctrl-C; 141: stdout was closed. Each error or warning is a single line on stderr.
+    The status is 0 for success, 1 for a failure at run time (too little memory, an answer that cannot continue, a lost
+    process), 2 for bad input, 130 for Ctrl-C, and 141 if stdout is closed. Each error or warning is one line on stderr.
     """
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
-        warnings.simplefilter("once", JaxgenWarning)  # a run calls generate() for each batch
+        warnings.simplefilter("once", JaxgenWarning)  # although a run calls generate() for each batch
         warnings.showwarning = lambda message, *_: terminal.say("warning", in_flags(str(message)))
         try:
             with contextlib.suppress(SystemExit), _log(argv):  # --help and --version raise SystemExit

@@ -1,4 +1,4 @@
-"""Answer the prompts of --input: in slots, each of which takes the next prompt when an answer ends, or in batches."""
+"""Answer the prompts of --input in batches, or in slots, each of which takes the next prompt when an answer ends."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def write_answers(
     Args:
         lines: the whole input, even if `indices` covers only part of it, because the engine's sizes depend on it.
         indices: the lines for this process, in order.
-        done: for each line, 1 if it needs no answer.
+        done: for each line, 1 if it already has its answers, else 0.
         session: the model and its options.
-        file: receives the answers in any order; None for stdout, in order.
-        slots: the number of answers generated at a time; None for batches.
+        file: the file for the answers, in any order; None prints them to stdout, in order.
+        slots: the number of answers generated at a time, or None to answer in batches.
         batch_size: the number of lines in a batch.
     """
     left = [index for index in indices if not done[index]]
@@ -91,7 +91,7 @@ class _Progress:
         self.shown = 0.0
 
     def add(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Count the answers to one more prompt, and update the status line unless it was just updated."""
+        """Count the answers to one more prompt, and update the status line if an update is due."""
         self.answered += 1
         self.tokens += sum(entry["tokens"] for entry in entries)
         now = time.monotonic()
@@ -131,7 +131,7 @@ def _engine(lines: Sequence[Line], session: Session, slots: int) -> Engine:
     if (grammar := _grammar(session)) is not None:
         states, classes = grammar.transitions.shape
         sizes = {"grammar_states": power_of_two(states + 1, 1024), "grammar_classes": power_of_two(classes, 256)}
-    if cfg.stop_strings is not None:  # at most one state per byte
+    if cfg.stop_strings is not None:  # the strings need at most one state per byte
         size = sum(len(text.encode()) + 1 for text in Text().sets(cfg.stop_strings)[0] or ())
         sizes["stop_states"] = power_of_two(size + 1, 1024)
     key = session.key if cfg.on("do_sample") else None
@@ -153,7 +153,7 @@ def _grammar(session: Session) -> TokenAutomaton | None:
 def _in_slots(
     lines: Sequence[Line], indices: Sequence[int], session: Session, engine: Engine, slots: int, ordered: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the index of each line and the output lines of its answers, once all of its answers have ended.
+    """Yield each line's index and the output for its answers, once all of them have ended.
 
     Process 0 answers the lines; the other processes follow its engine.
     """
@@ -176,7 +176,7 @@ def _in_slots(
 def _in_batches(
     lines: Sequence[Line], indices: Sequence[int], left: Collection[int], session: Session, batch_size: int
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the index of each remaining line and the output lines of its answers.
+    """Yield each remaining line's index and the output for its answers.
 
     Batches are always formed from all `indices`, so that a continued run rounds in the same way as the first run.
     """
@@ -233,6 +233,6 @@ def _entry(line: Line, done: Completion, session: Session) -> dict[str, Any]:
 
 
 def _json(answer: Mapping[str, Any]) -> str:
-    """Return a line for stdout, in ASCII unless the encoding of stdout is UTF-8."""
+    """Return an answer as a line for stdout, in ASCII if the encoding of stdout is not UTF-8."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return json.dumps(answer, ensure_ascii=codecs.lookup(encoding).name != "utf-8")

@@ -1,4 +1,4 @@
-"""Check that there is enough memory before reading the weights, which can take a long time."""
+"""Check that there is enough memory before spending time on reading the weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_memory(
     """Raise an error if the device lacks the memory for a checkpoint's weights and a call's caches.
 
     Args:
-        path, assistant: the directories of the model and of the assistant, if any.
+        path, assistant: the directories of the model and of the assistant, if there is one.
         cfg: as in `generate`, with `max_new_tokens` set.
         prompts, width: the number of prompts, and the number of tokens in the longest one.
         dtype, quantize: as in `load_hf`.

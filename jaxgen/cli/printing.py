@@ -49,7 +49,7 @@ class Printer(TextStreamer):
 
 
 def generate_and_print(session: Session, ids, printer: Printer, **more) -> GenerateOutput:
-    """Print the answers to one prompt; stream a single answer unless it comes from beam search.
+    """Print the answers to one prompt. A single answer is streamed, except in beam search.
 
     Args:
         session: the model, the options and the key.

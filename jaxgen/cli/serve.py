@@ -121,7 +121,7 @@ def configured(loaded: GenerationConfig, options: argparse.Namespace, context: i
 
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a bound socket. Binding before the weights are read reports an address in use right away."""
+    """Yield a bound socket. It is bound before the weights are read, so that an address in use is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The loaded model and its options, which only `/set` can change during a run."""
+"""The loaded model and its options. Only `/set` can change the options during a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxgen.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """The arguments of `generate` and the run's statistics; `generate_kwargs` are arguments without a field here."""
+    """The arguments of `generate` and the run's statistics; `generate_kwargs` has the arguments without a field."""
 
     params: Any
     cfg: GenerationConfig

@@ -23,7 +23,7 @@ class Stats:
         compile: total seconds spent tracing and compiling.
         first: seconds from each request to its first token, including compilation.
         rest: seconds from each first token to the last.
-        tokens: the number of generated tokens, excluding the first tokens, which `first` covers.
+        tokens: the number of generated tokens, excluding the first tokens that `first` covers.
         failed: the number of answers that could not be completed.
     """
 
@@ -39,14 +39,14 @@ class Stats:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Time the block as loading."""
+        """Measure the block as loading time."""
         start = time.perf_counter()
         yield
         self.load = time.perf_counter() - start
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[Callable[[jax.Array | list[int]], None]]:
-        """Time the block as generating; call the yielded function with the number of tokens per row."""
+        """Measure the block as generation time; call the yielded function with the number of tokens in each row."""
         start, compiled = time.perf_counter(), self.compile
 
         def generated(lengths: jax.Array | list[int]) -> None:
@@ -91,6 +91,6 @@ class _Watched:
         self.streamer.put(value)
 
     def end(self) -> None:
-        """Pass on the end; the next `put` receives a prompt again."""
+        """Pass on the end of the answer; the next `put` receives a prompt again."""
         self.puts = 0
         self.streamer.end()

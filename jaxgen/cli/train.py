@@ -66,7 +66,7 @@ def train_and_save(options: argparse.Namespace) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainJob:
-    """A validated training job, before the weights are read.
+    """A validated training job, created before the weights are read.
 
     `config` and `generation` are the contents of the new checkpoint's JSON files, and `rows` is the data. `run`
     identifies everything other than `model` and `cfg` that the result depends on.
@@ -164,7 +164,7 @@ def _train_config(options: argparse.Namespace, source: Checkpoint, rows: int) ->
 
 
 def _with_endings(source: Checkpoint, tokenizer: Tokenizer, examples: list[Example]):
-    """Return both configs, adding the tokens that end the examples to the eos ids.
+    """Return both configs, with the tokens that end the examples added to the eos ids.
 
     A base model's chat template may end answers with a token that is missing from its generation_config.json.
     """

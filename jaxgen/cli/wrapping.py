@@ -8,8 +8,8 @@ from unicodedata import category, east_asian_width
 _SPACES = " \t\u3000"
 _FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _EMOJI_STYLE = "\ufe0f"  # on some terminals, this makes the character before it two columns wide
-# Unicode categories of characters that cannot begin a line, such as ")", "。" and accents, and of characters that
-# cannot end one, such as "(" and the emoji joiner.
+# Unicode categories of characters that cannot begin a line, such as ")", "。" and accents; then those of
+# characters that cannot end a line, such as "(" and the emoji joiner.
 _NOT_FIRST = {"Pe", "Pf", "Po", "Lm", "Sk", "Mn", "Mc", "Me", "Cf"}
 _NOT_LAST = {"Ps", "Pi", "Cf"}
 
@@ -19,7 +19,7 @@ class Wrapper:
 
     A word is held back until it is complete or its line is known, so that text on the screen never moves. Spaces at the
     end of a line are dropped. Words that are longer than a line are left for the terminal to break. So are lines of
-    fenced code, where an added newline would do harm.
+    fenced code, because an added newline could break the code.
     """
 
     def __init__(self):
@@ -71,13 +71,13 @@ class Wrapper:
         return shown
 
     def _place(self, char: str, columns: int) -> str:
-        """Return the character; if the line is full, the terminal itself begins the next one."""
+        """Return the character; if the line is full, the terminal itself begins a new line."""
         column = _after(self._column, char)
         self._column = column if column <= columns else _after(0, char)
         return char
 
     def _hold(self, char: str, columns: int) -> str:
-        """Add the character to the held-back word; once the word is too long for this line, put it on a new one."""
+        """Add the character to the held-back word; once the word is too long for this line, begin a new line."""
         self._word += char
         if _after(self._column, self._spaces + self._word) <= columns:
             return ""
@@ -86,7 +86,7 @@ class Wrapper:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """Return the fence of the code block that is open after a line, or ""; `fence` is the one open before it.
+    """Return the fence of the code block that is still open after a line, or ""; `fence` is the one open before it.
 
     As in CommonMark, a code block ends at a line that contains only the fence's character, at least as many times as
     the opening fence.
@@ -107,7 +107,7 @@ def _after(column: int, text: str) -> int:
 
 
 def _width(char: str) -> int:
-    """Return the number of columns of a character; where terminals differ, the larger number."""
+    """Return how many columns a character takes up; if terminals differ, return the larger number."""
     if category(char) in ("Mn", "Me", "Cf", "Cc"):
         return int(char == _EMOJI_STYLE)
     return 2 if _is_wide(char) else 1

@@ -1,8 +1,8 @@
-"""Constraints on the text of constrained beam search, and the options that contain them. Does not import jax.
+"""Constraints on the text of constrained beam search, and the options that contain them.
 
-A constraint is met once the row contains one of its alternatives, each a sequence of token ids. All constraints of an
-option are one table, `int32[C, A, W]`: constraints, alternatives, ids. Its sizes are rounded up, and unused entries are
--1, so changing the ids does not recompile.
+A constraint is met once the row contains one of its alternatives, which are sequences of token ids. All constraints of
+an option are one table, `int32[C, A, W]`: constraints, alternatives, ids. Its sizes are rounded up, and unused entries
+are -1, so changing the ids does not recompile. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PhrasalConstraint:
 
 @dataclasses.dataclass(frozen=True)
 class DisjunctiveConstraint:
-    """Phrases, one of which the text must contain: transformers' `DisjunctiveConstraint`.
+    """Phrases of which the text must contain at least one: transformers' `DisjunctiveConstraint`.
 
     >>> DisjunctiveConstraint([[5, 6], [7]])
     DisjunctiveConstraint(nested_token_ids=((5, 6), (7,)))
@@ -61,7 +61,7 @@ class DisjunctiveConstraint:
 
     Raises:
         ConfigError: there are no phrases, a phrase is empty or the beginning of another, or an id is negative.
-        TypeError: `nested_token_ids` is not made of lists of ids.
+        TypeError: `nested_token_ids` contains something other than lists of ids.
     """
 
     nested_token_ids: Sequence[Sequence[int]]
@@ -90,7 +90,7 @@ Constraint = PhrasalConstraint | DisjunctiveConstraint
 
 
 class ConstraintKind(Kind):
-    """Constraints, the same for all prompts. Leaf: int32[C, A, W]."""
+    """Constraints that are the same for all prompts. The leaf is int32[C, A, W]."""
 
     traced = True
     ranks = 3
@@ -111,7 +111,7 @@ class ConstraintKind(Kind):
         """Return the alternatives of all constraints; an empty list for a traced value."""
         if value is None or is_tracer(value):
             return []
-        # In a config that jax has unflattened, constraints are arrays.
+        # In a config that jax has unflattened, the constraints are an array.
         constraints = map(_constraint, _untable("constraints", value)) if is_array(value) else self.constraints(value)
         return [phrase for constraint in constraints for phrase in constraint.alternatives]
 
@@ -122,7 +122,7 @@ class ForcedWords(ConstraintKind):
     type_name = "lists of ids, or lists of such lists"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return a tuple of phrases and of tuples of phrases; in an array `[C, A, W]`, -1 marks an unused entry."""
+        """Return a tuple of phrases and tuples of phrases; in an array `[C, A, W]`, -1 marks an unused entry."""
         if is_tracer(value):
             return traced_table(name, value, 3)
         words = _untable(name, value) if is_array(value) else as_lists(value)
@@ -190,7 +190,7 @@ def _frozen(word: list, constraint: Constraint) -> Any:
 
 
 def _table(constraints: Sequence[Sequence[Phrase]]) -> np.ndarray:
-    """Return int32[C, A, W]: the alternatives of each constraint."""
+    """Return the alternatives of each constraint, as int32[C, A, W]."""
     width = power_of_two(max(len(phrase) for phrases in constraints for phrase in phrases), 4)
     most = power_of_two(max(map(len, constraints)), 1)
     count = power_of_two(len(constraints), 4)

@@ -1,8 +1,8 @@
-"""GenerationConfig: every option of transformers 4.41.1's generate(), by its name and with its default.
+"""GenerationConfig: every option of transformers 4.41.1's generate(), under its name and with its default.
 
 The config is a pytree. The values of traced options are its leaves, so changing them never recompiles. Everything that
-shapes the program (the mode, the model, static options, which options are on) is its structure. An option at its
-neutral value is off and has no leaf, so a config's structure alone determines which processors run, even inside the
+shapes the program (the mode, the model, static options, which options are on) is part of its structure. An option at
+its neutral value is off and has no leaf, so a config's structure alone determines which processors run, even inside the
 caller's own jit.
 """
 
@@ -95,8 +95,8 @@ class GenerationConfig(GenerationOptions):
 
     docs/options.md lists them; their records are in `jaxgen.config.options`. Fields of later releases default to None,
     which means off. Most options accept one value for all prompts or one for each. An option that jaxgen recognizes but
-    does not offer is rejected. `from_hf` still accepts it, so that it can read every checkpoint's config; `generate`
-    then rejects it.
+    does not offer is rejected. Only `from_hf` accepts such an option, so that every checkpoint's config can be read;
+    `generate` then rejects it.
 
     `model` is the checkpoint's `ModelConfig`; `generate` needs it.
 
@@ -157,8 +157,8 @@ class GenerationConfig(GenerationOptions):
     def split(self) -> tuple[GenerationConfig, dict[str, Any]]:
         """Split into a config that all prompts share, and the values of the other options that are on, by name.
 
-        Each value is a pytree of arrays, with one entry for all prompts or one for each. The config contains
-        `IN_REQUEST` in its place, so that the option is still on.
+        Each value is a pytree of arrays, with one entry for all prompts or one for each. In the config, `IN_REQUEST`
+        takes its place, so that the option is still on.
         """
         given = vars(self)
         values = {
@@ -169,17 +169,17 @@ class GenerationConfig(GenerationOptions):
         return self._changed(dict.fromkeys(values, IN_REQUEST)), values
 
     def in_requests(self, names: Collection[str]) -> GenerationConfig:
-        """Return a copy in which these options are on, with their values in the requests; unchecked."""
+        """Return an unchecked copy in which these options are on and their values are in the requests."""
         return self._changed(dict.fromkeys(names, IN_REQUEST) | {"enabled": self.enabled.union(names)})
 
     def reset(self, names: Collection[str]) -> GenerationConfig:
-        """Return a copy with these options at their neutral values, unchecked."""
+        """Return an unchecked copy in which these options have their neutral values."""
         return self._changed(
             {name: OPTIONS[name].kind.neutral for name in names} | {"enabled": self.enabled.difference(names)}
         )
 
     def _changed(self, attributes: dict[str, Any]) -> GenerationConfig:
-        """Return a copy with changed attributes, without cached properties."""
+        """Return a copy with changed attributes and without cached properties."""
         config = object.__new__(type(self))
         kept = {name: value for name, value in vars(self).items() if name not in ("_flat", "mode")}
         vars(config).update(kept | attributes)
@@ -190,7 +190,7 @@ class GenerationConfig(GenerationOptions):
         """Read the content of a generation_config.json, a dict. transformers' bookkeeping fields are ignored.
 
         Ids in `eos_token_id` that are not in the model's vocabulary are accepted, because some checkpoints have them;
-        everywhere else, they are rejected. Values that the decode mode does not read cause no warning, unless `replace`
+        everywhere else, they are rejected. Values that the decode mode does not read cause a warning only if `replace`
         sets them.
 
         Raises:
@@ -249,7 +249,7 @@ class GenerationConfig(GenerationOptions):
         """The decode mode: transformers' `GenerationMode`, chosen as in `get_generation_mode`, or "prompt_lookup".
 
         Raises:
-            ConfigError: an option that chooses a mode is combined with a mode that it does not work with.
+            ConfigError: options that choose different modes are combined.
         """
         if self.constrained:
             mode = CONSTRAINED
@@ -278,7 +278,7 @@ class GenerationConfig(GenerationOptions):
         return [option for option in _OF_SOME_MODES if option.modes is not None and modes.isdisjoint(option.modes)]
 
     def tree_flatten(self):
-        """Split into the traced numbers and the static fields."""
+        """Split into the traced values and the static fields."""
         return self._flat
 
     @functools.cached_property
@@ -426,7 +426,7 @@ def _check_beams(cfg: GenerationConfig) -> None:
 
 
 def warn_unused(cfg: GenerationConfig) -> None:
-    """Warn about options that were set but that the decode mode does not read, like `GenerationConfig.validate`.
+    """Warn about options that were set but that the decode mode does not read, as `GenerationConfig.validate` does.
 
     There is no warning for a traced value, which may be the default, or for a value that the checkpoint sets.
     """

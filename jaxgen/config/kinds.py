@@ -1,6 +1,6 @@
 """Kinds of option values: parsing, allowed values, the neutral value, and the form in a compiled program.
 
-Does not import jax, so that the command can parse its arguments quickly.
+This module does not import jax, so that the command can parse its arguments quickly.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Kind:
 
     @property
     def allowed(self) -> str:
-        """The allowed values, in words; empty if the type says it all."""
+        """The allowed values, in words; empty if the type already describes them."""
         return ""
 
     def is_off(self, value: Any) -> bool:
@@ -67,7 +67,7 @@ class Kind:
         return value is None
 
     def leaf(self, value: Any) -> Any:
-        """Return the arrays in the normal form of a value whose option is on; None if the value is static."""
+        """Return the arrays of a value in normal form, whose option must be on; None if the value is static."""
         return value
 
     def prompt_count(self, value: Any) -> int | None:
@@ -83,9 +83,9 @@ class Kind:
         return list(values)
 
     def off_leaf(self, entries: int, width: int) -> Any:
-        """Return the leaf of a prompt that has the option off while others have it on.
+        """Return the leaf of a prompt for which the option is off, while it is on for others.
 
-        Tables have `entries` entries, of `width` ids.
+        Tables have `entries` entries of `width` ids each.
         """
         raise NotImplementedError
 
@@ -238,7 +238,7 @@ class Text(Static):
 
 @dataclasses.dataclass(frozen=True)
 class Flags(Flag):
-    """True or False for all prompts, as part of the program; or one per prompt. Leaf: None or bool[B]."""
+    """True or False for all prompts (then part of the program), or one per prompt. The leaf is None or bool[B]."""
 
     traced = per_prompt = True
 
@@ -271,7 +271,7 @@ class Flags(Flag):
 
 @dataclasses.dataclass(frozen=True)
 class _Number(Kind):
-    """A finite number, or one per prompt. Leaf: a scalar or `[B]`.
+    """A finite number, or one per prompt. The leaf is a scalar or `[B]`.
 
     Attributes:
         neutral: the neutral value.
@@ -388,7 +388,7 @@ class TokenId(Integer):
 
 
 class DecayPair(Kind):
-    """`(start, factor)`, each a number or one per prompt. Leaf: `(int32, float32)`."""
+    """A pair `(start, factor)`; each is one number, or one per prompt. The leaf is `(int32, float32)`."""
 
     traced = per_prompt = True
     ranks = (0, 0)

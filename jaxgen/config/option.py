@@ -1,6 +1,6 @@
 """The record of an option, and the names that records refer to: decode modes, stages, sections of the reference.
 
-Does not import jax.
+This module does not import jax.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Option:
         doc: the option's effect, in one line.
         group: the section of the option reference.
         hf: the class in transformers 4.41.1 that implements it.
-        since: "" for an option of 4.41.1, the number of a later release or "later", or "jaxgen" for jaxgen's own.
+        since: "" for an option of 4.41.1; a later release's number, or "later"; or "jaxgen" for jaxgen's own options.
         differs: differences from transformers.
         modes: the decode modes that read it; None for all. A mode that draws tokens also reads the options of `sample`.
         stage: the stage of a logits processor or warper.
@@ -103,6 +103,6 @@ class Option:
 
 
 def declare(kind: Kind, doc: str, group: str, default: Any = ..., **record: Any) -> Any:
-    """Declare a field of `GenerationOptions` by its record. If not given, the default is the kind's neutral value."""
+    """Declare a field of `GenerationOptions` by its record. `default` defaults to the kind's neutral value."""
     default = kind.neutral if default is ... else default
     return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **record})

@@ -1,12 +1,12 @@
-"""Every option of `GenerationConfig`, one record each; everything else about an option is derived from its record.
+"""The record of every option of `GenerationConfig`; everything else about an option is derived from its record.
 
-The options for length and for choosing tokens are in choosing.py, all others here.
+The options for length and for choosing tokens are in choosing.py; all others are here.
 
 Records that have a `stage` are logits processors and warpers; within a stage, they run in the order listed, which is
 transformers' order. CONTRIBUTING.md shows how to add one. kinds.py parses and checks the values, reference.py writes
 docs/options.md, and cli/options.py makes the command's flags.
 
-Does not import jax.
+This module does not import jax.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _refused = functools.partial(declare, Anything(), "", group=REFUSED)
 
 
 class _Watermark(Kind):
-    """A `WatermarkingConfig` or a dict of its fields. Leaf: the config, itself a pytree."""
+    """A `WatermarkingConfig` or a dict of its fields. The leaf is the config, which is a pytree."""
 
     traced = True
     type_name = "WatermarkingConfig or dict"
 
     def parse(self, name: str, value: Any) -> Any:
-        from jaxgen.config.watermarking import WatermarkingConfig  # a pytree; the import needs jax
+        from jaxgen.config.watermarking import WatermarkingConfig  # the class is a pytree, so the import needs jax
 
         if isinstance(value, Mapping):
             return WatermarkingConfig.from_hf(value)
@@ -224,7 +224,7 @@ class GenerationOptions(ChoosingOptions):
     )
     watermarking_config: Any = _late_score(
         _Watermark(),
-        "a WatermarkingConfig: mark the text statistically",
+        "mark the text statistically, with the parameters in a WatermarkingConfig",
         hf="WatermarkLogitsProcessor",
         differs="a keyed hash replaces torch's random numbers; jaxgen.WatermarkDetector finds the mark; scheme and "
         "context width are static",
@@ -287,7 +287,7 @@ class GenerationOptions(ChoosingOptions):
         Flag(None),
         "remove each prompt's last token and let the answer begin with its text, in any tokens",
         since="later",
-        differs="generate() needs tokenizer=; the whole search may choose the tokens, and no other text is possible",
+        differs="generate() needs tokenizer=; the search itself chooses these tokens, and no other text is possible",
         host=True,
         command="; for prompts without a chat template",
     )
@@ -331,7 +331,7 @@ class GenerationOptions(ChoosingOptions):
     )
     constraints: Any = _beams(
         Constraints(),
-        "a list of PhrasalConstraint and DisjunctiveConstraint: what each text must contain; with num_beams > 1",
+        "a list of PhrasalConstraint and DisjunctiveConstraint that each text must meet; needs num_beams > 1",
         modes=(CONSTRAINED,),
         hf="ConstrainedBeamSearchScorer",
         differs="classes of your own are refused",
@@ -341,7 +341,7 @@ class GenerationOptions(ChoosingOptions):
     force_words_ids: Any = _beams(
         ForcedWords(),
         "phrases that each text must contain, [[id, ...], ...], or lists of alternatives, [[[id, ...], ...], ...]; "
-        "with num_beams > 1",
+        "needs num_beams > 1",
         modes=(CONSTRAINED,),
         hf="ConstrainedBeamSearchScorer",
         of_tokens=True,
@@ -359,8 +359,8 @@ class GenerationOptions(ChoosingOptions):
     )
     prompt_lookup_num_tokens: int | None = _assisted(
         StaticInteger(None, least=1),
-        "prompt lookup: draft up to this many tokens, namely those that followed the first occurrence of the row's "
-        "last tokens",
+        "prompt lookup: draft up to this many of the tokens that followed the first occurrence of the row's last "
+        "tokens",
         hf="PromptLookupCandidateGenerator",
         modes=(PROMPT_LOOKUP,),
     )
@@ -374,11 +374,11 @@ class GenerationOptions(ChoosingOptions):
         StaticInteger(5, least=1, optional=True),
         "the number of tokens that a draft model drafts at once",
         hf="AssistedCandidateGenerator",
-        differs="taken from the call's config, or if not set there from the assistant's",
+        differs="taken from the call's config or, if not set there, from the assistant's",
     )
     num_assistant_tokens_schedule: str = _assisted(
         OneOf("heuristic", "heuristic_transient", "constant"),
-        "how num_assistant_tokens changes: 'heuristic', 2 more if all were accepted, else 1 fewer; 'constant', never",
+        "with 'heuristic', num_assistant_tokens grows by 2 if all were accepted, else drops by 1; 'constant' keeps it",
         hf="AssistedCandidateGenerator",
         differs="each row has its own number, which starts again in each call and at most doubles",
     )

@@ -8,7 +8,7 @@ from jaxgen.config.options import OPTIONS
 _INTRODUCTION = """\
 # Options
 
-The fields of `GenerationConfig`, by transformers' names.
+This page lists the fields of `GenerationConfig`, which have transformers' names.
 
 - A *traced* option is an argument of the compiled program: a different value of the same form does not recompile. Lists
   of ids are padded to 4, 8, 16, ... entries. Which traced options are on is part of the program.
@@ -16,8 +16,8 @@ The fields of `GenerationConfig`, by transformers' names.
 - A *host* option is used on the host, before or between runs of the program.
 
 The column *per prompt* shows an example for two prompts; it is empty if all prompts share one value. In arrays of ids,
--1 fills unused places. An option that you set but that the decode mode does not read causes a warning, or an error
-where transformers raises one. The names under *read by* are the values of `cfg.mode`. This page is written by
+-1 marks unused entries. If you set an option that the decode mode does not read, there is a warning, or an error where
+transformers raises one. The names under *read by* are the values of `cfg.mode`. To update this page, run
 `python -m jaxgen.config.reference > docs/options.md`.
 """
 
@@ -61,7 +61,7 @@ def _default(option: Option) -> str:
 
 
 def _transformers(option: Option) -> str:
-    """Return transformers' class, the release if not 4.41.1, and the differences."""
+    """Return transformers' class, the release if it is not 4.41.1, and the differences."""
     since = {"": "", "jaxgen": "jaxgen's own", "later": "a later release"}.get(option.since, f"release {option.since}")
     return "; ".join(part for part in (option.hf and f"`{option.hf}`", since, option.differs) if part)
 

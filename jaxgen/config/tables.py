@@ -58,7 +58,7 @@ def traced_table(name: str, value: Any, *ranks: int) -> Any:
 
 
 class _Table(Kind):
-    """Token ids: Python numbers for all prompts, or an array with one more axis than `rank`, one table per prompt."""
+    """Token ids: Python numbers for all prompts, or an array of one table per prompt, each with `rank` axes."""
 
     traced = per_prompt = True
     rank: int
@@ -81,7 +81,7 @@ class _Table(Kind):
 
 
 class TokenIds(_Table):
-    """One id, a list of ids, or a list of such lists, one per prompt. Leaf: int32[E] or int32[B, E]."""
+    """One id, a list of ids, or a list of such lists, one per prompt. The leaf is int32[E] or int32[B, E]."""
 
     rank = ranks = 1
     type_name = "id or ids"
@@ -117,7 +117,7 @@ class TokenIds(_Table):
 
 
 class TokenSequences(_Table):
-    """A list of sequences of ids, or a list of such lists, one per prompt. Leaf: int32[S, W] or int32[B, S, W]."""
+    """A list of sequences of ids, or one such list per prompt. The leaf is int32[S, W] or int32[B, S, W]."""
 
     width: int | None = None  # the fixed width of each sequence, if any
     rank = ranks = 2
@@ -155,7 +155,7 @@ class TokenSequences(_Table):
 
 
 class PlacedTokens(TokenSequences):
-    """A list of pairs `[position, id]`, or a list of such lists, one per prompt. Leaf: as `TokenSequences`."""
+    """A list of pairs `[position, id]`, or one such list per prompt. The leaf is that of `TokenSequences`."""
 
     width = 2
     type_name = "lists of [position, id]"
@@ -165,7 +165,7 @@ class PlacedTokens(TokenSequences):
 
 
 def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
-    """Return int32[B, S, W]: the tables, padded to the same size."""
+    """Return the tables, padded to the same size, as int32[B, S, W]."""
     width = power_of_two(max((len(row) for table in tables for row in table), default=1), 2)
     size = power_of_two(max(map(len, tables)), _LEAST)
     return np.asarray(
@@ -176,7 +176,7 @@ def _stacked(tables: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
 class SequenceBias(_Table):
     """A bias per sequence of ids: `{(1, 2): 0.5}`, `[[[1, 2], 0.5]]`, or a list of such dicts, one per prompt.
 
-    Leaf: `(int32[S, W], float32[S])`, both with a leading B if there is one dict per prompt.
+    The leaf is `(int32[S, W], float32[S])`, both with a leading B if there is one dict per prompt.
     """
 
     rank, ranks = 2, (2, 1)
@@ -223,7 +223,7 @@ class SequenceBias(_Table):
 
 
 def _biases(dicts: Sequence[Mapping]) -> tuple[np.ndarray, np.ndarray]:
-    """Return int32[B, S, W] and float32[B, S]: the sequences and their biases."""
+    """Return the sequences, int32[B, S, W], and their biases, float32[B, S]."""
     sequences = _stacked([tuple(table) for table in dicts])
     biases = [[*table.values(), *[0.0] * (sequences.shape[1] - len(table))] for table in dicts]
     return sequences, np.asarray(biases, np.float32)
@@ -240,5 +240,5 @@ def _from_leaf(sequences: np.ndarray, biases: np.ndarray) -> Any:
 
 
 def eos_list(eos_token_id: Any) -> list[int]:
-    """Return the eos ids of a concrete config as a list, empty if there are none."""
+    """Return the ids in a concrete `eos_token_id` as a list, which is empty if there are none."""
     return TokenIds().tokens(eos_token_id)

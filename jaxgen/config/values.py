@@ -1,6 +1,6 @@
-"""Values of options: detecting arrays, and converting to hashable and JSON forms.
+"""Values of options: detection of arrays, and conversion to hashable and JSON forms.
 
-Does not import jax. Its arrays and tracers are recognized only if it is already loaded.
+This module does not import jax. It recognizes jax's arrays and tracers only if jax is already loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FrozenDict(Mapping):
 
 
 def frozen(value: Any) -> Any:
-    """Return a hashable value: tuples for lists, a FrozenDict for a dict, Python numbers for numpy's."""
+    """Return a hashable value, with tuples for lists, a FrozenDict for a dict, and Python numbers for numpy's."""
     if isinstance(value, np.bool_ | np.integer | np.floating):
         return value.item()
     if isinstance(value, list | tuple):

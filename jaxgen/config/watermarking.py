@@ -27,14 +27,14 @@ _STATIC = tuple(name for name, kind in _KINDS.items() if not kind.traced)
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class WatermarkingConfig:
-    """Parameters of a watermark: transformers' `WatermarkingConfig`. Changing its numbers never recompiles.
+    """Parameters of a watermark: transformers' `WatermarkingConfig`. New ratios, biases and keys never recompile.
 
     >>> WatermarkingConfig(bias=3).to_hf()["bias"]
     3.0
 
     Attributes:
         greenlist_ratio: the fraction of the vocabulary that is green, greater than 0 and less than 1.
-        bias: added to the scores of green tokens.
+        bias: the number that is added to the scores of green tokens.
         hashing_key: the secret key, from 0 to 2**32 - 1.
         seeding_scheme: with "lefthash", the green tokens depend on the last token; with "selfhash", on the last
             `context_width` tokens, including the green token itself.
@@ -78,7 +78,7 @@ class WatermarkingConfig:
         return {name: np.asarray(value).item() if name in _TRACED else value for name, value in fields.items()}
 
     def tree_flatten(self):
-        """Split into the traced numbers and the static fields."""
+        """Split into the traced values and the static fields."""
         leaves = tuple(_KINDS[name].leaf(getattr(self, name)) for name in _TRACED)
         return leaves, tuple(getattr(self, name) for name in _STATIC)
 

@@ -4,9 +4,9 @@ A cheap drafter proposes the next tokens of each row (`drafting`), and the model
 then chooses its tokens exactly as it would without a draft, and accepts drafted tokens up to the first one that it
 would not have chosen.
 
-The result is therefore the same as in greedy search or sampling with the same key, but takes fewer passes. The drafter
-and the model draw with the same random numbers, so they often draw the same token. transformers instead accepts drafted
-tokens at random, which leads to the same distribution of texts, but not to the same text.
+The result is therefore the same as that of greedy search or sampling with the same key, but takes fewer passes. The
+drafter and the model draw with the same random numbers, so they often draw the same token. transformers instead accepts
+drafted tokens at random, which leads to the same distribution of texts, but not to the same text.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _REPEATED = -1e9
 
 @flax.struct.dataclass
 class Hypotheses:
-    """The best ended beams of each search, best first, in k places, some of which may be empty.
+    """The best ended beams of each search, best first. Some of the k places may be empty.
 
     Attributes:
         scores: float32[S, k], with the length penalty; -inf for an empty place.
@@ -60,7 +60,7 @@ class Beams:
     Attributes:
         scores: float32[S, k], the sum of the scores of each running beam's tokens.
         rows: S*k rows, without the records of the run.
-        origins: int32[S*k, N], for each generated token, the index within the search of the beam that it extended.
+        origins: int32[S*k, N], the beam that each generated token extended, as an index within the search.
         hypotheses: the best ended beams.
         complete: bool[S], True if the hypotheses are final.
     """
@@ -87,8 +87,8 @@ class BeamState:
 
     Attributes:
         beams: the searches of all prompts.
-        cache: keys and values of all tokens of the rows except the last.
-        recording: the records of the run. As in transformers, each step is recorded in the row that the beam had then.
+        cache: the keys and values of each row's tokens, except its last token.
+        recording: the records of the run. As in transformers, a step is recorded in the beam's row at that time.
         cache_ids: as in `Rows`.
         keys: key[B], or None without sampling.
     """
@@ -109,7 +109,7 @@ class BeamSearch(Mode):
     """Beam search, and beam sampling if there is a key. Each prompt has one search."""
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Request one row per beam."""
+        """Require one row per beam."""
         return Needs(sequences=cfg.num_beams)
 
     def begin(self, run: Run, prefilled: Prefilled) -> BeamState:
@@ -174,7 +174,7 @@ class BeamSearch(Mode):
         return run.cfg.num_beams
 
     def count_as_results(self, run: Run, beams: Beams) -> jax.Array:
-        """Return which running beams count as results at the end, bool[S, k]."""
+        """Return which running beams count as results at the end, as bool[S, k]."""
         return jnp.broadcast_to(~beams.complete[:, None], beams.scores.shape)
 
     def grow(
@@ -190,7 +190,7 @@ class BeamSearch(Mode):
             keys: key[B], or None without sampling.
 
         Returns:
-            The next beams, the row that each one continues, int32[rows], and the scores to record, float32[rows, V].
+            The next beams, the rows that they continue (int32[rows]), and the scores to record (float32[rows, V]).
         """
         scores = process(run, beams.rows, log_probs)
         beams, parents = choose_beams(run, beams, logits, scores, keys)
@@ -229,7 +229,7 @@ class Continuations:
         return jax.tree.map(lambda x: x[:, :count], self)
 
     def only(self, kept: jax.Array) -> Continuations:
-        """Set the totals of all continuations except `kept bool[S, n]` to -inf."""
+        """Set the totals of continuations to -inf where `kept bool[S, n]` is False."""
         return dataclasses.replace(self, totals=jnp.where(kept, self.totals, -jnp.inf))
 
     def join(self, other: Continuations) -> Continuations:
@@ -247,7 +247,7 @@ class Step:
         logits: float32[rows, V], the model's logits.
         scores: float32[rows, V], the processed scores.
         totals: float32[S, k, V], the score of each beam plus that of each next token.
-        live: bool[S], the searches that take this step.
+        live: bool[S], True for searches that take this step.
         failed: int32[S], a `StopReason` for each search that cannot continue, otherwise NONE.
     """
 
@@ -269,9 +269,9 @@ class Step:
         return cls(run, beams, logits, scores, totals, live, failed)
 
     def candidates(self, keys: jax.Array | None) -> Continuations:
-        """Return the best continuations of each search, or draw them if there are `keys key[S]`; best first.
+        """Return the best continuations of each search, best first. If there are `keys key[S]`, they are drawn.
 
-        They include at least k that do not end with an eos id. In a finished search, each row continues itself.
+        At least k of them do not end with an eos id. In a finished search, each row continues itself.
         """
         searches, count, vocab = self.totals.shape
         total, index = _candidates(self, keys)
@@ -281,28 +281,28 @@ class Step:
         return Continuations(total, parents, index % vocab)
 
     def best(self, continuations: Continuations) -> jax.Array:
-        """Return the places of the k best continuations, int32[S, k], best first; 0 to k - 1 in finished searches."""
+        """Return the places of the k best continuations, int32[S, k], best first. Finished searches use 0 to k - 1."""
         count = self.totals.shape[1]
         places = lax.top_k(continuations.totals, count)[1]
         return jnp.where(self.live[:, None], places, jnp.arange(count, dtype=jnp.int32)[None, :])
 
     def extend(self, continuations: Continuations) -> Rows:
-        """Return the rows of continuations, S * n, without log-probabilities."""
+        """Return the S * n rows of continuations, without log-probabilities."""
         parents = continuations.parents.reshape(-1)
         rows, added = self.beams.rows.select(parents, self.live.size), repeat_rows(self.live, parents.size)
         return rows.append(self.run, continuations.tokens.reshape(-1), added, self._take(self.scores, parents))
 
     def _take(self, x: jax.Array, parents: jax.Array) -> jax.Array:
-        """Return the rows `parents int32[S * n]` of `x [rows, ...]`. Each search selects only its own rows."""
+        """Return the rows of `x [rows, ...]` at `parents int32[S * n]`. Each search selects only its own rows."""
         return take(x, parents, self.live.size)
 
     def ended(self, rows: Rows) -> jax.Array:
-        """Return which continuations are no longer running beams, bool[S, n]. `rows` are their S * n rows."""
+        """Return which continuations can no longer be running beams, as bool[S, n]. `rows` are their S * n rows."""
         ended = (rows.reasons != StopReason.NONE) & (rows.reasons != StopReason.LENGTH)
         return self.live[:, None] & ended.reshape(self.live.size, -1)
 
     def finish(self, results: Continuations, running: Continuations, best: jax.Array) -> tuple[Beams, jax.Array]:
-        """Return the next beams, and the row that each one continues, int32[rows].
+        """Return the next beams, and the rows that they continue, int32[rows].
 
         Args:
             results: k ended beams of each search; those with a total of -inf do not count.
@@ -363,7 +363,7 @@ def choose_beams(
 
 
 def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the candidates of each search, best first: totals float32[S, C] and indices int32[S, C] into k * V."""
+    """Return the candidates of each search, best first: totals float32[S, C] and indices int32[S, C], below k * V."""
     run, rows, (_, count, vocab) = step.run, step.beams.rows, step.totals.shape
     eos = RowOptions(run.cfg, rows.options).table("eos_token_id")
     most = min((1 + (1 if eos is None else eos.shape[1])) * count, count * vocab)
@@ -377,7 +377,7 @@ def _candidates(step: Step, keys: jax.Array | None) -> tuple[jax.Array, jax.Arra
 
 
 def _is_complete(run: Run, rows: Rows, kept: jax.Array, best: jax.Array, attained: jax.Array) -> jax.Array:
-    """Return which searches have final hypotheses, bool[S], as in `BeamHypotheses.is_done`.
+    """Return which searches have final hypotheses, as bool[S], like `BeamHypotheses.is_done`.
 
     Args:
         run: the constants.
@@ -421,7 +421,7 @@ def _best(count: int, *pools: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
 
     Args:
         count: the number of entries to return.
-        pools: pairs of scores float32[groups, n] and a tree of arrays `[groups * n, ...]`.
+        pools: pairs, each of scores float32[groups, n] and a tree of arrays `[groups * n, ...]`.
     """
     groups = pools[0][0].shape[0]
     scores, index = lax.top_k(jnp.concatenate([scores for scores, _ in pools], axis=1), count)

@@ -1,6 +1,6 @@
 """Decoding in chunks of steps. Between chunks, the host adds and cancels prompts.
 
-`Continuous` by itself decodes a fixed list of prompts. Here, the list stays open: each chunk starts with the `Arrivals`
+`Continuous` by itself decodes a fixed list of prompts. Here, the list stays open: each chunk applies the `Arrivals`
 since the previous chunk, and returns a `Journal` of what happened in it.
 """
 
@@ -29,10 +29,10 @@ class Arrivals:
 
     Attributes:
         request: M prompts, complete except for their keys.
-        number: int32[M], the number of each prompt; `NOBODY` after the last prompt.
+        number: int32[M], the number that identifies each prompt; `NOBODY` after the last prompt.
         sequences: int32[M], the number of sequences of each prompt.
         key_data: uint32[M, ...], the key data of each prompt.
-        index: uint32[M], a number to fold into each key.
+        index: uint32[M], the value to fold into each key.
         own_key: bool[M], True if the prompt's key is used unchanged.
         cancelled: int32[C], the numbers of cancelled prompts, padded with `NOBODY`.
         prefixes: the places of the prompts' first chunks in the store of prefixes; None without a store.
@@ -52,7 +52,7 @@ def open_queue(run: Run, arrivals: Arrivals, mode: Continuous, places: int, step
     """Return the initial state, in which all slots are free and no prompt is waiting.
 
     Args:
-        run: the constants, with everything that rows may need.
+        run: the constants, including everything that rows may need.
         arrivals: an example with the same shapes as later arrivals; its prompts are ignored.
         mode: the mode.
         places: the maximum number of waiting prompts.
@@ -74,8 +74,8 @@ def run_chunk(run: Run, state: ContinuousState, arrivals: Arrivals, steps: Array
     The queue must have space for the waiting prompts and the new ones.
 
     Returns:
-        The state, and int32[E + 1, C]. The first row contains the number of journal entries, the number of waiting
-        prompts, and the total number of steps so far; the journal entries follow.
+        The state, and an array int32[E + 1, C]. Its first row contains the number of journal entries, the number of
+        waiting prompts, and the total number of steps so far; the journal entries follow.
     """
     state = _cancel(_admit(state, arrivals, key_impl), arrivals.cancelled)
     begun = {"results": state.results.clear(), "last": state.steps + steps, "finished": jnp.zeros((), bool)}

@@ -17,7 +17,7 @@ from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process
 
-# As in transformers, continuations are sorted by bank times this weight plus score.
+# As in transformers, continuations are sorted by their bank times this weight, plus their score.
 _BANK_WEIGHT = 100
 
 
@@ -63,7 +63,7 @@ class ConstrainedBeamSearch(BeamSearch):
 
 
 def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
-    """Return the proposals of all beams, k * C * A per search. The token is -1 where there is no proposal."""
+    """Return the k * C * A proposals of each search. The token is -1 where there is no proposal."""
     searches, count, vocab = step.totals.shape
     tokens = table.proposals(_state(step.beams.rows)).reshape(searches * count, -1)
     # The same token may begin several constraints.
@@ -79,7 +79,7 @@ def _proposals(step: Step, table: ConstraintAutomaton) -> Continuations:
 
 
 def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, proposed: int) -> jax.Array:
-    """Return the banks of continuations in a given state, int32[S, n]. The last `proposed` columns are proposals."""
+    """Return the banks of continuations from their state, int32[S, n]. The last `proposed` columns are proposals."""
     banks = table.banks(state).reshape(step.live.size, -1)
     own, proposals = banks[:, :-proposed], banks[:, -proposed:]
     before = _state(step.beams.rows)
@@ -89,7 +89,7 @@ def _banks(step: Step, table: ConstraintAutomaton, state: ConstraintState, propo
 
 
 def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.Array:
-    """Return which proposals have a token and a text that differs from all `known` continuations, bool[S, n].
+    """Return where a proposal differs from all `known` continuations in token or text, as bool[S, n].
 
     Several beams may have the same text, as all of them do initially. Only the first of them counts.
     """
@@ -107,13 +107,13 @@ def _are_new(step: Step, proposals: Continuations, known: Continuations) -> jax.
 def _in_turn(joined: Continuations, banks: jax.Array, best: jax.Array, new: jax.Array) -> jax.Array:
     """Return the places of the next beams, int32[S, k]: the best of each bank, then the second best of each, and so on.
 
-    Without new proposals, return the best candidates.
+    If there are no new proposals, return the places of the best candidates.
 
     Args:
         joined: the candidates, then the proposals.
         banks: int32[S, n], their banks.
         best: int32[S, k], the places of the k best candidates, best first.
-        new: bool[S, E], the proposals that may be chosen.
+        new: bool[S, E], True for proposals that may be chosen.
     """
     count, last = best.shape[1], joined.tokens.shape[1]
     proposed = jnp.arange(last - new.shape[1], last, dtype=jnp.int32)[None, :]

@@ -2,8 +2,8 @@
 
 A constraint has one or more alternatives, none of which is a prefix of another; a phrase has one. The tokens of a row,
 including its prompt, meet constraints one at a time, so at most one is in progress. A token that begins a pending
-constraint puts it in progress. The first token that does not continue any of its alternatives sends it back to the end
-of the queue of pending constraints. Such a token does not begin a different constraint.
+constraint puts it in progress. The first token that continues none of its alternatives sends the constraint back to the
+end of the queue of pending constraints. Such a token does not begin a different constraint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ConstraintAutomaton:
 
     @classmethod
     def from_config(cls, cfg: GenerationConfig) -> ConstraintAutomaton:
-        """Return the constraints of a config, which must have at least one. Its values are arrays."""
+        """Return the constraints of a config whose values are arrays. There must be at least one constraint."""
         tables = [jnp.asarray(ids) for ids in (cfg.constraints, cfg.force_words_ids) if ids is not None]
         _, alternatives, width = (max(sizes) for sizes in zip(*(ids.shape for ids in tables), strict=True))
 
@@ -90,7 +90,7 @@ class ConstraintAutomaton:
         return lax.while_loop(lambda carry: carry[0] < width, push, (following[0], state))[1]
 
     def push(self, state: ConstraintState, tokens: jax.Array, live: jax.Array) -> ConstraintState:
-        """Append `tokens int32[rows]` to the rows that are `live bool[rows]`, and leave the others unchanged."""
+        """Append `tokens int32[rows]` to the rows where `live bool[rows]` is True; leave the others unchanged."""
         busy = state.current >= 0
         continues = self._following(state, state.alternative, state.matched) == tokens[:, None]  # [rows, A]
         begins = (self.ids[None, :, :, 0] == tokens[:, None, None]) & (state.queue >= 0)[:, :, None]  # [rows, C, A]
@@ -136,7 +136,7 @@ class ConstraintAutomaton:
         therefore compared with a list that includes earlier proposals, and counts only if it continues that list.
 
         Args:
-            state: the rows before the proposals.
+            state: the state of the rows before the proposals.
             banks: int32[rows, C, A], the banks of the rows with their proposals.
         """
         (rows, _, most), width = banks.shape, self.ids.shape[2]
@@ -172,7 +172,7 @@ class ConstraintAutomaton:
     def _following(self, state: ConstraintState, alternative: jax.Array, matched: jax.Array) -> jax.Array:
         """Return the next token of each alternative of the constraint in progress, int32[rows, A]; -1 for none.
 
-        Only alternatives that match `alternative int32[rows]` in the first `matched int32[rows]` tokens have one.
+        An alternative has one only if its first `matched int32[rows]` tokens are those of `alternative int32[rows]`.
         """
         alternatives = self.ids[state.current]  # [rows, A, W]
         width = alternatives.shape[-1]

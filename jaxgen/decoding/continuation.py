@@ -61,7 +61,7 @@ class Continuation:
         return self if self.kv.rows == self.rows else self.reorder(jnp.arange(self.rows))
 
     def crop(self, length: jax.Array | int) -> Continuation:
-        """Return a copy with at most the first `length` tokens of each row, int32[] or int32[B].
+        """Return a copy with at most the first `length` tokens of each row. `length` is int32[] or int32[B].
 
         A negative length removes that many tokens from the end, as in transformers: `cache.crop(-5)` removes the
         last five tokens, and the next run continues from there.
@@ -75,10 +75,10 @@ class Continuation:
         return dataclasses.replace(self, kv=kv.crop(kept), count=kept)
 
     def reorder(self, rows: jax.Array) -> Continuation:
-        """Return a copy in which row i is row `rows[i]`, int32[n]. Rows may be repeated or left out.
+        """Return a copy in which row i is the old row `rows[i]`. `rows` is int32[n], and may repeat or omit rows.
 
         Raises:
-            InputError: `rows` is not a list of row numbers.
+            InputError: `rows` is not a list of row indices.
         """
         rows = row_numbers(rows, self.rows)
         kv = self.kv.reorder(rows)

@@ -1,14 +1,14 @@
 """Continuous batching: decode many sequences in a few slots. When a sequence ends, the next one takes its slot.
 
 A round reads prompts if a slot is free and no prompt is ready, lets sequences enter, and takes steps until a slot can
-be filled. Each of these is a separate loop inside the loop over rounds, because XLA may copy a cache that passes
-through a `lax.cond` in every round.
+be filled. Each of these is a separate loop inside the loop over rounds, because with a `lax.cond`, XLA may copy the
+cache in every round.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import flax.struct
 import jax
@@ -39,28 +39,12 @@ class Sequences:
     """Identities of sequences.
 
     Attributes:
-        number: int32[n], the number of the prompt; `NOBODY` for no sequence.
+        number: int32[n], the number that identifies the prompt; `NOBODY` for no sequence.
         copy: int32[n], the index of the sequence among those of its prompt.
     """
 
     number: jax.Array
     copy: jax.Array
-
-
-class Results(Protocol):
-    """The results of the sequences. All functions are pure."""
-
-    def has_space(self) -> jax.Array:
-        """Return False if no more steps can be taken until the results have been read, bool[]."""
-        ...
-
-    def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Any:
-        """Return the results after a step of the rows. `before` is None for rows that have just entered."""
-        ...
-
-    def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Any:
-        """Return the results after the rows have left their slots."""
-        ...
 
 
 @flax.struct.dataclass
@@ -102,7 +86,7 @@ class Answers(RowState):
         return jax.tree.map(lambda x: repeat_rows(x, count), none)
 
     def has_space(self) -> jax.Array:
-        """Return True: there is a place for each sequence."""
+        """Return True, because there is a place for each sequence."""
         return jnp.ones((), bool)
 
     def follow(self, sequences: Sequences, before: Rows | None, after: Rows) -> Answers:
@@ -110,7 +94,7 @@ class Answers(RowState):
         return self
 
     def leave(self, run: Run, sequences: Sequences, rows: Rows) -> Answers:
-        """Store the results of sequences, except those numbered `NOBODY`."""
+        """Store the results of sequences, except where the number is `NOBODY`."""
         count = self.lengths.shape[0]
         # Each dropped sequence gets a different index, because the scatter promises unique indices.
         dropped = count + jnp.arange(rows.count, dtype=jnp.int32)
@@ -187,7 +171,7 @@ class Continuous(Mode):
         )
 
     def begin(self, run: Run, prefilled: Prefilled) -> Any:
-        """Raise an error: prompts are read when slots become free, not all at once."""
+        """Raise an error, because prompts are read when slots become free, not all at once."""
         raise NotImplementedError("continuous batching starts with `start`")
 
     def step(self, run: Run, state: ContinuousState) -> ContinuousState:
@@ -234,7 +218,7 @@ class Continuous(Mode):
             return lax.while_loop(can_enter, enter, state)
 
     def _advance(self, run: Run, state: ContinuousState) -> ContinuousState:
-        """Take steps until a slot can be filled, but at least one, so that rows never wait for more than one chunk."""
+        """Take steps until a slot can be filled. Take at least one, so that rows never wait for more than one chunk."""
         someone_waits = jnp.any(state.pool.ready(run)) | state.pool.has_unread(run) | (state.queue.waiting > 0)
 
         def goes_on(carry: tuple[jax.Array, Any, Any]) -> jax.Array:

@@ -42,7 +42,7 @@ class ContrastiveState:
 
     Attributes:
         rows: one row per prompt.
-        cache: keys and values of all tokens in the rows, with k rows per prompt, one for each candidate.
+        cache: the keys and values of all tokens in the rows. Each prompt has k rows, one for each candidate.
         read: the model's output for each row's last token, without cache, records and hidden states.
         context: float32[rows, W, D], the normed hidden states of each row's tokens, scaled to length 1.
     """
@@ -68,7 +68,7 @@ class ContrastiveSearch(Mode):
     )
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Request as many candidates as the largest `top_k`, which cannot be traced because it sets array sizes."""
+        """Require as many candidates as the largest `top_k`, which cannot be traced because it sets array sizes."""
         if is_tracer(cfg.top_k):
             raise ConfigError(
                 "top_k is traced under jit, and contrastive search (penalty_alpha) needs it to size arrays: pass one "
@@ -103,9 +103,9 @@ class ContrastiveSearch(Mode):
             similarity = _similarity(hidden, state.context, rows.history.total_length)
             alpha = RowOptions(run.cfg, rows.options).number("penalty_alpha")
             values = jnp.where(possible, (1 - alpha) * probs - alpha * similarity, -jnp.inf)
-            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely one
+            chosen = jnp.argmax(values, axis=-1).astype(jnp.int32)  # in a tie, the most likely one wins
 
-        # int32[rows], indices of the candidates' rows
+        # int32[rows], the index of each chosen candidate's row
         best = jnp.arange(rows.count, dtype=jnp.int32) * tokens.shape[1] + chosen
         column = jnp.where(live, rows.history.total_length, state.context.shape[1])
         token, direction = (take(x.reshape(-1, *x.shape[2:]), best, rows.count) for x in (tokens, hidden))

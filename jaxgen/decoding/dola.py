@@ -1,4 +1,4 @@
-"""DoLa (arXiv 2309.03883): a token's score is its log-probability minus its log-probability in an earlier layer.
+"""DoLa (arXiv 2309.03883) subtracts from each log-probability the one that an earlier layer predicts.
 
 This follows `GenerationMixin._dola_decoding` in transformers 4.45.2, except that each row chooses its own layer. The
 hidden states of an earlier layer pass through the head without the final norm.
@@ -27,7 +27,7 @@ from jaxgen.model.causal_lm import head
 
 # Tokens with a probability below this fraction of the highest probability are banned.
 _RELATIVE_TOP = 0.1
-# In models with more layers than _DEEP, "low" and "high" use only the first and last _DEEP_REACH of them.
+# With more than _DEEP layers, "low" selects from only the first _DEEP_REACH layers, and "high" from the last.
 _DEEP, _DEEP_REACH = 40, 20
 
 
@@ -37,7 +37,7 @@ class Dola(Sample):
     takes_draft = replays = False
 
     def needs(self, cfg: GenerationConfig) -> Needs:
-        """Request the states of all layers, because the head is also applied to the candidate layers."""
+        """Require the states of all layers, because the head is also applied to the candidate layers."""
         return Needs(sequences=cfg.num_return_sequences, layer_states=True)
 
     def extend(self, run: Run, rows: Rows, read: Forward, column: int | jax.Array, live: jax.Array) -> Rows:
@@ -53,7 +53,7 @@ def candidate_layers(cfg: GenerationConfig) -> tuple[int, ...]:
     """Return the candidate layers that `dola_layers` selects. Layer 0 is the embeddings.
 
     Raises:
-        ConfigError: the model does not have one of the layers, or no layer is left.
+        ConfigError: a layer is not before the model's last one, or there are no candidate layers.
     """
     model = cfg.model
     layers, given = model.num_hidden_layers, cfg.dola_layers
@@ -98,7 +98,7 @@ def contrast(run: Run, adapter: jax.Array | None, logits: jax.Array, states: tup
 
 
 def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
-    """Subtract the log-probabilities of the layer that differs most in each row, and ban unlikely tokens.
+    """Subtract the log-probabilities of the layer that differs most from the last in each row. Ban unlikely tokens.
 
     Args:
         mature: float32[rows, V], the model's logits.
@@ -113,7 +113,7 @@ def contrasted(mature: jax.Array, premature: jax.Array) -> jax.Array:
 
 
 def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -> jax.Array:
-    """Return the processed scores, float32[rows, V], or those of `without_dola` in rows with no token left.
+    """Return the processed scores, float32[rows, V], or those of `without_dola` in rows where all tokens are banned.
 
     DoLa keeps only likely tokens. If processors or a grammar ban all of them, transformers chooses token 0.
     """
@@ -122,11 +122,11 @@ def unless_banned(processed: jax.Array, without_dola: Callable[[], jax.Array]) -
 
 
 def _divergence(log_mature: jax.Array, log_premature: jax.Array) -> jax.Array:
-    """Return how far the distribution of each layer is from the mature one, float32[C, rows].
+    """Return the divergence of each layer's distribution from the mature one, float32[C, rows].
 
-    This is transformers' variant of the Jensen-Shannon divergence: the mean of the divergences of the average
-    distribution from both. Tokens that a hook has banned are not counted. `log_mature` is float32[1, rows, V], and
-    `log_premature` is float32[C, rows, V].
+    This is transformers' variant of the Jensen-Shannon divergence: it compares the average distribution with both, and
+    takes the mean of the two divergences. Tokens that a hook has banned are not counted. `log_mature` is
+    float32[1, rows, V], and `log_premature` is float32[C, rows, V].
     """
     average = 0.5 * (jnp.exp(log_mature) + jnp.exp(log_premature))
     log_average = jnp.log(jnp.where(average > 0, average, 1))

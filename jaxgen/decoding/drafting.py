@@ -22,7 +22,7 @@ from jaxgen.decoding.sample import choose, process
 from jaxgen.decoding.stopping import StopReason
 from jaxgen.model.cache import KVCache
 
-# The heuristic schedule drafts at most this multiple of `num_assistant_tokens`. It limits the width of a model pass.
+# The heuristic schedule drafts at most this multiple of `num_assistant_tokens`, which limits the width of a pass.
 _GROWTH = 2
 
 
@@ -61,9 +61,9 @@ def drafter_of(run: Run) -> Drafter:
 
 
 class PromptLookup:
-    """Drafter that copies text after an earlier occurrence of the last tokens, like `PromptLookupCandidateGenerator`.
+    """Drafter that copies what follows an earlier occurrence of the last tokens, like `PromptLookupCandidateGenerator`.
 
-    It uses the first occurrence of the longest n-gram at the end of the row that also occurs earlier.
+    It finds the longest n-gram at the end of the row that also occurs earlier, and uses its first occurrence.
     """
 
     def begin(self, run: Run, rows: Rows) -> None:
@@ -111,7 +111,7 @@ class DraftModel:
         return DraftState(read.cache.grow(run.capacity), wanted)
 
     def propose(self, run: Run, rows: Rows, state: DraftState) -> tuple[Draft, DraftState]:
-        """Draft the wanted number of tokens for each row; fewer if the row ends or the draft model is not confident."""
+        """Draft the wanted number of tokens for each row, or fewer if it ends or the draft model is not confident."""
         drafting, width = _draft_of(run), _width(run)
         limit = jnp.minimum(state.wanted, _limit(rows, width))
         threshold, length = rows.options.get("assistant_confidence_threshold"), rows.history.length
@@ -158,7 +158,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
     def compare(size, carry):
         found, same, before = carry
-        # `same` is True in column c if the tokens before it are the row's last `size` tokens.
+        # `same` is True in column c if the `size` tokens before it equal the row's last `size` tokens.
         token = jnp.take_along_axis(ids, jnp.maximum(length - size, 0)[:, None], axis=1)
         before = jnp.roll(before, 1, axis=1)
         same &= (column >= size) & (before == token) & (length >= size)[:, None]
@@ -170,7 +170,7 @@ def first_occurrence(ids: jax.Array, length: jax.Array, most: int) -> jax.Array:
 
 
 def _limit(rows: Rows, width: int) -> jax.Array:
-    """Return how many tokens may be drafted, int32[B]: one less than the remaining budget; 0 for a finished row."""
+    """Return the maximum number of drafted tokens, int32[B]: the remaining budget minus 1, or 0 for a finished row."""
     left = rows.history.budget - rows.history.step - 1
     return jnp.where(rows.live, jnp.clip(left, 0, width), 0)
 
@@ -187,7 +187,7 @@ def _width(run: Run) -> int:
 
 
 def _within(run: Run, count: int) -> int:
-    """Limit the number of tokens to draft to what a row can generate after its first token, but to at least 1."""
+    """Limit `count` to the number of tokens that a row can generate after its first, but return at least 1."""
     return max(min(count, run.capacity - 1), 1)
 
 

@@ -100,7 +100,7 @@ def check_arguments(name: str, function: Any, *arguments: str) -> None:
 class HostFunction:
     """`prefix_allowed_tokens_fn`, called on the host in every step for every unfinished row.
 
-    The compiled program identifies the function by a number, so a different function does not cause a recompilation.
+    The function's number is an argument of the compiled program, so a new function does not trigger a recompilation.
     """
 
     number: jax.Array | np.ndarray
@@ -119,7 +119,7 @@ _CALLED: dict[int, HostCalls] = {}
 
 
 class HostCalls:
-    """A function that compiled programs can call by number.
+    """A function that compiled programs call by its number, which serves as an id.
 
     In an eager call of generate(), an exception in the function is stored in `error` and every row ends. The number is
     released at the end of the call. Under the caller's jit, the number is part of the program and stays valid, and an

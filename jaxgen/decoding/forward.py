@@ -102,7 +102,7 @@ def run_prompts(
         rows: the rows, which are returned with the hook's new state.
         tokens: the prompts, in all streams.
         cache: a cache of the preceding tokens, to which `tokens` are added.
-        cache_is_empty: there are no preceding tokens. On a CPU, keys after the last query can then be skipped.
+        cache_is_empty: True if there are no preceding tokens. On a CPU, keys after the last query can then be skipped.
         following: the number of slots that generation will add, for the hook's attention mask.
     """
     inputs, rows = inputs_of(run, rows, tokens, cache, following)
@@ -123,7 +123,7 @@ def run_model(
         rows: the rows, which are returned with the hook's new state.
         tokens: the tokens to read, a few for each row.
         cache: a cache of the preceding tokens, to which `tokens` are added.
-        all_logits: return the logits at all positions, not only at each row's last token.
+        all_logits: if True, return the logits at all positions, not only at each row's last token.
     """
     if run.guided:
         tokens = guidance.stack(run.cfg, tokens)
@@ -150,7 +150,7 @@ def observe(
     """Return the logits in a column, float32[rows, V], the scores to be processed, and the rows.
 
     The scores are the logits or the result of `score`, after guidance. The hook sees the column first and may change
-    its logits. The hook's state changes only in the rows that are `live bool[rows]`.
+    its logits. The hook's state changes only in the rows where `live bool[rows]` is True.
     """
     logits, states = read.logits[:, column], tuple([x[:, column] for x in read.states])
     hook = run.extensions.hook

@@ -1,7 +1,7 @@
 """Classifier-free guidance (arXiv 2306.17806): the model reads each row in two streams, with and without its prompt.
 
-This is transformers' `UnbatchedClassifierFreeGuidanceLogitsProcessor` in a single pass: the streams are stacked, and
-the rows with the prompt come first, as documented in `StepHook`. Only these rows are recorded and kept in the cache.
+This is transformers' `UnbatchedClassifierFreeGuidanceLogitsProcessor` in a single pass: the streams are stacked,
+beginning with the rows that read the prompt (see `StepHook`). Only these rows are recorded and kept in the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def streams(cfg: GenerationConfig) -> int:
 
 
 def stack(cfg: GenerationConfig, tree: Any) -> Any:
-    """Repeat arrays `[rows, ...]` once per stream: `[streams * rows, ...]`."""
+    """Repeat arrays `[rows, ...]` once per stream, and return `[streams * rows, ...]`."""
     count = streams(cfg)
     return tree if count == 1 else jax.tree.map(lambda x: jnp.concatenate([x] * count), tree)
 
@@ -66,7 +66,7 @@ def with_empty_rows(kv: KVCache, prompts: int) -> KVCache:
 
 
 def conditional_part(cfg: GenerationConfig, x: jax.Array) -> jax.Array:
-    """Return the rows of `x [streams * rows, ...]` that have the prompt, `[rows, ...]`."""
+    """Return the rows of `x [streams * rows, ...]` that read the prompt, `[rows, ...]`."""
     return split(cfg, x)[0]
 
 
@@ -74,14 +74,14 @@ def guide(cfg: GenerationConfig, options: OptionValues, scores: jax.Array) -> ja
     """Return the guided scores, float32[rows, V], from the scores of both streams."""
     conditional, unconditional = split(cfg, scores)
     scale = RowOptions(cfg, options).number("guidance_scale")
-    # A scale of 1 means no guidance. With one scale per prompt, such a prompt keeps its scores.
+    # A scale of 1 means no guidance. If prompts have different scales, a prompt with scale 1 keeps its scores.
     return jnp.where(scale == 1, conditional, processors.guidance(conditional, unconditional, scale))
 
 
 def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Array:
-    """Return the cache rows, in all streams, for rows `rows int32[m]` out of `count`.
+    """Return the indices of the cache rows, in all streams, for `rows int32[m]` out of `count` rows.
 
-    A row number of `count` or more becomes a number past the end of the cache.
+    An index of `count` or more becomes an index past the end of the cache.
     """
     parts = streams(cfg)
     first = jnp.arange(parts, dtype=jnp.int32)[:, None] * count
@@ -89,5 +89,5 @@ def rows_of_cache(cfg: GenerationConfig, rows: jax.Array, count: int) -> jax.Arr
 
 
 def conditional(cfg: GenerationConfig, kv: KVCache) -> KVCache:
-    """Return the cache of the rows that have the prompt."""
+    """Return the cache of the rows that read the prompt."""
     return kv.take_rows(kv.rows // streams(cfg))

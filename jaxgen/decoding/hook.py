@@ -53,8 +53,8 @@ class StepHook:
     Hooks replace transformers' `prepare_inputs_for_generation` and `_update_model_kwargs_for_generation`. Override
     the methods that you need with pure functions. The state can be any pytree in which the first axis of every array is
     the rows, so that it can be repeated and reordered with them. The first step has one row per prompt, and later steps
-    have one row per sequence. With `guidance_scale`, the rows without the prompt come last. With `slots`, there are
-    rows for a few prompts during prefill, for one sequence when it enters, and then for all slots.
+    have one row per sequence. With `guidance_scale`, the rows that do not read the prompt come last. With `slots`,
+    there are rows for a few prompts during prefill, for one sequence when it enters, and then for all slots.
 
     A hook that contains arrays should be a `flax.struct.dataclass`, so that the arrays are arguments of the compiled
     program and not constants. Any other hook is part of the program, so a new object triggers a recompilation.

@@ -21,7 +21,7 @@ NO_TOKEN = -1  # the token in an entry that only ends a sequence
 class Journal:
     """Entries since the journal was last cleared. Each entry is a row of numbers.
 
-    The columns are the prompt's number, the sequence's number within the prompt, the token or `NO_TOKEN`, and the
+    The columns are the prompt's number, the sequence's index within the prompt, the token or `NO_TOKEN`, and the
     `StopReason` or 0. If log-probabilities are recorded, more columns follow: the bits of the token's log-probability,
     the ids of the most likely tokens, and the bits of their log-probabilities.
 

@@ -60,7 +60,7 @@ def logprobs(
         params: the parameters.
         ids: int32[B, L].
         mask: bool[B, L], False for padding.
-        replay: how to recompute the scores from which the tokens were chosen; None to use the model's own distribution.
+        replay: recomputes the scores from which the tokens were chosen; None to use the model's own distribution.
         context: the context of the pass.
         model: the model's config.
         start: 0, or the width of the prompts.
@@ -153,9 +153,9 @@ def _column_before(mask: jax.Array) -> jax.Array:
 
 
 def logprobs_of(logits: jax.Array, targets: jax.Array, predicted: jax.Array, top: int) -> LogProbs:
-    """Return the log-probabilities of `targets int32[...]` under `logits float32[..., V]`; 0 where not `predicted`.
+    """Return the log-probabilities of `targets int32[...]` under `logits float32[..., V]`.
 
-    `predicted` is bool[...].
+    They are 0 where `predicted bool[...]` is False.
     """
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     targets = jnp.where(targets < 0, logits.shape[-1], targets)  # a negative index would wrap around

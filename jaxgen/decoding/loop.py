@@ -153,7 +153,7 @@ class Decoded:
 
     @classmethod
     def from_rows(cls, run: Run, rows: Rows, cache: KVCache) -> Decoded:
-        """Return the result of rows from a cache that contains all of their tokens except the last."""
+        """Return the result of rows. `cache` contains each row's tokens, except its last token."""
         history, recording = rows.history, dataclasses.replace(rows.recording, columns=None)
         kv = guidance.conditional(run.cfg, cache) if run.guided else cache
         continuation = Continuation(kv, rows.all_tokens(run.capacity), history.total_length)
@@ -167,7 +167,7 @@ def decode(run: Run, request: Request, mode: Mode) -> Decoded:
 
 
 def finish(run: Run, state: Any, mode: Mode) -> Decoded:
-    """Return the result for the prompts of the request. The parts that every process needs are on all devices."""
+    """Return the result for the prompts of the request. The parts that every process needs are replicated."""
     decoded = mode.finish(run, state)
     if run.mesh is None:
         return decoded
@@ -182,14 +182,14 @@ def finish(run: Run, state: Any, mode: Mode) -> Decoded:
 
 
 def _cut(run: Run, continuation: Continuation) -> Continuation:
-    """Drop the rows that pad the batch for the mesh from the tokens, but not from the keys and values."""
+    """Drop the rows that pad the batch for the mesh, but leave them in the keys and values."""
     tokens, count = run.cut((continuation.tokens, continuation.count))
     tokens, count = constrain((tokens, count), run.mesh, REPLICATED)
     return dataclasses.replace(continuation, tokens=tokens, count=count)
 
 
 def progress(run: Run, state: Any, mode: Mode) -> Progress:
-    """Return the tokens generated so far for the prompts of the request, on all devices."""
+    """Return the tokens generated so far for the prompts of the request, replicated on all devices."""
     now = mode.progress(run, state)
     if run.mesh is None:
         return now

@@ -1,4 +1,4 @@
-"""The decode modes by their names in `GenerationConfig.mode`. docs/architecture.md shows how to add one."""
+"""The decode modes, by their names in `GenerationConfig.mode`. docs/architecture.md shows how to add one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import where
 
 _TOKENS = 512  # maximum number of tokens to read between steps, over all prompts
-_CHUNK = 128  # maximum number of tokens to read from one prompt, unless `prefill_chunk_size` is set
+_CHUNK = 128  # the same for one prompt; `prefill_chunk_size` overrides it
 
 
 @flax.struct.dataclass
@@ -35,7 +35,7 @@ class Pool:
     the mesh. Other prompts therefore do not affect how a prompt is read.
 
     Attributes:
-        number: int32[R], the number of the prompt in each place; `NOBODY` in an empty place.
+        number: int32[R], the number that identifies the prompt in each place; `NOBODY` in an empty place.
         sequences: int32[R], the number of sequences per prompt.
         taken: int32[R], the number of these sequences that have entered the loop.
         read: int32[streams * R], the number of the prompt's tokens that the model has read.
@@ -94,7 +94,7 @@ class Pool:
         return dataclasses.replace(pool, keep=keep, store=store)
 
     def ready(self, run: Run) -> jax.Array:
-        """Return the places whose prompt has been fully read, bool[R]."""
+        """Return which places have a prompt that has been fully read, as bool[R]."""
         ended = jnp.stack(guidance.split(run.cfg, self.read >= self.inputs.length))
         return (self.number != NOBODY) & jnp.all(ended, axis=0)
 
@@ -197,7 +197,7 @@ class Pool:
 
 
 def _open(run: Run, request: Request, prompts: jax.Array) -> tuple[ModelInputs, Rows, KVCache]:
-    """Return the inputs and rows of the `prompts int32[R]` of a request, and the cache before they are read."""
+    """Return the inputs and rows of a request's prompts at `prompts int32[R]`, and the cache before they are read."""
     run = run.of_prompts(prompts.shape[0])
     tokens, cache, rows = open_prompts(run, request.select(prompts))
     if run.extensions.hook is not None:

@@ -22,7 +22,7 @@ NOWHERE = -1  # the place of a chunk that is not in the store
 
 @flax.struct.dataclass
 class Places:
-    """Places in the store of the first J chunks of n prompts.
+    """Places in the store for the first J chunks of n prompts.
 
     Attributes:
         have: int32[n, J], the places to copy chunks from; `NOWHERE` for chunks that the model must read.
@@ -52,7 +52,7 @@ def copy_from(store: KVCache, cache: KVCache, have: jax.Array) -> KVCache:
 
 
 def copy_to(store: KVCache, cache: KVCache, chunk: jax.Array, keep: jax.Array) -> KVCache:
-    """Store chunk number `chunk int32[R]` of each row of a cache in place `keep int32[R]`, and return the store."""
+    """Store the chunk with index `chunk int32[R]` of each cache row in place `keep int32[R]`. Return the store."""
     # Each dropped chunk gets a different place, because the scatter promises unique indices.
     place = jnp.where(keep != NOWHERE, keep, store.rows + jnp.arange(cache.rows, dtype=jnp.int32))
 

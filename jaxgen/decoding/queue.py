@@ -20,8 +20,8 @@ class Queue:
     """Ring of Q places. Waiting prompts occupy consecutive places starting at `first`, wrapping around to place 0.
 
     Attributes:
-        request: the prompts in all places, complete.
-        number: int32[Q], the number of each prompt, which identifies its sequences; `NOBODY` for prompts to skip.
+        request: the prompts in all places, as a complete request.
+        number: int32[Q], the number that identifies each prompt's sequences; `NOBODY` for prompts to skip.
         sequences: int32[Q], the number of sequences per prompt.
         first: int32[], the place of the next prompt.
         waiting: int32[], the number of waiting prompts.

@@ -54,7 +54,7 @@ class LayerRecording(RowState):
         return LayerRecording(prefill, decode)
 
     def put(self, step: jax.Array, live: jax.Array, layers: Sequence[jax.Array]) -> LayerRecording:
-        """Record `layers [rows, ...]` in the step after `step int32[rows]` generated tokens, for `live` rows."""
+        """Record `layers [rows, ...]` in the step after `step int32[rows]` generated tokens, where `live` is True."""
         decode = tuple(put_step(buffer, step - 1, live, x) for buffer, x in zip(self.decode, layers, strict=True))
         return dataclasses.replace(self, decode=decode)
 
@@ -64,7 +64,7 @@ def columns_of(mask: jax.Array, length: jax.Array) -> jax.Array:
 
     Args:
         mask: bool[B, P], True for the prompt's tokens.
-        length: int32[B], the number of prefilled tokens. If it exceeds that in the mask, the extra tokens come first.
+        length: int32[B], the number of prefilled tokens. If the mask has fewer, the extra tokens come first.
     """
     order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     return jnp.where(mask, order + (length - jnp.sum(mask, axis=-1, dtype=jnp.int32))[:, None], -1)
@@ -119,7 +119,7 @@ class Recording(RowState):
         )
 
     def put(self, step: jax.Array, live: jax.Array, logits: jax.Array, scores: jax.Array) -> Recording:
-        """Record `logits` and `scores`, float32[rows, V], in step `step int32[rows]` of each `live bool[rows]` row."""
+        """Record `logits` and `scores`, float32[rows, V], in step `step int32[rows]`, where `live` is True."""
         return dataclasses.replace(
             self,
             scores=None if self.scores is None else put_step(self.scores, step, live, scores),
@@ -147,6 +147,6 @@ class Recording(RowState):
 
 
 def put_step(buffer: jax.Array, step: jax.Array, live: jax.Array, values: jax.Array) -> jax.Array:
-    """Write `values [rows, ...]` to column `step int32[rows]` of `buffer [rows, N, ...]`, for `live` rows."""
+    """Write `values [rows, ...]` to column `step int32[rows]` of `buffer [rows, N, ...]`, where `live` is True."""
     column = jnp.where(live & (step >= 0), step, buffer.shape[1])
     return put(buffer, column, values)

@@ -56,8 +56,8 @@ class Replay:
             logits: float32[rows, T, V], the model's logits.
             tokens: int32[rows, T], the chosen tokens.
             live: bool[rows, T], False after a row's end.
-            reduce_column: a function to apply to each column, `(scores float32[rows, V], tokens, live) -> pytree` of
-                arrays `[rows, ...]`.
+            reduce_column: a function `(scores float32[rows, V], tokens, live) -> pytree` to apply to each column. The
+                arrays of the pytree are `[rows, ...]`.
 
         Returns:
             The history extended by the tokens, and the results of `reduce_column`, `[rows, T, ...]`.

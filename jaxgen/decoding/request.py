@@ -19,7 +19,7 @@ Array = Any  # jax.Array inside a program, np.ndarray before
 
 @flax.struct.dataclass
 class Request:
-    """The prompts of a run and their options, after checking and, in an eager call, rounding. Everything is traced.
+    """The prompts of a run and their options, checked and, in an eager call, padded to buckets. Everything is traced.
 
     Attributes:
         ids: int32[B, P], padded on either side; all `UNKNOWN` if only embeddings were given.
@@ -52,7 +52,7 @@ class Request:
     negative_mask: Array | None = None
 
     def select(self, prompts: jax.Array) -> Request:
-        """Return prompts `prompts int32[n]` of a complete request. All prompts must share the cache."""
+        """Return the prompts at `prompts int32[n]` of a complete request. All prompts must share the cache."""
         selected = jax.tree.map(lambda x: jnp.asarray(x)[prompts], dataclasses.replace(self, cache=None))
         return dataclasses.replace(selected, cache=self.cache)
 

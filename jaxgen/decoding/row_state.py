@@ -21,7 +21,7 @@ class RowState:
     of_prompts: ClassVar[tuple[str, ...]] = ()
 
     def map_rows(self: State, of_sequences: Callable, *others: Any, of_prompts: Callable = lambda x, *_: x) -> State:
-        """Map the arrays of sequences. Arrays of prompts stay unchanged unless `of_prompts` is passed.
+        """Map the arrays of sequences. Without `of_prompts`, the arrays of prompts stay unchanged.
 
         The functions also receive the arrays of `others`, which have the same structure.
         """

@@ -131,29 +131,29 @@ class Rows(RowState):
         return dataclasses.replace(forked, keys=None if self.keys is None else sequence_keys(self.keys, copies))
 
     def sequence(self, number: jax.Array) -> Rows:
-        """Return sequence `number int32[rows]` of each row, with the key that it has in `fork`."""
+        """Return the sequence at index `number int32[rows]` of each row, with the key that `fork` gives it."""
         keys = None if self.keys is None else jax.vmap(jax.random.fold_in)(self.keys, number)
         return dataclasses.replace(self, keys=keys)
 
     def select(self, rows: jax.Array, groups: int = 1) -> Rows:
-        """Return the state with row `rows[i]` in place of row i, int32[rows]. Both must have the same prompt.
+        """Return the state with row `rows[i]`, int32[rows], in place of row i. Both rows must have the same prompt.
 
         The rows consist of `groups` equal parts, and each row is replaced by one from its part; see `shapes.take`.
         """
         return self.map_rows(lambda x: take(x, rows, groups))
 
     def take(self, rows: jax.Array) -> Rows:
-        """Return rows `rows int32[n]` with the arrays of their prompts. No two rows may have the same prompt."""
+        """Return the rows at `rows int32[n]` and their prompts' arrays. No two rows may have the same prompt."""
         return jax.tree.map(lambda x: x[rows], self)
 
     def insert(self, source: Rows, rows: jax.Array) -> Rows:
-        """Return the state with row i of `source` in place of row `rows[i]`, int32[source.count].
+        """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[source.count].
 
-        Row numbers of `count` or more are ignored; the others must be distinct. `source` must have the same structure
-        and sizes. If prompts have several sequences, all sequences of a prompt must be replaced by those of a different
-        prompt, in order, because their shared state is replaced too.
+        Indices of `count` or more are ignored; the others must be distinct. `source` must have the same structure
+        and sizes. If prompts have several sequences, those of a prompt must all be replaced, in order, by those of a
+        different prompt, because their shared state is replaced too.
         """
-        # Each dropped row gets a different number, because the scatter promises unique indices.
+        # Each dropped row gets a different index, because the scatter promises unique indices.
         rows = jnp.where(rows < self.count, rows, self.count + jnp.arange(source.count, dtype=jnp.int32))
 
         def write(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -241,7 +241,7 @@ class Rows(RowState):
         return dataclasses.replace(self, history=history, reasons=reasons)
 
     def with_logprobs(self, run: Run, added: jax.Array, logits: jax.Array, scores: jax.Array) -> Rows:
-        """Record the log-probability of the newest token in each `added` row. The other arguments are as in `push`."""
+        """Record the newest token's log-probability where `added` is True. The other arguments are as in `push`."""
         assert self.logprobs is not None
         source = logits if run.cfg.output_logprobs == "logits" else scores
 

@@ -28,7 +28,7 @@ class Sizes:
     Attributes:
         prompts: the number of prompts, B.
         capacity: the maximum number of tokens that a row can generate, N.
-        slots: slots for the tokens of `Request.cache` and, unless prompts share rows, the prompts; 0 without a cache.
+        slots: the number of slots for `Request.cache` and for prompts that do not share rows; 0 without a cache.
         needs: the requirements of the decode mode.
     """
 

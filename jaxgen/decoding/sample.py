@@ -41,7 +41,7 @@ class Selection:
 
 @flax.struct.dataclass
 class SampleState:
-    """Rows, and the keys and values of all of their tokens except the last."""
+    """Rows, and the keys and values of each row's tokens, except its last token."""
 
     rows: Rows
     cache: KVCache
@@ -82,7 +82,7 @@ class Sample(Mode):
         return SampleState(constrain(ended, run.mesh, ROWS), slots)
 
     def insert(self, run: Run, state: SampleState, source: SampleState, rows: jax.Array) -> SampleState:
-        """Return the state with row i of `source` in place of row `rows[i]`, int32[n]."""
+        """Return the state with row i of `source` in place of row `rows[i]`. `rows` is int32[n]."""
         of_cache = guidance.rows_of_cache(run.cfg, rows, state.rows.count)
         return SampleState(state.rows.insert(source.rows, rows), state.cache.insert(source.cache, of_cache))
 
@@ -165,7 +165,7 @@ def greedy(scores: jax.Array) -> jax.Array:
 def draw(keys: jax.Array, step: jax.Array, scores: jax.Array) -> jax.Array:
     """Draw a token from softmax(scores) in each row, int32[rows].
 
-    First, a block of tokens is drawn by its total probability, then a token within the block. The distribution is the
+    First, a block of tokens is drawn according to its probability, then a token within it. The distribution is the
     same, but random numbers are needed only for the blocks and the tokens of one block, not for the whole vocabulary.
 
     Args:
@@ -189,7 +189,7 @@ def draw_distinct(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw entries of each search from softmax(scores) without replacement, like `torch.multinomial`.
 
-    The result is the largest entries after adding Gumbel noise (arXiv 1903.06059).
+    The entries drawn are the largest ones after Gumbel noise has been added (arXiv 1903.06059).
 
     Args:
         keys: key[S].

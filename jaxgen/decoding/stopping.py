@@ -15,7 +15,7 @@ import jax.numpy as jnp
 class StopReason(enum.IntEnum):
     """The reason why a row ended, as in `GenerateOutput.stop_reasons`.
 
-    If several reasons apply, the first wins, unless no token could be chosen: then the failure is reported. NO_TOKEN,
+    If several reasons apply, the first wins. If no token could be chosen, however, that failure is reported. NO_TOKEN,
     NOT_A_NUMBER and BAD_ID are failures, for which an eager call of generate() raises an error. Under the caller's jit,
     the row ends without the token, and only its stop reason shows the failure.
     """
@@ -55,5 +55,5 @@ def failure(best: jax.Array) -> jax.Array:
 
 
 def is_eos(tokens: jax.Array, eos: jax.Array | None) -> jax.Array:
-    """Return whether each row's token is in `eos int32[rows, E]`, bool[rows]. Entries of -1 match nothing."""
+    """Return whether each row's token is in `eos int32[rows, E]`, as bool[rows]. Entries of -1 match nothing."""
     return jnp.zeros(tokens.shape, bool) if eos is None else jnp.any(tokens[:, None] == eos, axis=-1)

@@ -28,7 +28,7 @@ _chunk = Program(run_chunk, "Engine (chunk)", static_argnames=_STATIC, donate_ar
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Everything except the parameters and tables that is the same in all chunks of an engine.
+    """Everything that stays the same in all chunks of an engine. Parameters and tables may change.
 
     Attributes:
         form: the form of the prompts.
@@ -105,7 +105,7 @@ class Device:
         """Create the state, with all slots free."""
         self._no_arrivals = self._placed(no_arrivals, params)
         state = _open(self._run(params, tables), self._no_arrivals, **self._loop.of_open)
-        # Committed, like the states that chunks return, because otherwise a second program would be compiled.
+        # Commit the state, like those that chunks return, because otherwise a second program would be compiled.
         self._state = self._placed(state, params)
 
     def step(self, params: Any, arrivals: Arrivals | None, tables: dict[str, Any], steps: int) -> jax.Array:
@@ -130,7 +130,7 @@ def committed(tree: Any, like: Any = None) -> Any:
 
 
 def trace(loop: Loop, params: Any, arrivals: Arrivals, tables: dict[str, Any]) -> jax.stages.Traced:
-    """Return the program of a chunk before compilation. Parameters may be shapes instead of arrays."""
+    """Return the traced program of a chunk. The parameters can be abstract shapes instead of arrays."""
     run = loop.run(params, tables)
     state = jax.eval_shape(lambda: open_queue(run, arrivals, **loop.of_open))
     return _chunk.trace(run, state, arrivals, np.int32(loop.steps), **loop.of_chunk)

@@ -54,12 +54,12 @@ class Engine:
         key: the key from which each prompt's key is derived, by `fold_in(key, index)`; None if no prompt samples.
         slots: the number of sequences that are decoded at a time.
         prompt_width: the maximum number of tokens in a prompt.
-        prompt_options: the options that a prompt may set, among those that can have one value per prompt; None for all.
-            With fewer options, the program compiles faster. Options that `cfg` turns on are always included.
-        tokenizer: for prompts and results as text, and for stop strings.
+        prompt_options: the options that a prompt may set, among those that can have one value per prompt. None allows
+            all. With fewer options, the program compiles faster. Options that `cfg` turns on are always included.
+        tokenizer: the tokenizer for prompts and results as text, and for stop strings.
         most_waiting: the maximum number of waiting prompts, beyond which `submit` raises `QueueFull`.
-        grammar_states, grammar_classes: the numbers of states and of classes of tokens in the table that the grammars
-            of all prompts in flight share.
+        grammar_states, grammar_classes: the numbers of states and token classes in the table that the grammars of all
+            prompts in flight share.
         stop_states: the number of states in the table of stop strings, which need about one state per byte.
         stop_in_prompt: if True, a stop string may start in the prompt, as in transformers. If False, it must be
             entirely in the answer, as in OpenAI's API.
@@ -178,12 +178,12 @@ class Engine:
         return self.follow({**given, **options}, None if on_event is None else self._reading(on_event), timeout)
 
     def _reading(self, on_event: Callable[[Event], object]) -> Callable[[Event], object]:
-        """Return a listener that calls `on_event` with events."""
+        """Return a listener that adds text to events and passes them to `on_event`."""
         reader = EventReader(self.tokenizer)
         return lambda news: on_event(reader.read(news))
 
     def follow(self, prompt: dict[str, Any], listener: Callable[[Event], object] | None, timeout) -> Handle:
-        """Submit a prompt with a listener that receives events without text in the engine's thread.
+        """Submit a prompt. In the engine's thread, the listener receives events without text.
 
         If the prompt fails, the last event has neither tokens nor a stop reason, and the handle stores the `failure`.
         The other arguments and the errors are as in `submit`.
@@ -424,7 +424,7 @@ class Engine:
             self._pace.measure(int(happened[0, 2]), begun, time.monotonic())
             entries = list(self._schedule.read(happened))
             self._told = [entry.flight for entry in entries]
-            self._changed.notify_all()  # for callers that wait until no prompt is left
+            self._changed.notify_all()  # for callers that wait until all prompts are answered
         for flight, number, tokens, reason, rest in entries:
             flight.owner.cached_tokens = flight.cached
             flight.owner._add(number, tokens.tolist(), StopReason(reason), rest, (flight.version, version))

@@ -65,7 +65,7 @@ class Prompt:
 class Form:
     """The options that prompts may set, with defaults from the engine's config.
 
-    `options` names the options that prompts may set, among those that can have one value per prompt; None for all.
+    `options` names the options that prompts may set, among those that can have one value per prompt; None allows all.
     Tables of ids have `entries` entries. `key_impl` is the implementation of random keys, or None if prompts have no
     keys. `adapters` is the number of adapters in the parameters.
 
@@ -76,7 +76,7 @@ class Form:
         width: the maximum number of tokens in a prompt.
         capacity: the maximum number of tokens in an answer.
         own: the names of the options that a prompt may set.
-        off: for each of these options, the value that turns it off.
+        off: the value that turns off each of these options.
     """
 
     def __init__(

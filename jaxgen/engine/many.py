@@ -47,7 +47,7 @@ def generate_many(
         key: the prompt with index i uses `fold_in(key, i)`; None if no prompt samples.
         cfg: the options, as for `Engine`.
         slots: the number of sequences that are decoded at a time.
-        tokenizer: for prompts and results as text, and for stop strings.
+        tokenizer: the tokenizer for prompts and results as text, and for stop strings.
         ordered: yield the completions in the order of the prompts.
         **engine: more arguments for `Engine`.
 
@@ -67,7 +67,7 @@ def generate_many(
 
 
 def ended(engine: Engine, prompts: Iterable[Any], most: int) -> Iterator[tuple[int, Completion, bool]]:
-    """Yield sequences as they end: the place of the prompt, the completion, and True for the prompt's last sequence.
+    """Yield each sequence as it ends: the prompt's place, the completion, and True for the prompt's last sequence.
 
     At most `most` prompts are in the engine at a time. The engine must accept that many.
     """

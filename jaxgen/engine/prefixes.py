@@ -23,8 +23,8 @@ class Claim:
 
     Attributes:
         have: the places of the prompt's first chunks, which are copied.
-        keep: the number, name and place of each chunk to store once it has been read.
-        epoch: how many times the store had been emptied before the claim.
+        keep: the index, name and place of each chunk to store once it has been read.
+        epoch: the number of times that the store had been emptied before the claim.
     """
 
     have: tuple[int, ...]
@@ -57,8 +57,8 @@ class Prefixes:
     ) -> Prefixes:
         """Return the empty index of a store of at most `most_bytes` bytes, for prompts of at most `width` tokens.
 
-        With a hook, there is no store, because the hook may change the model's inputs, so that equal tokens may have
-        different keys and values.
+        With a hook, there is no store: the hook may change the model's inputs, so equal tokens may have different keys
+        and values.
         """
         if hooked and most_bytes:
             raise InputError(
@@ -105,7 +105,7 @@ class Prefixes:
         """Claim places for a prompt that is sent to the device."""
         known = self._known(names)
         have = tuple(self._stored[name] for name in names[:known])
-        for name in reversed(names[:known]):  # so that a chunk outlives the chunks after it
+        for name in reversed(names[:known]):  # in reverse order, so that a chunk outlives the chunks after it
             self._stored.move_to_end(name)
         keep = []
         for number, name in enumerate(names[known:], known):
@@ -142,7 +142,7 @@ class Prefixes:
         self._coming.clear()
 
     def arrays(self, claims: list[Claim], rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `Places.have` and `Places.keep` for the claims of prompts, int32[rows, most]."""
+        """Return `Places.have` and `Places.keep` for the claims of prompts, each as int32[rows, most]."""
         have, keep = (np.full((rows, self.most), NOWHERE, np.int32) for _ in range(2))
         for row, claim in enumerate(claims):
             have[row, : len(claim.have)] = claim.have

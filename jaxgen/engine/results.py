@@ -23,8 +23,8 @@ class Event(NamedTuple):
     """The next tokens of a sequence.
 
     Attributes:
-        sequence: the number of the sequence within the prompt.
-        tokens: the token ids, at least one unless the sequence has ended.
+        sequence: the index of the sequence within the prompt.
+        tokens: the token ids. There is at least one if the sequence has not ended.
         text: the new text, in whole characters; empty without a tokenizer, and for listeners.
         stop_reason: the reason why the sequence ended; `StopReason.NONE` if it has not ended.
         logprobs: the log-probabilities of the tokens, as in `Completion`.
@@ -43,17 +43,17 @@ class Completion:
 
     Attributes:
         index: the prompt's index.
-        sequence: the number of the sequence within the prompt.
+        sequence: the index of the sequence within the prompt.
         ids: the prompt's tokens.
         tokens: the generated tokens, including eos.
         text: the generated text, without special tokens; None without a tokenizer.
         stop_reason: the reason why the sequence ended; NONE if it never began.
         logprobs: the log-probabilities of the tokens, `[n]`, and of the most likely tokens, `[n, top_logprobs]`; None
-            unless the engine's config sets `output_logprobs`, or if the prompt sets it to None.
+            if `output_logprobs` is off in the engine's config or for the prompt.
         error: the reason why the sequence failed, or None.
         versions: the versions of the weights that the tokens depend on, in order. The first is the version that was
             current when the prompt was sent to the device; see `Engine.update_params`.
-        cached_tokens: the number of the prompt's first tokens that were in the store of prefixes.
+        cached_tokens: the number of tokens at the start of the prompt that were in the store of prefixes.
     """
 
     index: int
@@ -109,7 +109,7 @@ class Handle:
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._telling = 0  # running calls of the listener
+        self._telling = 0  # the number of running calls of the listener
         self._has_ended = False
         self.failure: BaseException | None = None
         self.cached_tokens = 0
@@ -274,7 +274,7 @@ class Handle:
 
 
 class EventReader:
-    """Converter from the tokens of sequences to events with text."""
+    """Decoder that adds the text of new tokens to events."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer

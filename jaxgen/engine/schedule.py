@@ -33,7 +33,7 @@ class Flight:
         number: its number on the device; `NOBODY` until it is sent there.
         remaining: the number of its sequences that have not ended.
         chunks: the names of its chunks in the store of prefixes; None until they are needed.
-        claim: its claim on the store; None until the prompt is sent, and after it has been read.
+        claim: its claim on the store; None before the prompt is sent and after it has been read.
         cached: the number of the prompt's tokens that were in the store.
         begun: the number of its sequences that have begun.
         version: the version of the weights when the prompt was sent.
@@ -77,7 +77,7 @@ class Entries(NamedTuple):
 
     Attributes:
         flight: the prompt.
-        sequence: the number of the sequence within the prompt.
+        sequence: the index of the sequence within the prompt.
         tokens: int32[n], the new tokens.
         reason: a `StopReason`; 0 if the sequence has not ended.
         rest: int32[n, C], the other columns of the journal.
@@ -224,7 +224,7 @@ class Schedule:
         return Arrivals(request, number, sequences, key, index, own_key, ended, prefixes)
 
     def read(self, packed: np.ndarray) -> Iterator[Entries]:
-        """Yield the entries of the oldest unread chunk by sequence, and remove prompts that have ended."""
+        """Yield the entries of the oldest unread chunk, grouped by sequence, and remove prompts that have ended."""
         self._sent.popleft()
         count, self._queued, self._steps = packed[0, :3].tolist()
         entries = packed[1 : 1 + count]
@@ -235,7 +235,7 @@ class Schedule:
             flight = self.flying.get(int(part[0, 0]))
             if flight is None:  # cancelled
                 continue
-            if flight.claim is not None:  # there is a token or an end, so the prompt has been read
+            if flight.claim is not None:  # an entry has a token or an end, so the prompt has been read
                 self.prefixes.confirm(flight.claim)
                 flight.claim = None
             sequence, reason = int(part[0, 1]), int(part[-1, 3])
@@ -257,7 +257,7 @@ class Schedule:
 
 
 class Pace:
-    """Controller of the number of steps in a chunk: the smallest number that takes at least a tenth of a second.
+    """Controller of the number of steps in a chunk. The target is the smallest number that takes at least 0.1 seconds.
 
     Shorter chunks reduce latency: the first token of a prompt is read only once its chunk has ended, and prompts that
     arrive in the meantime wait for the next chunk.

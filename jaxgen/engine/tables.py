@@ -31,7 +31,7 @@ class Table:
         name: the option that the automata come from.
         states: the number of states that the table has space for.
         free: the automaton for prompts that have none of their own.
-        join: returns the table of automata, where each key is the first state of its automaton in the table.
+        join: joins automata into one table, given a dict whose keys are their first states in the table.
 
     Attributes:
         joint: the table on the device.
@@ -95,7 +95,7 @@ class Table:
 def tables_of(
     vocab: int, grammars: tuple[int, int], tokenizer: Tokenizer | None, stop_states: int, stop_in_prompt: bool
 ) -> dict[str, Table]:
-    """Return empty tables by name: for grammars, and if there is a tokenizer, for stop strings."""
+    """Return empty tables by name: one for grammars and, if there is a tokenizer, one for stop strings."""
     tables = {"allowed": grammar_table(vocab, grammars)}
     if tokenizer is not None:
         tables["stop_strings"] = stop_table(tokenizer, vocab, stop_states, stop_in_prompt)

@@ -19,7 +19,7 @@ _MODEL = "jaxgen"  # the model type's name in the harness
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 for bad input."""
+    """Run the command and return its exit status, which is 2 for bad input."""
     try:
         options, rest = _parse(sys.argv[1:] if words is None else words)
         try:

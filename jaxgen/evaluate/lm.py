@@ -143,7 +143,7 @@ class JaxgenLM(TemplateLM):
         return context[-room:], continuation
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, using non-overlapping windows of the model's context."""
+        """Return each text's log-likelihood, computed in non-overlapping windows as wide as the model's context."""
         windows: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):

@@ -52,15 +52,15 @@ def export_engine(
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the programs.
-        cfg: the options, which are the defaults for prompts, as in `Engine`.
-        slots: the number of sequences decoded at a time, and the maximum number of prompts added by a chunk.
+        cfg: the options. As in `Engine`, they are the defaults for prompts.
+        slots: the number of sequences decoded at a time. A chunk can add at most this many prompts.
         prompt_width: the maximum number of tokens in a prompt.
         platforms: the platforms that the programs run on: one or more of cpu, cuda, tpu and rocm.
         logits_processor, stopping_criteria, hook: as in `generate`, for all prompts. They and their arrays become part
             of the programs.
 
     Raises:
-        InputError, ConfigError, TypeError: as in `Engine`, or because an option needs the host.
+        InputError, ConfigError, TypeError: as in `Engine`; or an option needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     model_of(cfg)
@@ -126,14 +126,14 @@ def _programs(
 
 
 def _as_inputs(arrivals: Arrivals) -> dict[str, np.ndarray]:
-    """Return arrivals as inputs: arrays by name."""
+    """Return arrivals in the form of a program's inputs: a dict of arrays by name."""
     news = {name: getattr(arrivals, name) for name in _NEWS} | {"key": arrivals.key_data}
     fields = {name: getattr(arrivals.request, field) for field, name in _FIELDS.items()}
     return fields | flatten(arrivals.request.options) | news
 
 
 def _arrivals(inputs: dict[str, Any], form: Form) -> Arrivals:
-    """Return the arrivals that the inputs describe; the inverse of `_as_inputs`."""
+    """Return the arrivals that the inputs describe; this is the inverse of `_as_inputs`."""
     options = unflatten({name: form.off[name] for name in sorted(form.off)}, inputs)
     unusual = jnp.zeros(inputs["number"].shape, bool)
     for name in form.own - form.usual.enabled:

@@ -1,4 +1,4 @@
-"""Files of exported programs: zip archives with a description, default inputs and the programs."""
+"""Files of exported programs. Each is a zip archive that contains a description, default inputs and the programs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class ExportedPrograms:
-    """Programs that run with jax alone; docs/production.md shows how.
+    """Programs that run with jax alone, as docs/production.md shows.
 
     Attributes:
-        description: describes the programs and their inputs and outputs, as in the file's description.json.
-        inputs: default values of inputs, as in the file's inputs.npz.
+        description: describes the programs, their inputs and their outputs; stored as description.json.
+        inputs: the default values of inputs by name; stored as inputs.npz.
         programs: the programs by name.
     """
 
@@ -45,10 +45,10 @@ class ExportedPrograms:
                 file.writestr(f"{name}.bin", bytes(program))
 
     def params(self, params: Any) -> dict[str, jax.Array]:
-        """Return parameters in the form that the programs accept: arrays by their tensor names in a checkpoint.
+        """Return parameters as the programs accept them: a dict of arrays, keyed by their tensor names in a checkpoint.
 
         Raises:
-            InputError: the shapes or dtypes differ from those of the parameters at export.
+            InputError: the names, shapes or dtypes differ from those of the exported parameters.
         """
         flat = flat_params(params)
         wanted, given = self.description["params"], forms(flat)
@@ -60,7 +60,7 @@ class ExportedPrograms:
 
 
 def forms(arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the dtype and shape of each array; a symbolic size is a string."""
+    """Return the dtype and shape of each array, with symbolic sizes written as strings."""
     return {
         name: {"dtype": str(x.dtype), "shape": [size if isinstance(size, int) else str(size) for size in x.shape]}
         for name, x in arrays.items()
@@ -75,7 +75,7 @@ def read_description(path) -> dict[str, Any]:
     """Return a file's description.
 
     Raises:
-        InputError: the file does not contain exported programs, or has a different format.
+        InputError: the file does not contain exported programs, or is in the format of another version.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -88,7 +88,7 @@ def read_description(path) -> dict[str, Any]:
 
 
 def summary(description: dict[str, Any]) -> str:
-    """Return a description as text, with the number of parameters in place of a list."""
+    """Return a description as text, which gives the number of parameters but does not list them."""
     lines = []
     for name, value in description.items():
         if name == "params":

@@ -59,20 +59,20 @@ def export_generate(
     >>> export_generate(params, cfg, batch=8, prompt_width=128).save("story.zip")               # doctest: +SKIP
 
     The program's inputs are the prompts, the data of a random key for sampling, and the values of all enabled traced
-    options, which can differ in each call. The tokens are the same as from `generate`. `max_new_tokens` is also an
+    options. These can differ between calls. The tokens are the same as from `generate`. `max_new_tokens` is also an
     input; it is limited to the value in `cfg`, for which memory is reserved.
 
     Args:
         params: the parameters, or their shapes as `jax.ShapeDtypeStruct`. They are arguments of the program.
         cfg: the options. An option that has one value per prompt here also has one per prompt in the program.
-        batch: the number of prompts; with None, it can differ between calls, and each number is compiled separately.
+        batch: the number of prompts. With None, it can differ between calls; each number is then compiled separately.
         prompt_width: the width of the prompts; shorter prompts can be padded on either side.
         platforms: the platforms that the program runs on: one or more of cpu, cuda, tpu and rocm.
         logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, hook: as in `generate`. They and their
             arrays become part of the program.
 
     Raises:
-        InputError, ConfigError, TypeError: as in `generate`, or because an option or argument needs the host.
+        InputError, ConfigError, TypeError: as in `generate`; or an option or argument needs the host.
         ImportError: `flatbuffers` is not installed.
     """
     _refuse(others)
@@ -104,7 +104,7 @@ def export_generate(
 def _program(
     params, cfg: GenerationConfig, extensions: Extensions, budget: np.ndarray
 ) -> tuple[Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], dict[str, np.ndarray]]:
-    """Return `generate` as a function of two dicts, parameters and inputs, and the default values of inputs."""
+    """Return `generate` as a function of two dicts (parameters and inputs), and the default values of its inputs."""
     most = int(budget.max())
     sized = cfg.reset(["max_length"]).replace(max_new_tokens=most)  # so that max_new_tokens sets the size of arrays
     leaves, static = sized.tree_flatten()

@@ -115,7 +115,7 @@ def description(
         kind: "generate" or "engine".
         params: the parameters, or their shapes.
         cfg: the options.
-        inputs: arrays, or their shapes, by name.
+        inputs: the inputs by name, as arrays or as their shapes.
         outputs: the outputs, in the same form.
         programs: the exported programs by name.
     """

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxgen.errors import InputError
 from jaxgen.model.weights import Quantized
 
-KEYS = "threefry2x32"  # the only kind of random key that is bit-identical on all platforms
+KEYS = "threefry2x32"  # the only kind of random key that gives the same bits on all platforms
 
 
 def param_names(params: Any) -> Any:
-    """Return a tree like `params` that contains each array's tensor name in a checkpoint.
+    """Return `params` with each array replaced by its tensor name in a checkpoint.
 
     Raises:
         InputError: checkpoints cannot store this kind of weight.

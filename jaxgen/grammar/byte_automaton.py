@@ -55,7 +55,7 @@ def compile_expression(expression: Expression, name: str = "the pattern") -> Byt
 
 
 def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.ndarray:
-    """Return the states that are reachable from a start and lead to an accepting state, bool[S]."""
+    """Return bool[S], True for states that are reachable from a start and lead to an accepting state."""
     source, target = edges(table)
     return (distances(np.isin(np.arange(len(table)), start), source, target) >= 0) & (
         distances(accepting, target, source) >= 0
@@ -65,13 +65,13 @@ def useful_states(table: np.ndarray, accepting: np.ndarray, start: Any) -> np.nd
 def restricted(
     table: np.ndarray, accepting: np.ndarray, start: Any, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Remove all states except `kept bool[S]`, and the transitions into removed states."""
-    number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1).astype(np.int32)  # -1 stays -1
+    """Remove the states where `kept bool[S]` is False, and the transitions into them."""
+    number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1).astype(np.int32)  # -1 maps to -1
     return number[table[kept]], accepting[kept], number[start]
 
 
 def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of each distinct row's first occurrence, and for each row, the number of its distinct row."""
+    """Return the index of each distinct row's first occurrence, and for each row, which distinct row it equals."""
     seen: dict[bytes, int] = {}
     like = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int32)
     return np.unique(like, return_index=True)[1], like
@@ -85,7 +85,7 @@ def edges(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the distance of each state from the states `begin bool[S]`, int32[S]; -1 if there is no path."""
+    """Return each state's distance from the nearest state in `begin bool[S]`, as int32[S]; -1 if there is no path."""
     order = np.argsort(source, kind="stable")
     follower = target[order]
     first = np.searchsorted(source[order], np.arange(len(begin) + 1))
@@ -102,7 +102,7 @@ def distances(begin: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.n
 
 
 def _largest(expression: Expression, name: str) -> str:
-    """Return the name of the smallest part that is too large by itself, or that accounts for most of the size."""
+    """Return the name of the smallest part that is too large by itself or accounts for most of the size."""
     while parts := expression.parts():
         name = expression.name if isinstance(expression, Part) else name
         expression = max(parts, key=lambda part: part.size)
@@ -120,7 +120,7 @@ def _refuse_size(name: str) -> NoReturn:
 class _Nfa:
     """Nondeterministic automaton with moves on bytes, and jumps (epsilon transitions).
 
-    `parts` contains the name of each state's part.
+    `parts` contains the name of the part that each state belongs to.
     """
 
     def __init__(self, name: str):
@@ -128,7 +128,7 @@ class _Nfa:
         self.moves: list[list[tuple[int, int, int]]] = []  # first byte, last byte, target
         self.parts: list[str] = []
         self.name = name
-        self.repeated = False  # inside a large repetition, whose parts are too large only together
+        self.repeated = False  # True inside a large repetition, which messages name instead of its parts
 
     def state(self) -> int:
         self.jumps.append([])
@@ -197,7 +197,7 @@ class _Nfa:
         return end
 
     def members(self, expression: Members, start: int) -> int:
-        """Add two paths through the members: one before the first member that is present, and one after it."""
+        """Add two paths through the members: one for before the first member that is present, and one for after it."""
         before: int | None = start
         after = self.state()
         for item, needed in expression.items:
@@ -216,7 +216,7 @@ class _Nfa:
 
 
 def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Construct the deterministic automaton (subset construction): the table, the accepting states and the start."""
+    """Construct the deterministic automaton (subset construction); return its table, accepting states and start."""
     nfa = _Nfa(name)
     start = nfa.state()
     final = nfa.add(expression, start)
@@ -230,7 +230,7 @@ def _determinized(expression: Expression, name: str) -> tuple[np.ndarray, np.nda
     work = 0
 
     def closure(begin: tuple[int, ...]) -> int:
-        """Return the number of the set of states reached by jumps, limited to states that read a byte or accept."""
+        """Return the index of the set of states that are reached by jumps and that read a byte or accept."""
         nonlocal work
         if begin not in closures:
             seen, rest = set(begin), list(begin)
@@ -286,11 +286,11 @@ def _minimized(automaton: ByteAutomaton) -> ByteAutomaton:
         if len(first) == parts:
             break
         parts = len(first)
-        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last is for -1
+        name = random.integers(2**63, size=parts + 1, dtype=np.uint64)  # the last one is for -1
         sums = name[part] + (name[np.append(part, -1)[narrow]] * weights).sum(axis=1)
     else:
         return automaton
-    number = np.append(part, -1).astype(np.int32)  # -1 stays -1
+    number = np.append(part, -1).astype(np.int32)  # -1 maps to -1
     merged = ByteAutomaton(number[table[first]], accepting[first], int(part[start]))
     exact = np.array_equal(merged.table[part], number[table]) and np.array_equal(merged.accepting[part], accepting)
     return merged if exact else automaton

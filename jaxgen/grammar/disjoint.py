@@ -1,4 +1,4 @@
-"""Detection of disjoint schemas. No value satisfies two of them, so oneOf is equivalent to anyOf.
+"""Detection of disjoint schemas. If no value satisfies two of them, oneOf is equivalent to anyOf.
 
 All answers are conservative: if in doubt, schemas are assumed to overlap.
 """
@@ -39,7 +39,7 @@ class Overlaps:
         """Return True if no text generated for `one` is valid against `other`.
 
         Raises:
-            InputError: the schema has too many parts.
+            InputError: the schema needs too many comparisons.
         """
         one, other = self.resolved(one), self.resolved(other)
         pair = id(one), id(other)
@@ -55,7 +55,7 @@ class Overlaps:
             raise InputError("the schema's oneOf has too many alternatives to compare: use anyOf")
 
     def resolved(self, schema: Any) -> Any:
-        """Follow references."""
+        """Return the schema at the end of a chain of references."""
         while isinstance(schema, dict) and "$ref" in schema:
             self._count()
             schema = target(self.root, schema["$ref"], "")
@@ -78,7 +78,7 @@ class Overlaps:
         return all(self.differ(first, second, one, other) for first in types(one) for second in _valid_types(other))
 
     def differ(self, first: str, second: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return True if no value of `one` with the first type is a value of `other` with the second."""
+        """Return True if no value of `one` with the first type is also a value of `other` with the second type."""
         if first != second:
             return {first, second} != {"integer", "number"}
         if first == "integer":

@@ -156,7 +156,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return all other characters."""
+    """Return all characters that are not in the ranges."""
     ends = [-1, *(end for first, last in ranges for end in (first - 1, last)), LAST]
     starts = [end + 1 for end in ends[::2]]
     return union((first, last) for first, last in zip(starts, ends[1::2], strict=True) if first <= last)

@@ -56,7 +56,7 @@ MUST_ESCAPE = union([(0x00, 0x1F), *((ord(sign), ord(sign)) for sign in '"\\')])
 def read_schema(
     schema: dict[str, Any] | str, whitespace_pattern: str | None = None, *, name: str = "the schema"
 ) -> Expression:
-    """Return the expression for the texts that are valid against a schema, which is a dict or JSON.
+    """Return the expression for the texts that are valid against a schema, given as a dict or as JSON.
 
     docs/constrained.md lists the supported keywords. `whitespace_pattern` matches the whitespace between JSON's tokens;
     None means "[ ]?". Error messages name a part of the schema by its path from `name`.
@@ -92,7 +92,7 @@ class _Converter:
     def __init__(self, root: Any, space: Expression):
         self.root, self.space = root, space
         self.comma = sequence(space, ",", space)
-        self.known: dict[Any, Expression] = {}  # by reference, or by depth for free-form values
+        self.known: dict[Any, Expression] = {}  # keyed by reference, or by depth for free-form values
         self.references, self.overlaps = References(root), Overlaps(root)
         self.values = 0
 
@@ -107,7 +107,7 @@ class _Converter:
         if not isinstance(schema, dict):
             place.refuse(f" must be an object, or true for any value, got {shown(schema)}")
         given = [name for name in schema if name not in ANNOTATIONS]
-        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # nested, it changes references
+        if "$id" in given and not place.depth and keywords.is_base(schema["$id"]):  # a nested $id changes references
             given.remove("$id")
         decisive = next((name for name in COMPANIONS if name in schema), None)
         if decisive is not None:

@@ -74,7 +74,7 @@ def inside(where: str, *names: str | int) -> str:
 
 
 def bare(name: str) -> str:
-    """Return a name for a message, without quotation marks unless it is empty."""
+    """Return a name for a message, without quotation marks if it is not empty."""
     return shown(name)[1:-1] or "''"
 
 
@@ -100,7 +100,7 @@ def target(root: Any, name: Any, where: str) -> Any:
 
 
 def types(schema: dict[str, Any], where: str = "") -> list[str]:
-    """Return the names of a schema's types; for an object or an array, they can be inferred."""
+    """Return the names of a schema's types; the types object and array can be inferred."""
     if "type" not in schema:
         if "properties" in schema or "prefixItems" in schema:
             return ["object"] * ("properties" in schema) + ["array"] * ("prefixItems" in schema)

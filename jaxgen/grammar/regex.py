@@ -70,9 +70,9 @@ _LATER = {
 def read_regex(
     pattern: str, where: str = "the pattern", characters: Callable[[Ranges], Expression] = Characters
 ) -> Expression:
-    r"""Parse a pattern, which must match whole texts.
+    r"""Parse a pattern, which always matches whole texts.
 
-    `where` names the pattern in messages; `characters` creates the expression for one character from ranges.
+    `where` names the pattern in messages; `characters` returns the expression for one character in the given ranges.
 
     Raises:
         InputError: the pattern is not valid or not supported.
@@ -266,7 +266,7 @@ class _Reader:
         self.refuse(f"has the escape {shown(chr(92) + sign)}, which is not known" if sign else "ends in a backslash")
 
     def code_point(self) -> int:
-        r"""Read `xHH`, `uHHHH` or `u{H...}`; a surrogate pair is one character."""
+        r"""Read `xHH`, `uHHHH` or `u{H...}`; a surrogate pair is read as one character."""
         found = self.match(_HEX)
         if found is None:
             self.refuse(r"has an incomplete code: write \x41, \u0041 or \u{41}")
@@ -294,7 +294,7 @@ class _Reader:
         return complement(_category(found[1])) if negated else _category(found[1])
 
     def unanchored(self, tree: Expression, first: bool, last: bool) -> Expression:
-        """Remove anchors at the ends of the text; `first` and `last` say whether the tree is at the start or end."""
+        """Remove anchors at the ends of the text; `first` and `last` say at which ends the tree is."""
         if isinstance(tree, Anchor):
             if not (first if tree.sign == "^" else last):
                 raise InputError(
@@ -324,7 +324,7 @@ def _category(name: str) -> Ranges:
 def _cases() -> list[tuple[int, int]]:
     """Return the pairs of characters that differ only in case, that is, have the same case folding."""
     alike: dict[str, list[int]] = {}
-    for code in range(0x1E944):  # no character after these has a case
+    for code in range(0x1E944):  # no later character has upper and lower case
         alike.setdefault(chr(code).casefold(), []).append(code)
     return [pair for codes in alike.values() for pair in itertools.permutations(codes, 2)]
 

@@ -1,17 +1,16 @@
 """Stop strings on the device: detection of strings that end within the newest token.
 
 The strings become an Aho-Corasick automaton over bytes, which reads the bytes of each new token. Token and character
-boundaries therefore do not matter, and no table of states times vocabulary is needed: the tables that depend on the
-tokenizer are built once, and those that depend on the strings are small. Several sets of strings share one table, each
-with its own automaton, so a row's state alone determines which strings end it. All tables are traced, and the number of
-states is rounded up, so different strings of similar size use the same program.
+boundaries therefore do not matter, and no states-by-vocabulary table is needed: the tables that depend on the tokenizer
+are built once, and those that depend on the strings are small. Several sets of strings, each with its own automaton,
+share one table, so a row's state alone determines which strings end it. All tables are traced, and the number of states
+is rounded up, so different strings of similar size use the same program.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -48,8 +47,8 @@ class StopStrings:
         offsets: int32[V + 1], the start of each token's bytes in `text`; the last is n.
         goto: int32[S, 256], the state after each byte; zeros in the padding.
         found: bool[S], True if a stop string ends in this state.
-        longest: int32[], the number of bytes in the longest stop string of all sets, less than S.
-        start: int32[] or int32[B], the initial state for all prompts, or for each.
+        longest: int32[], the number of bytes in the longest stop string of all sets, which is less than S.
+        start: int32[] or int32[B], the initial state of all prompts, or that of each prompt.
         spans_prompt: True if a string may begin in the prompt; static.
     """
 
@@ -62,47 +61,35 @@ class StopStrings:
     spans_prompt: bool = flax.struct.field(pytree_node=False, default=True)
 
     @classmethod
-    def build(
-        cls, strings: Strings, tokenizer: Tokenizer, vocab_size: int | None = None, *, capacity: int | None = None
-    ) -> StopStrings:
+    def build(cls, strings: Strings, tokenizer: Tokenizer, vocab_size: int | None = None) -> StopStrings:
         """Build the tables for the stop strings of all prompts, or of each prompt.
 
         Prompts with the same strings share states. `vocab_size` is the model's, by default the tokenizer's; ids beyond
-        the tokenizer's have no text. `capacity` is the number of states to reserve if more strings will be added later.
+        the tokenizer's have no text.
 
         Raises:
             ConfigError: there are no strings, or one is empty.
-            InputError: no sequence of tokens produces one of the strings, or more states than `capacity` are needed.
+            InputError: no sequence of tokens produces one of the strings.
             TypeError: `strings` is not a value of the option `stop_strings`.
         """
-        check_tokenizer(tokenizer)
-        if capacity is not None and not isinstance(capacity, int):
-            raise TypeError(f"capacity must be an integer, the number of states, got {capacity!r}")
-        vocabulary = _vocabulary(tokenizer, vocab_size)
-        empty = np.zeros((0, 256), np.int32), np.zeros(0, bool)
-        tables = _tables(strings, vocabulary.text, *empty, capacity)
-        vocab = {"text": jnp.asarray(vocabulary.text), "offsets": jnp.asarray(vocabulary.offsets)}
-        return cls(**vocab, **tables)  # pyright: ignore[reportArgumentType]
-
-    def add(self, strings: Strings) -> tuple[StopStrings, jax.Array]:
-        """Return the tables with more strings, and their initial states: int32[], or int32[B] with one set per prompt.
-
-        All states keep their numbers, and all arrays keep their shapes, so rows in flight continue as before, in the
-        same program. `start` is unchanged. Raises the errors of `build`. Adding strings twice uses more states.
-        """
-        goto, found = np.asarray(self.goto), np.asarray(self.found)
-        used = int(np.max(goto)) + 1  # the highest state in use: each automaton has a transition to its last state
-        tables = _tables(strings, np.asarray(self.text), goto[:used], found[:used], len(found))
-        longest = max(self.longest, tables["longest"], key=int)
-        return dataclasses.replace(self, **tables | {"longest": longest, "start": self.start}), tables["start"]
+        given = Text().parse("stop_strings", strings)
+        sets = [tuple(sorted(set(own or ()))) for own in Text().sets(given)]
+        first, parts, used = {}, {}, 0
+        for own in dict.fromkeys(sets):
+            automaton = StopAutomaton.of(own, tokenizer, vocab_size)
+            first[own], parts[used], used = used, automaton, used + automaton.states
+        table = cls.join(parts, tokenizer, vocab_size, capacity=power_of_two(used, SMALLEST))
+        start = [first[own] for own in sets]
+        start = start[0] if Text().prompt_count(given) is None else start
+        return dataclasses.replace(table, start=jnp.asarray(start, jnp.int32))
 
     @classmethod
     def join(
-        cls, parts: Mapping[int, StopAutomaton], tokenizer: Tokenizer, vocab_size: int, *, capacity: int
+        cls, parts: Mapping[int, StopAutomaton], tokenizer: Tokenizer, vocab_size: int | None, *, capacity: int
     ) -> StopStrings:
         """Combine automata into tables of `capacity` states; the keys of `parts` are their first states.
 
-        `start` is 0.
+        The result's `start` is 0.
         """
         vocabulary = _vocabulary(tokenizer, vocab_size)
         goto, found = np.zeros((capacity, 256), np.int32), np.zeros(capacity, bool)
@@ -116,8 +103,8 @@ class StopStrings:
     def begin(self, start: jax.Array, ids: jax.Array, length: jax.Array) -> jax.Array:
         """Return the states int32[rows] after the prompts.
 
-        The initial states are `start int32[rows]`. The prompts are the first `length int32[rows]` of
-        `ids int32[rows, W]`.
+        The initial states are `start int32[rows]`. The prompts are the first `length int32[rows]` tokens
+        of `ids int32[rows, W]`.
         """
         if not self.spans_prompt:
             return start
@@ -130,7 +117,7 @@ class StopStrings:
         return lax.fori_loop(0, self.longest, step, start)
 
     def push(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the states after one more token, int32[rows], and bool[rows]: True if a stop string ends in it."""
+        """Return the states int32[rows] after one more token, and bool[rows], True if a stop string ends in it."""
         start, size = self._span(tokens)
 
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +143,7 @@ class StopStrings:
         return jnp.where(byte < 0, state, self.goto[state, jnp.maximum(byte, 0)])
 
     def _last_bytes(self, ids: jax.Array, length: jax.Array) -> jax.Array:
-        """int32[rows, S]: the last S > longest bytes of each row; -1 before the bytes of a shorter row."""
+        """Return the last S > `longest` bytes of each row, int32[rows, S], padded with -1 on the left."""
         width, count = ids.shape[1], self.goto.shape[0]
         held = jnp.arange(width, dtype=jnp.int32)[None, :] < length[:, None]
         start, size = self._span(jnp.where(held, ids, -1))
@@ -182,8 +169,8 @@ class StopAutomaton(NamedTuple):
         return len(self.found)
 
     @classmethod
-    def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> StopAutomaton:
-        """Build the automaton; without strings, it finds nothing. Raises the same errors as `StopStrings.build`."""
+    def of(cls, strings: Sequence[str], tokenizer: Tokenizer, vocab_size: int | None) -> StopAutomaton:
+        """Build the automaton; without strings, it finds nothing. The errors are those of `StopStrings.build`."""
         check_tokenizer(tokenizer)
         patterns = _patterns(strings, _vocabulary(tokenizer, vocab_size).text.tobytes())
         return cls(*_automaton(patterns), max(map(len, patterns), default=0))
@@ -213,38 +200,6 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> _Vocabulary:
             np.concatenate([[0], np.cumsum([len(token) for token in tokens])]).astype(np.int32),
         )
     return made[vocab_size]
-
-
-def _tables(
-    strings: Strings, text: np.ndarray, goto: np.ndarray, found: np.ndarray, capacity: int | None
-) -> dict[str, jax.Array]:
-    """Append automata for more strings, one for each distinct set, to the tables in use.
-
-    `text` contains the bytes of all tokens. The returned `longest` and `start` refer to the added strings.
-    """
-    given, possible = Text().parse("stop_strings", strings), text.tobytes()
-    sets = [_patterns(own or (), possible) for own in Text().sets(given)]
-    patterns = list(itertools.chain(*sets))
-    parts, first, used = [(goto, found)], {}, len(found)
-    for own in dict.fromkeys(sets):
-        goto, found = _automaton(own)
-        parts.append((goto + used, found))
-        first[own], used = used, used + len(found)
-    capacity = power_of_two(used, SMALLEST) if capacity is None else capacity
-    if used > capacity:
-        raise InputError(
-            f"the stop strings need {used} states together, but the table's capacity is {capacity}: build it with a "
-            "larger capacity, or add fewer"
-        )
-    parts.append((np.zeros((capacity - used, 256), np.int32), np.zeros(capacity - used, bool)))
-    goto, found = map(np.concatenate, zip(*parts, strict=True))
-    start = [first[own] for own in sets]
-    return {
-        "goto": jnp.asarray(goto),
-        "found": jnp.asarray(found),
-        "longest": jnp.asarray(max(map(len, patterns), default=0), jnp.int32),
-        "start": jnp.asarray(start[0] if Text().prompt_count(given) is None else start, jnp.int32),
-    }
 
 
 def _patterns(strings: Sequence[str], possible: bytes) -> tuple[bytes, ...]:

@@ -45,8 +45,8 @@ class TokenAutomaton:
     token with a leading space adds that space, even as the first token, although decoding only the new tokens drops it.
     A pattern for such a tokenizer should therefore allow a space at its start, ` ?...`; otherwise the text begins with
     a token without one. Special tokens and ids without a token are not text and are never allowed. Every state that
-    tokens lead to has a path to a complete text, so a row never reaches a dead end, unless an eos token is itself part
-    of the text.
+    tokens lead to has a path to a complete text, so a row never reaches a dead end (except if an eos token is itself
+    part of the text).
 
     Attributes:
         classes: the class of each token.
@@ -89,7 +89,7 @@ class TokenAutomaton:
         whitespace_pattern: str | None = None,
         vocab_size: int | None = None,
     ) -> TokenAutomaton:
-        """Build the automaton for the JSON texts that are valid against a JSON schema, which is a dict or text.
+        """Build the automaton for the JSON texts that are valid against a JSON schema, given as a dict or as text.
 
         Every generated text is valid. docs/constrained.md lists the supported keywords, and the valid texts that are
         not generated.
@@ -104,7 +104,7 @@ class TokenAutomaton:
     def from_expression(
         cls, expression: Expression, tokenizer: Tokenizer, *, name: str = "the grammar", vocab_size: int | None = None
     ) -> TokenAutomaton:
-        """Build the automaton for an expression from `jaxgen.grammar`, such as schemas surrounded by fixed text.
+        """Build the automaton for an expression from `jaxgen.grammar`, such as a schema surrounded by fixed text.
 
         Error messages call the grammar `name`. The other arguments and errors are as in `from_regex`.
         """
@@ -154,7 +154,7 @@ class TokenAutomaton:
         """Join one automaton per prompt into one table, with one `start` state per prompt.
 
         Prompts that share an automaton (the same object) share its states. All must have the same vocabulary.
-        `capacity` is the number of states and the number of token classes, to reserve if more automata will be added
+        `capacity` is the table's number of states and of token classes, with space for automata that will be added
         later.
         """
         if capacity is not None and not (isinstance(capacity, tuple) and len(capacity) == 2):
@@ -176,10 +176,10 @@ class TokenAutomaton:
     def join(cls, parts: Mapping[int, TokenAutomaton], capacity: tuple[int, int] | None = None) -> TokenAutomaton:
         """Join automata with the same vocabulary into one table; the keys of `parts` are their first states.
 
-        States between them lead nowhere. `start` is that of the first automaton. `capacity` is as in `stack`.
+        States between the automata lead nowhere. `start` is that of the first automaton. `capacity` is as in `stack`.
         """
         total = max(first + automaton.states for first, automaton in parts.items())
-        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # a token's classes combined
+        joint = np.zeros(next(iter(parts.values())).classes.shape[0], np.int64)  # each token's classes, combined
         for automaton in parts.values():
             kinds = np.asarray(automaton.classes)
             joint = np.unique(joint * (kinds.max() + 1) + kinds, return_inverse=True)[1]
@@ -207,7 +207,7 @@ class TokenAutomaton:
     def add(self, automaton: TokenAutomaton) -> tuple[TokenAutomaton, jax.Array]:
         """Return the table with one more automaton, and the `start` of that automaton in the table.
 
-        All states keep their numbers, and all arrays keep their shapes, so rows in flight continue as before, in the
+        All states keep their indices, and all arrays keep their shapes, so rows in flight continue as before, in the
         same program. `start` is unchanged. Adding the same automaton again uses more states.
 
         Raises:
@@ -219,7 +219,7 @@ class TokenAutomaton:
         return dataclasses.replace(joint, start=self.start), jnp.asarray(start)
 
     def begin(self, rows: int) -> jax.Array:
-        """Return the initial state of each row, int32[rows]; with one start per prompt, repeat each for its rows."""
+        """Return the initial state of each row, int32[rows]; the start of a prompt is repeated for its rows."""
         prompts = self.start.size
         if rows % prompts:
             raise InputError(
@@ -230,10 +230,10 @@ class TokenAutomaton:
     def allowed(self, state: jax.Array, eos: jax.Array | None, remaining: jax.Array | None = None) -> jax.Array:
         """Return the tokens that may follow in each state int32[rows], as bool[rows, V].
 
-        `eos`, bool[V] or bool[rows, V] or None, marks the tokens that end the text. They are allowed if and only if the
+        `eos` (bool[V], bool[rows, V] or None) marks the tokens that end the text. They are allowed if and only if the
         text is complete, regardless of the grammar. In state -1, nothing is allowed.
 
-        `remaining`, int32[rows], is the number of tokens that may still follow, not counting eos. A token is then
+        `remaining` (int32[rows]) is the number of tokens that may still follow, not counting eos. A token is then
         allowed only if the text can still be completed in time. If the number was too small from the start, `remaining`
         has no effect.
         """
@@ -256,14 +256,14 @@ class TokenAutomaton:
         return jnp.where(stays, state, following)
 
     def exhausted(self, state: jax.Array, remaining: jax.Array | None = None) -> jax.Array:
-        """bool[rows]: True if only eos can follow, and in state -1.
+        """Return bool[rows], True for rows in which only eos can follow, and for rows in state -1.
 
         `remaining` is as in `allowed`.
         """
         return ~jnp.any(self._following(state, remaining), axis=-1)
 
     def _following(self, state: jax.Array, remaining: jax.Array | None) -> jax.Array:
-        """bool[rows, classes]: the classes of tokens that may follow."""
+        """Return the classes of tokens that may follow, as bool[rows, classes]."""
         row = jnp.maximum(state, 0)
         after = self.transitions[row]
         following = (after >= 0) & (state >= 0)[:, None]
@@ -312,17 +312,17 @@ def _token_table(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Follow every token's bytes from all states at once: return classes int[V] and transitions int32[S, classes].
 
-    Tokens may only follow in the states `followed bool[S]`, or in all states if None.
+    Tokens may follow only in states where `followed bool[S]` is True; if it is None, in all states.
 
     A token is a function from states to states, composed of the functions of its bytes. There are few distinct
-    functions, so each token gets the number of its function, and only new pairs of a function and a byte are composed.
+    functions, so each token gets the index of its function, and only new pairs of a function and a byte are composed.
     """
     texts = [token or b"" for token in tokens]
     lengths = np.array([len(text) for text in texts])
     offsets = np.cumsum(lengths) - lengths
     buffer = np.frombuffer(b"".join(texts), np.ubyte)
     bytes_of_kind, kind = distinct(np.ascontiguousarray(table.T))
-    step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 stays -1
+    step = np.append(table.T[bytes_of_kind], np.full((len(bytes_of_kind), 1), -1, np.int32), axis=1)  # -1 maps to -1
 
     nowhere, unmoved = np.full(len(table), -1, np.int32), np.arange(len(table), dtype=np.int32)
     if followed is not None:
@@ -391,7 +391,7 @@ def _padded(
 
 
 def _shortest(table: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """int32[states]: the length of the shortest path to an accepting state; a large number if there is none."""
+    """Return the length of the shortest path from each state to an accepting state; a large number if there is none."""
     source, target = edges(table)
     length = distances(accepting, target, source)
     return np.where(length < 0, np.int32(_NEVER), length)

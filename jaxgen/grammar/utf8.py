@@ -11,7 +11,7 @@ Ranges = tuple[tuple[int, int], ...]  # code points, both ends included; sorted,
 def spelled(ranges: Ranges) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Return an automaton for characters in UTF-8: for each state, the moves (first byte, last byte, target).
 
-    State 0 is the start. The number after the last state stands for the end of a character.
+    State 0 is the start. The index after the last state stands for the end of a character.
     """
     rest: dict[tuple[tuple[tuple[int, int], ...], ...], int] = {}
     states: list[list[tuple[int, int, int]]] = []

@@ -27,10 +27,10 @@ class History:
         budget: int32[rows], the maximum number of tokens to generate.
         done: bool[rows], True for finished rows, to which no tokens are appended.
         unknown: int32[rows], the number of prompt tokens whose ids are unknown because they were given as embeddings.
-        seen: bool[rows, V], the tokens in `ids`; None if no option needs it.
-        prompt_seen: bool[rows, V], the tokens of the prompt; None if no option needs it.
+        seen: bool[rows, V], True for the tokens in `ids`; None if no option needs it.
+        prompt_seen: bool[rows, V], True for the tokens of the prompt; None if no option needs it.
         grammar: int32[rows], the state of the token automaton; None without one.
-        chosen: int32[rows, n], the tokens that earlier groups of beams chose in this step; None without groups.
+        chosen: int32[rows, n], the tokens that earlier groups of beams chose in this step; None if there are no groups.
     """
 
     ids: jax.Array
@@ -57,7 +57,7 @@ class History:
         unknown: jax.Array | int = 0,
         options: Collection[str] = (),
     ) -> History:
-        """Start from the first `length int32[rows]` tokens of `ids int32[rows, W]`; W has space for `budget` more.
+        """Start from the first `length int32[rows]` tokens of `ids int32[rows, W]`; W includes space for `budget` more.
 
         State is created only for options that are on in `cfg` or named in `options`.
         """
@@ -81,16 +81,16 @@ class History:
 
     @property
     def step(self) -> jax.Array:
-        """int32[rows], the number of generated tokens."""
+        """The number of generated tokens in each row, int32[rows]."""
         return self.length - self.prompt_length
 
     @property
     def total_length(self) -> jax.Array:
-        """int32[rows], the number of tokens, including those without known ids."""
+        """The number of tokens in each row (also counting those without known ids), int32[rows]."""
         return self.length + self.unknown
 
     def push(self, tokens: jax.Array, live: jax.Array, allowed=None, eos: jax.Array | None = None) -> History:
-        """Append `tokens int32[rows]` to the rows that are `live bool[rows]`; the others are left unchanged.
+        """Append `tokens int32[rows]` to the rows where `live bool[rows]` is True; leave the others unchanged.
 
         `allowed` is the `TokenAutomaton` to advance, if any; `eos bool[rows, V]` marks the tokens that end its text.
         """
@@ -110,17 +110,17 @@ class History:
         )
 
     def last(self, count: int) -> jax.Array:
-        """int32[rows, count]: the last tokens of each row, preceded by -1 if there are fewer."""
+        """Return the last `count` tokens of each row, int32[rows, count], padded with -1 on the left."""
         column = self.length[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None, :]
         tokens = jnp.take_along_axis(self.ids, jnp.maximum(column, 0), axis=1)
         return jnp.where(column >= 0, tokens, -1)
 
     def generated(self, capacity: int, pad: jax.Array) -> jax.Array:
-        """int32[rows, capacity]: the generated tokens of each row, then the pad id."""
+        """Return the generated tokens of each row, followed by the pad id, as int32[rows, capacity]."""
         step = jnp.arange(capacity, dtype=jnp.int32)[None, :]
         return jnp.where(step < self.step[:, None], self.following(self.prompt_length, capacity), pad)
 
     def following(self, column: jax.Array, count: int) -> jax.Array:
-        """int32[rows, count]: the tokens from `column int32[rows]` on; undefined after the row's last token."""
+        """Return the `count` tokens from `column int32[rows]` on; entries after a row's last token are undefined."""
         columns = column[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
         return jnp.take_along_axis(self.ids, jnp.minimum(columns, self.ids.shape[1] - 1), axis=1)

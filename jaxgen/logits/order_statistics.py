@@ -22,7 +22,7 @@ ON_A_MESH = 64  # candidates exchanged per device
 
 
 def candidates(scores: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Return the highest scores of each row in descending order: float32[rows, C], C at most `CANDIDATES`."""
+    """Return each row's highest scores in descending order, float32[rows, C] with C at most `CANDIDATES`."""
     count = CANDIDATES if mesh is None else ON_A_MESH
     return sharding.sharded_top_k(scores[:, None], min(count, scores.shape[-1]), mesh)[0]
 
@@ -41,7 +41,7 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
 
 
 def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 32) -> jax.Array:
-    """Return for each row the largest `bits`-bit number that satisfies a condition, uint32[rows].
+    """Return the largest `bits`-bit number that satisfies a condition in each row, as uint32[rows].
 
     `condition` maps uint32[rows] to bool[rows]. If it is true for a number, it must be true for all smaller numbers. If
     it is false for all numbers, the result is 0.
@@ -55,7 +55,7 @@ def bisect(condition: Callable[[jax.Array], jax.Array], rows: int, bits: int = 3
 
 
 def kth_largest(bits: jax.Array, k: jax.Array) -> jax.Array:
-    """Return for each row the k-th largest of `bits uint32[rows, V]`, uint32[rows]; `k int32[rows]` from 1 to V."""
+    """Return the k-th largest entry of each row of `bits uint32[rows, V]`, for `k int32[rows]` from 1 to V."""
     return bisect(lambda value: jnp.sum(bits >= value[:, None], axis=-1, dtype=jnp.int32) >= k, bits.shape[0])
 
 

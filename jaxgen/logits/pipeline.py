@@ -47,7 +47,7 @@ def build_transform(
 
     Args:
         cfg: the options; only enabled ones are applied.
-        values: the values of the options for each row.
+        values: the options' values for each row.
         custom: the caller's own processors.
         allowed: a `TokenAutomaton`, or a function from the history to the tokens that may follow, bool[rows, V].
         mesh: the mesh that the scores are divided over, or None.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxgen.logits.watermark import watermark
-from jaxgen.shapes import add, put
+from jaxgen.shapes import add, put, token_set
 
 if TYPE_CHECKING:
     from jaxgen.logits.history import History
@@ -28,9 +28,9 @@ BANNED = -jnp.inf
 def sequence_bias(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Add biases to tokens, and to the last token of sequences whose other tokens match the end of the row.
 
-    `SequenceBiasLogitsProcessor`, with a fix from later releases: for a sequence of n tokens, a row of n - 1 is enough.
+    `SequenceBiasLogitsProcessor`, with a fix from later releases: a row of n - 1 tokens can match a sequence of n.
     """
-    return add_biases(scores, history, *options.biases())
+    return add_biases(scores, history, *options.values["sequence_bias"])
 
 
 def diversity_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
@@ -119,11 +119,11 @@ def min_new_tokens(scores: jax.Array, history: History, options: RowOptions) -> 
 
 def forced_bos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
     """Force this token after a prompt of one token: `ForcedBOSTokenLogitsProcessor`."""
-    return force(scores, options.token("forced_bos_token_id"), history.length == 1)
+    return force(scores, token_set(options.number("forced_bos_token_id"), scores.shape[1]), history.length == 1)
 
 
 def forced_eos_token_id(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Force one of these tokens as the last token of the budget: `ForcedEOSTokenLogitsProcessor`."""
+    """Force one of these tokens as the last one that the budget allows: `ForcedEOSTokenLogitsProcessor`."""
     return force(scores, options.ids("forced_eos_token_id"), history.step == history.budget - 1)
 
 
@@ -133,12 +133,12 @@ def remove_invalid_values(scores: jax.Array, history: History, options: RowOptio
 
 
 def exponential_decay_length_penalty(scores: jax.Array, history: History, options: RowOptions) -> jax.Array:
-    """Add `|score| * (factor ** over - 1)` to eos scores in rows that are `over` tokens longer than `start`.
+    """Add `|score| * (factor ** over - 1)` to eos scores once a row has generated `over` tokens more than `start`.
 
     `ExponentialDecayLengthPenalty`, with a fix from later releases: only finite values are added, so a banned token
     stays banned.
     """
-    start, factor = options.decay(0), options.decay(1)
+    start, factor = (x[:, None] for x in options.values["exponential_decay_length_penalty"])
     over = history.step[:, None] - start
     added = jnp.abs(scores) * (factor ** over.astype(jnp.float32) - 1)
     raised = options.eos(scores.shape[0]) & (over > 0) & jnp.isfinite(added)
@@ -196,7 +196,7 @@ def log_softmax(scores: jax.Array) -> jax.Array:
 
 
 def generated_counts(history: History, vocab_size: int) -> jax.Array:
-    """Return how often each token was generated in a row, float32[rows, V]; the prompt is not counted."""
+    """Return how often each token was generated in each row, as float32[rows, V]; the prompt is not counted."""
     rows, width = history.ids.shape
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
     generated = (column >= history.prompt_length[:, None]) & (column < history.length[:, None])
@@ -246,19 +246,19 @@ def ban_continuations(scores: jax.Array, history: History, end: jax.Array, n: in
 
 
 def ban(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Ban `tokens bool[rows, V]` in `rows bool[rows]`."""
+    """Ban the tokens where `tokens bool[rows, V]` is True, in the rows where `rows bool[rows]` is True."""
     return jnp.where(tokens & rows[:, None], BANNED, scores)
 
 
 def allow_only(scores: jax.Array, allowed: jax.Array) -> jax.Array:
-    """Ban all tokens except `allowed bool[rows, V]`: `PrefixConstrainedLogitsProcessor`."""
+    """Ban all tokens for which `allowed bool[rows, V]` is False: `PrefixConstrainedLogitsProcessor`."""
     return jnp.where(allowed, scores, BANNED)
 
 
 def force(scores: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Set the score of `tokens bool[rows, V]` to 0 in `rows bool[rows]`, and ban all other tokens there.
+    """Where `rows bool[rows]` is True, set the scores of `tokens bool[rows, V]` to 0 and ban all other tokens.
 
-    A row with an empty set is left unchanged.
+    A row with an empty set of tokens is left unchanged.
     """
     forced = rows[:, None] & jnp.any(tokens, axis=-1, keepdims=True)
     return jnp.where(forced, jnp.where(tokens, 0.0, BANNED), scores)

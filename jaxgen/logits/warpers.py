@@ -1,7 +1,7 @@
 """Logits warpers: functions `(scores, value) -> scores` that shape the distribution that sampling draws from.
 
 Each is named after its option. Scores are float32[rows, V], and -inf for tokens that cannot be drawn. The value is
-`[rows, 1]`, one per row. `mesh` is the mesh that the scores are divided over, None if they are on one device.
+`[rows, 1]`, one per row. `mesh` is the mesh that the scores are divided over, or None if they are on one device.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def top_p(
 ) -> jax.Array:
     """Keep the smallest set of most likely tokens whose mass reaches p: `TopPLogitsWarper` (arXiv 1904.09751).
 
-    A token is kept if the tokens above it have less mass than p. At least `min_tokens_to_keep` tokens are kept. In a
-    tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
+    A token is kept if the more likely tokens together have less mass than p. At least `min_tokens_to_keep` tokens are
+    kept. In a tie at the boundary, the highest ids are kept, as in a stable ascending sort. p = 1 keeps all.
     """
     return _nucleus(scores, candidates(scores, mesh), p, min_tokens_to_keep)
 
@@ -134,7 +134,7 @@ def typical_p(scores: jax.Array, mass: jax.Array, min_tokens_to_keep: int | jax.
     """Keep the tokens whose surprise is closest to its expected value, until their total probability reaches `mass`.
 
     `TypicalLogitsWarper` (arXiv 2202.00666). The most likely token may be removed. In a tie at the boundary, all are
-    kept. For the `min_tokens_to_keep` closest tokens, ties go to the lowest index. mass = 1 keeps all.
+    kept. Among the `min_tokens_to_keep` closest tokens, ties go to the lowest index. mass = 1 keeps all.
     """
     mass = mass[:, 0]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
@@ -160,7 +160,7 @@ def epsilon_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int
 
 
 def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | jax.Array = 1) -> jax.Array:
-    """Like `epsilon_cutoff`, with a lower cutoff if the entropy H is high: `min(cutoff, sqrt(cutoff) * exp(-H))`.
+    """Apply `epsilon_cutoff`, but lower the cutoff if the entropy H is high: `min(cutoff, sqrt(cutoff) * exp(-H))`.
 
     `EtaLogitsWarper` (arXiv 2210.15191).
     """
@@ -171,7 +171,7 @@ def eta_cutoff(scores: jax.Array, cutoff: jax.Array, min_tokens_to_keep: int | j
 def top_h(scores: jax.Array, value: jax.Array) -> jax.Array:
     """Keep the most likely tokens whose entropy is at most `value` times that of the 100 most likely ones.
 
-    `TopHLogitsWarper` from release 5 (arXiv 2509.02510). Both entropies are sums of the tokens' terms in the entropy of
+    `TopHLogitsWarper` from release 5 (arXiv 2509.02510). Both entropies are sums of terms of the same entropy, that of
     the distribution over these 100. The most likely token is always kept. A value of 1 keeps all 100, and infinity
     keeps all tokens.
     """
@@ -189,14 +189,14 @@ def _entropy_terms(log_probs: jax.Array) -> jax.Array:
 
 
 def _entropy(log_probs: jax.Array) -> jax.Array:
-    """float32[rows, 1], in nats."""
+    """Return the entropy in nats, as float32[rows, 1]."""
     return jnp.sum(_entropy_terms(log_probs), axis=-1, keepdims=True)
 
 
 def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> jax.Array:
     """Also keep the `count` tokens with the highest values in `order float32[rows, V]`.
 
-    If the count is 1, or has one value per row, int32[rows, 1], all tokens that tie with the last one are also kept.
+    If the count is 1 or has one value per row (int32[rows, 1]), all tokens that tie with the last one are also kept.
     """
     if not isinstance(count, int) or count == 1:
         return kept | _reaches_kth(order, count)
@@ -205,7 +205,7 @@ def _with_first(kept: jax.Array, order: jax.Array, count: int | jax.Array) -> ja
 
 
 def _reaches_kth(scores: jax.Array, k: int | jax.Array) -> jax.Array:
-    """bool[rows, V]: True for scores that are at least the k-th highest; `k` is one number or int32[rows, 1]."""
+    """Return bool[rows, V], True for scores that are at least the k-th highest; `k` is an int or int32[rows, 1]."""
     if not isinstance(k, int):
         bits = ordered_bits(scores)
         return bits >= kth_largest(bits, jnp.minimum(k[:, 0], scores.shape[-1]))[:, None]

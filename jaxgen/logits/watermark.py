@@ -31,8 +31,8 @@ def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig)
 
     Args:
         scores: float32[rows, V].
-        context: int32[rows, context_width], the last tokens of each row. A row with fewer tokens is preceded by -1, and
-            is not marked.
+        context: int32[rows, context_width], the last tokens of each row. A row with fewer tokens is padded with -1 on
+            the left, and is not marked.
         config: ratio, bias, key and scheme.
     """
     tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)[None, :]
@@ -41,7 +41,7 @@ def watermark(scores: jax.Array, context: jax.Array, config: WatermarkingConfig)
 
 
 def green(context, token, config: WatermarkingConfig):
-    """Return True for tokens that are green after their contexts. Works on numpy and jax arrays alike.
+    """Return True for tokens that are green after their contexts, for numpy and jax arrays alike.
 
     Args:
         context: int32[..., C], the preceding tokens, in order. "lefthash" uses the last one, "selfhash" the last

@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def activation(name: str) -> Callable:
-    """Return an elementwise function of a `jax.Array`. It computes in float32 and rounds once, as in torch."""
+    """Return the elementwise function with this name. It computes in float32 and rounds once, as torch does."""
     import jax
     import jax.numpy as jnp
 

@@ -1,6 +1,6 @@
 """Grouped-query attention over a cache of one or several parts.
 
-For short inputs, all scores are computed at once (on a CPU, without those of later keys). Longer inputs are processed
+For short inputs, all scores are computed at once (on a CPU, later keys are skipped). Longer inputs are processed
 in blocks of queries and keys with a running softmax, so no array grows quadratically with the length. The shapes alone
 determine which form is used.
 """
@@ -29,9 +29,9 @@ _AT_ONCE_QUERIES, _AT_ONCE_SLOTS = 512, 1024
 _FEW_QUERIES = 16
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _CPU_QUERY_BLOCK, _CPU_KEY_BLOCK = 128, 256  # within one row and kv head
-# On a CPU, up to this many queries and slots, each block of queries is faster with all of its scores at once.
+# On a CPU, up to this many queries and slots, it is faster to compute all scores of a block of queries at once.
 _CPU_QUERIES, _CPU_SLOTS = 768, 1024
-# The size of a block of queries, which shares the keys up to its last query.
+# The number of queries per block. All of them read the keys up to the block's last query.
 _CAUSAL_BLOCK = 128
 _ACCELERATOR_BLOCK = 4096
 _LOWEST = jnp.finfo(jnp.float32).min
@@ -42,9 +42,9 @@ class Part:
     """Keys and values of one part of the cache, or of the new tokens alone.
 
     Attributes:
-        keys, values: each `[n, K, S, H]`, as a `KVCache` of `dtype` stores them. n divides B, and row b reads row b //
-            (B/n). Rows that share a part read it in one product.
-        dtype: the dtype of keys and values as numbers, static.
+        keys, values: each `[n, K, S, H]`, as a `KVCache` of `dtype` stores them. n divides B, and batch row b reads row
+            b // (B/n) of the part. Batch rows that share a row of the part read it in one product.
+        dtype: the dtype of keys and values when read as numbers; static.
     """
 
     keys: Slots
@@ -96,11 +96,11 @@ def attention(
         parts: the parts of the cache, in order.
         visible: the keys that each query may see.
         dropout: applied to the weights during training.
-        with_weights: also return the weights. With weights or dropout, all scores are computed at once, at any length.
+        with_weights: also return the weights. With weights or dropout, all scores are always computed at once.
 
     Returns:
-        The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S], with S over all parts, or
-        None. A query that sees no key, as only padding can, gets a finite result.
+        The attended values `[B, A, T, H]` in q's dtype, and the weights float32[B, A, T, S] or None; S counts the slots
+        of all parts. A query that sees no key must be padding; its result is finite.
     """
     if dropout is not None or with_weights:
         out, weights = _at_once(q, parts, visible, dropout)
@@ -111,7 +111,7 @@ def attention(
 
 
 def all_at_once(steps: int, slots: int) -> bool:
-    """Return True if the scores of T queries and S slots are computed in one array."""
+    """Return True if the scores of `steps` queries and `slots` slots are computed in one array."""
     # A decode step over more than one block of keys reads only the filled blocks.
     most = _KEY_BLOCK if steps <= _FEW_QUERIES else _AT_ONCE_SLOTS
     return steps <= _AT_ONCE_QUERIES and slots <= most
@@ -146,7 +146,7 @@ def _output_at_once(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) 
 
 
 def _without_later_keys(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend one block of queries at a time, reading only the slots of the last part that it may see."""
+    """Attend one block of queries at a time, reading only those slots of the last part that the block may see."""
     steps, start, (*before, last) = q.shape[2], visible.start, parts
     if start is None or steps <= _CAUSAL_BLOCK:
         return _output_at_once(q, parts, visible)
@@ -169,7 +169,7 @@ def _in_blocks(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> ja
 
 
 def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend from many queries, in the faster of two forms."""
+    """Attend from many queries, using the faster of two forms."""
     steps, (*before, _), start = q.shape[2], parts, visible.start
     if start is None or steps > _CPU_QUERIES or sum([part.slots for part in before]) + start + steps > _CPU_SLOTS:
         return _over_rows_and_heads(q, parts, visible)
@@ -177,7 +177,7 @@ def _on_cpu(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.A
 
 
 def _on_accelerator(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
-    """Attend from a few queries, to thousands of slots at once; a loop of unknown length per layer would cost more."""
+    """Attend from a few queries to thousands of slots at once; a loop of unknown length per layer would cost more."""
     if max(part.slots for part in parts) <= _ACCELERATOR_BLOCK:
         return _at_once(q, parts, visible)[0]
     return _over_keys(q, parts, visible, _ACCELERATOR_BLOCK)
@@ -198,7 +198,7 @@ def _over_queries(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) ->
 def _over_rows_and_heads(q: jax.Array, parts: tuple[Part, ...], visible: Visibility) -> jax.Array:
     """Attend within one row and kv head at a time, so that each product multiplies two plain matrices.
 
-    On a CPU, XLA computes these several times faster than batched products. Blocks past a row's end are skipped.
+    On a CPU, XLA computes such products several times faster than batched ones. Blocks past a row's end are skipped.
     """
     batch, heads, steps, width = q.shape
     kv_heads = parts[0].keys.shape[1]
@@ -229,7 +229,7 @@ def _over_keys(
     size: int,
     owners: Sequence[tuple[jax.Array, jax.Array]] | None = None,
 ) -> jax.Array:
-    """Attend to one block of `size` slots at a time, skipping blocks that no query sees, with a running softmax.
+    """Attend to one block of `size` slots at a time with a running softmax, skipping blocks that no query sees.
 
     With `owners`, `q [1, G, T, H]` belongs to one row and kv head, whose keys are at `owners[i]` in part i.
     """
@@ -256,13 +256,13 @@ def _over_keys(
             begin, end = visible.span(index)
             state = lax.fori_loop(begin // block, (end + block - 1) // block, absorb, state)
     _, total, out = state
-    # A query that sees no key may not have processed any block.
+    # If no query sees a key, there may have been no block to process, and the total is 0.
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return out.astype(q.dtype).reshape(batch, heads, steps, width)
 
 
 def _absorb(state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array, v: Slots):
-    """Add a block to a running softmax: the largest score, the sum of exponentials, and the values' weighted sum."""
+    """Add a block to a running softmax (the largest score, the sum of exponentials, the weighted sum of values)."""
     largest, total, out = state
     new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
     weights, faded = jnp.exp(scores - new), jnp.exp(largest - new)
@@ -280,7 +280,7 @@ def _masked(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _scores(q: jax.Array, keys: Slots) -> jax.Array:
-    """Multiply `q [B, A, T, H]` by the keys `[n, K, S, H]` of a part; float32[B, K, G, T, S]."""
+    """Return `q [B, A, T, H]` times the keys `[n, K, S, H]` of a part, as float32[B, K, G, T, S]."""
     if isinstance(keys, ScaledSlots):
         return _scores(q, keys.values) * repeat_rows(keys.scales, q.shape[0])[:, :, None, None, :]
     products = functools.partial(_product, equation="bkqh,bksh->bkqs")
@@ -288,7 +288,7 @@ def _scores(q: jax.Array, keys: Slots) -> jax.Array:
 
 
 def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
-    """Sum the values `[n, K, S, H]` of a part, weighted by `[B, K, G, T, S]`; float32[B, K, G, T, H]."""
+    """Return a part's values `[n, K, S, H]`, weighted by `[B, K, G, T, S]` and summed, as float32[B, K, G, T, H]."""
     if isinstance(values, ScaledSlots):
         scales = repeat_rows(values.scales, weights.shape[0])[:, :, None, None, :]
         return _weighted(weights * scales, values.values)
@@ -297,7 +297,7 @@ def _weighted(weights: jax.Array, values: Slots) -> jax.Array:
 
 
 def _product(x: jax.Array, part: jax.Array, equation: str) -> jax.Array:
-    """Multiply `x [B, A, T, ...]`, or `[B, K, G, T, ...]`, by a part of n rows and K heads; float32[B, K, G, T, ...].
+    """Return `x [B, A, T, ...]` or `[B, K, G, T, ...]` times a part of n rows and K heads, as float32[B, K, G, T, ...].
 
     All queries that read the same kv head of the same prefix row become the rows of one product, ordered by head. If a
     mesh divides the heads, the queries therefore stay on their devices.
@@ -326,6 +326,6 @@ def _cut_queries(q: jax.Array, size: int) -> jax.Array:
 
 
 def _join_queries(blocks: jax.Array, steps: int) -> jax.Array:
-    """Join the blocks `[blocks, B, A, size, H]`: `[B, A, steps, H]`."""
+    """Join the blocks `[blocks, B, A, size, H]` into `[B, A, steps, H]`."""
     out = jnp.moveaxis(blocks, 0, 2)
     return out.reshape(*out.shape[:2], -1, out.shape[4])[:, :, :steps]

@@ -4,9 +4,9 @@ A row's tokens are stored in order and without gaps, regardless of padding: slot
 therefore attends to the same slots whether it runs alone or in a batch, and in any bucket. The filled slots of a cache
 always come first, and cropping only lowers `length`.
 
-A cache can extend another cache, its `prefix`, which is read-only and has at most as many rows: rows b*c to b*c + c - 1
-share prefix row b. This is how sequences and beams share their prompt's keys and values, and how requests share a
-system prompt. Slots are numbered consecutively, starting with the prefix's.
+A cache can extend another cache, its `prefix`, which is read-only. Rows b*c to b*c + c - 1 share prefix row b. This is
+how sequences and beams share their prompt's keys and values, and how requests share a system prompt. Slots are numbered
+consecutively, starting with the prefix's.
 
 The rows of a prompt can also share the slots that they write to (`fork(..., shared=True)`), as beams do. Each token
 then has `writers` slots, one per row, and a table records whose slot each row reads. `select` changes only that table
@@ -29,27 +29,27 @@ from jaxgen.model.config import ModelConfig
 from jaxgen.programs import program
 from jaxgen.shapes import put, repeat_rows, resize_axis, short_repr, take
 
-# The order of an empty slot, which sorts after every token.
+# The index that marks an empty slot. It is larger than that of any token.
 EMPTY = jnp.iinfo(jnp.int32).max
 
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of the tokens so far, one `[B, K, S, H]` pair per layer.
+    """Keys and values of the tokens so far, one pair of arrays `[B, K, S, H]` per layer.
 
     16-bit keys and values are stored bit for bit as int16, which a compiled loop carries without copying (XLA's CPU
     compiler converts a 16-bit float cache to float32 and back at every step). `layer` returns them as numbers.
 
     Attributes:
-        keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE; numbers of `dtype`, the bits of 16-bit ones, or
-            `ScaledSlots`. If rows share slots, `[B/writers, K, S*writers, H]`: token i of writer j is in place
-            `i * writers + j`.
-        values: likewise.
+        keys: one entry per layer, `[B, K, S, H]`, rotated by RoPE: numbers of `dtype`, the bits of 16-bit numbers, or
+            `ScaledSlots`. If rows share slots, the shape is `[B/writers, K, S*writers, H]`, and token i of writer j is
+            in place `i * writers + j`.
+        values: stored like the keys, but not rotated.
         length: int32[B], the number of slots that each row has filled in this part, starting with its first slot.
         prefix: the cache that this one extends, or None.
-        owners: int32[B, S], the writer of each of the row's tokens; None unless rows share slots.
+        owners: int32[B, S], the writer of each of the row's tokens; None if each row has its own slots.
         writers: the number of rows that share slots, static.
-        dtype: the dtype of keys and values as numbers, static.
+        dtype: the dtype of keys and values when read as numbers; static.
     """
 
     keys: tuple[Slots, ...]
@@ -99,7 +99,7 @@ class KVCache:
         return dataclasses.replace(empty, length=length, owners=owners, writers=copies)
 
     def empty_rows(self, rows: int, slots: int) -> KVCache:
-        """Return an empty cache of the same kind with these sizes, which extends the same prefix."""
+        """Return an empty cache of these sizes that has the same storage format and extends the same prefix."""
         _, heads, _, size = self.keys[0].shape
         scaled = isinstance(self.keys[0], ScaledSlots)
         return self._empty((rows, heads, slots, size), len(self.keys), self.dtype, scaled, self.prefix)
@@ -131,7 +131,7 @@ class KVCache:
 
     @property
     def offset(self) -> int:
-        """The number of this part's first slot, which equals the number of slots in the prefix."""
+        """The index of this part's first slot, which equals the number of slots in the prefix."""
         return 0 if self.prefix is None else self.prefix.offset + self.prefix.slots
 
     @property
@@ -141,14 +141,14 @@ class KVCache:
 
     @property
     def prefix_length(self) -> jax.Array:
-        """int32[B], the number of tokens of each row in the prefix."""
+        """The number of tokens that each row has in the prefix, int32[B]."""
         if self.prefix is None:
             return jnp.zeros(self.rows, jnp.int32)
         return repeat_rows(self.prefix.total_length, self.rows)
 
     @property
     def total_length(self) -> jax.Array:
-        """int32[B], the number of tokens of each row, including the prefix's."""
+        """The number of tokens in each row and its prefix, int32[B]."""
         return self.prefix_length + self.length
 
     def flatten(self, slots: int) -> KVCache:
@@ -171,9 +171,9 @@ class KVCache:
             )
 
     def crop(self, length: jax.Array | int) -> KVCache:
-        """Return a copy as a single part with at most the first `length` tokens of each row, int32[] or int32[B].
+        """Return a copy as a single part with only the first `length` tokens of each row.
 
-        A negative length removes that many tokens from the end, as in transformers.
+        `length` is int32[] or int32[B]. A negative length removes that many tokens from the end, as in transformers.
         """
         return _crop(self, self.check_length(length))
 
@@ -185,15 +185,15 @@ class KVCache:
         return length
 
     def reorder(self, rows: jax.Array) -> KVCache:
-        """Return a copy as a single part in which row i is the old row `rows[i]`, int32[n]; rows may repeat."""
+        """Return a copy as a single part in which row i is the old row `rows[i]`; `rows int32[n]` may repeat rows."""
         return _reorder(self, row_numbers(rows, self.rows))
 
     def select(self, rows: jax.Array) -> KVCache:
-        """Return this cache with the same prefix, in which row i is the old row `rows[i]`, int32[B].
+        """Return a cache with the same prefix in which row i is the old row `rows[i]`, for `rows int32[B]`.
 
-        Row `rows[i]` must share row i's prefix row, like the beams of a prompt; this is not checked. Prefix and
+        Row `rows[i]` must share row i's prefix row, as the beams of a prompt do; this is not checked. Prefix and
         structure do not change, so a compiled loop can carry the cache. To mix prompts, use `reorder`. If rows share
-        slots, no key or value is copied, and there may be fewer rows than before, equally many per prompt.
+        slots, no key or value is copied, and the result may have fewer rows, with equally many per prompt.
         """
         if self.owners is not None:
             length, owners = (take(x, rows, self.keys[0].shape[0]) for x in (self.length, self.owners))
@@ -203,13 +203,13 @@ class KVCache:
         return dataclasses.replace(own, prefix=self.prefix)
 
     def insert(self, source: KVCache, rows: jax.Array) -> KVCache:
-        """Return this cache with row `rows[i]`, int32[n], replaced by row i of `source`, a cache of n rows.
+        """Return this cache with row `rows[i]` replaced by row i of `source`, for `rows int32[n]` and n source rows.
 
-        Only the inserted rows are copied, even in a compiled loop. Row numbers out of range are ignored; the others
-        must be distinct. A prefix must have a single row, which `source` shares too; it does not change.
+        Only the inserted rows are copied, even in a compiled loop. Row indices out of range are ignored; the others
+        must be distinct. A prefix must have a single row, which `source` also shares; it does not change.
 
         Raises:
-            InputError: the parts of `source` differ, the prefix has several rows, or rows share slots.
+            InputError: the shapes or dtypes of `source` differ, the prefix has several rows, or rows share slots.
         """
         if self.owners is not None:
             raise InputError("rows that share slots cannot be replaced one by one: use a cache with slots of their own")
@@ -221,7 +221,7 @@ class KVCache:
         sizes, given = ([_form(part) for part in cache.parts] for cache in (self, source))
         if sizes != given:
             raise InputError(f"source must have the parts ([K, S, H], dtype) = {sizes}, got {given}")
-        # Each dropped row gets its own number, because the scatter promises unique indices.
+        # Each dropped row gets its own index, because the scatter promises unique indices.
         dropped = self.rows + jnp.arange(source.rows, dtype=jnp.int32)
         rows = jnp.where((rows >= 0) & (rows < self.rows), rows, dropped)
         part, new = (dataclasses.replace(cache, prefix=None) for cache in (self, source))
@@ -250,7 +250,7 @@ class KVCache:
         return dataclasses.replace(self, length=self.length - count)
 
     def token_order(self) -> jax.Array:
-        """int32[B, S]: the index of the token in each slot of this part; `EMPTY` for an empty slot."""
+        """Return the index of the token in each slot of this part, int32[B, S]; `EMPTY` marks an empty slot."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)[None, :]
         order = jnp.where(slot < self.length[:, None], self.prefix_length[:, None] + slot, EMPTY)
         if self.owners is None:
@@ -294,7 +294,7 @@ def _form(part: KVCache) -> tuple[tuple[int, ...], str]:
 
 
 def row_numbers(rows: jax.Array, count: int) -> jax.Array:
-    """Return `reorder`'s argument as an array; raise an error unless it lists row numbers below `count`."""
+    """Return `reorder`'s argument as an array; raise an error unless it lists row indices below `count`."""
     rows = jnp.asarray(rows)
     if not jnp.issubdtype(rows.dtype, jnp.integer) or rows.ndim != 1 or not len(rows):
         raise InputError(f"rows must be integers of shape [n], at least one, got {rows.dtype}{list(rows.shape)}")

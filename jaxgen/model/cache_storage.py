@@ -27,7 +27,7 @@ class ScaledSlots:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`[n, K, S, H]`."""
+        """The shape of the values, `[n, K, S, H]`."""
         return self.values.shape
 
 
@@ -35,7 +35,7 @@ Slots = jax.Array | ScaledSlots
 
 
 def empty_slots(shape: tuple[int, ...], dtype: str, int8: bool) -> Slots:
-    """Return zeros `[n, K, S, H]` in the storage format for numbers of `dtype`, or in 8 bits if `int8`."""
+    """Return zeros `[n, K, S, H]` in the storage format for numbers of `dtype`, or in 8 bits if `int8` is True."""
     if int8:
         return ScaledSlots(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
     return jnp.zeros(shape, stored_dtype(dtype))
@@ -59,9 +59,9 @@ def as_numbers(x: Slots, dtype: str) -> jax.Array:
 def write(buffer: Slots, new: Slots, slots: jax.Array) -> Slots:
     """Write `new [B*c, K, T, H]` to `slots int32[B*c, T]` of `buffer [B, K, S, H]`; drop slots past the end.
 
-    Rows b*c to b*c + c - 1 write to row b of the buffer. Both arrays have the same storage format. This is one scatter
-    per row and head. XLA performs it in place inside a loop, whether or not the rows write to the same slots, and
-    locally on each device of a mesh.
+    Rows b*c to b*c + c - 1 write to row b of the buffer. Both arrays have the same storage format. There is one
+    scatter per row and head. XLA performs it in place inside a loop, whether or not the rows write to the same slots,
+    and locally on each device of a mesh.
     """
     return jax.tree.map(lambda buffer, new: _write(buffer, new, slots), buffer, new)
 

@@ -1,4 +1,4 @@
-"""The decoder-only transformer for all `FAMILIES`: ids in, logits and cache out, independent of decoding.
+"""The decoder-only transformer that all `FAMILIES` share. It maps ids to logits and a cache, whatever uses them.
 
 Dimensions, here and in every shape of the package:
     B rows, T tokens to read, S cache slots, A attention heads, K key-value heads, G = A/K, H head size, D model width,
@@ -49,9 +49,9 @@ class ModelOutput:
     Attributes:
         logits: float32[B, T, V], or `[B, n, V]` with `logits_to_keep`.
         loss: float32[], the mean over the labels that are not -100; None without labels.
-        cache: the cache, including the new tokens; None without a cache.
-        hidden_states: L + 1 arrays `[B, T, D]`, from the embeddings to the final norm's output; None unless requested.
-        attentions: L arrays float32[B, A, T, S], the attention weights; None unless requested.
+        cache: the cache, including the new tokens; None if none was passed.
+        hidden_states: L + 1 arrays `[B, T, D]`, from the embeddings to the final norm's output; None if not requested.
+        attentions: L arrays float32[B, A, T, S], the attention weights; None if not requested.
     """
 
     logits: jax.Array
@@ -126,7 +126,7 @@ class Embedding(nn.Module):
         self.weight: jax.Array | Weight = parameter(self, "weight", shape, init, self.cfg.dtype)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Look up `ids int32[B, T]`: `[B, T, D]`."""
+        """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`."""
         return look_up(ids, self.weight)
 
     def attend(self, x: jax.Array, context: Context) -> jax.Array:
@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, parts: tuple[Part, ...]):
-        """Attend from `x [B, T, D]`; return `[B, T, D]`, the weights, and the last part with new keys and values."""
+        """Attend from `x [B, T, D]`; return the result `[B, T, D]`, the weights, and the extended last part."""
         cfg = self.cfg
         batch, steps, _ = x.shape
 
@@ -215,7 +215,7 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
-        """Return the input of each layer and the output of the last, the attention weights, and the cache."""
+        """Return the hidden states (each layer's input, and the last output), the attention weights, and the cache."""
         decoder_layer = nn.jit(nn.remat(DecoderLayer) if self.remat else DecoderLayer)
         states, attentions, written = [x], [], []
         for index, window in enumerate(self.cfg.windows):
@@ -244,7 +244,7 @@ class Model(nn.Module):
         self.norm = RMSNorm(self.cfg.rms_norm_eps, self.cfg.dtype)
 
     def __call__(self, x: jax.Array, placement: Placement, cache: KVCache | None):
-        """Return the L + 1 hidden states, ending with the normalized one, the attention weights, and the cache."""
+        """Return the L + 1 hidden states (only the last is normalized), the attention weights, and the cache."""
         states, attentions, cache = self.layers(x, placement, cache)
         states[-1] = self.norm(states[-1])
         return states, attentions, cache
@@ -291,26 +291,26 @@ class CausalLM(nn.Module):
         """Run the model on T new tokens per row. Attention dropout is active if a "dropout" rng is passed.
 
         Args:
-            ids, inputs_embeds: either int32[B, T] or embeddings `[B, T, D]`.
+            ids, inputs_embeds: pass one of the two, ids int32[B, T] or embeddings `[B, T, D]`.
             attention_mask: `[B, T]`, 0 for padding, which may be on either side; all ones by default. Padding is never
                 attended to or stored. (Unlike in transformers, the mask never covers cached tokens.)
             position_ids: int32[B, T], for RoPE; by default a token's index in its row, not counting padding. Causal
                 attention follows this index, regardless of the positions.
             segment_ids: int32[B, T], for training on rows packed with several texts: adjacent tokens with the same
-                number form a text, which attends only to itself and starts at position 0. Incompatible with a cache.
+                id form a text, which attends only to itself and starts at position 0. Incompatible with a cache.
             cache: the preceding tokens, to which the new ones are appended; None for a pass without a cache.
             cache_position: the slot of the first new token, a scalar or one per row, int32[B]; by default the first
                 free slot. Cached tokens from this slot on are discarded.
-            key_mask: bool[B, n], True for those of a row's first n tokens, not counting padding, that may be attended
-                to; by default, all of them.
+            key_mask: bool[B, n], True if a token may be attended to, for the first n tokens of each row, not counting
+                padding; by default, all of them may be.
             labels: int32[B, T], the ids, with -100 where no loss is wanted; the model shifts them.
-            logits_to_keep: compute logits only for the last n positions (0: all), or for positions int32[B, n] per row.
+            logits_to_keep: compute logits only for the last n positions (0 for all), or for the positions int32[B, n].
             output_hidden_states, output_attentions: also return these.
             context: information for the weights; see `Context`.
 
         Raises:
-            InputError: shapes do not fit, or a write would go past the cache's end or leave a gap. If the position is
-                traced, the row's logits are NaN instead, and nothing is overwritten.
+            InputError: shapes do not fit, or a write would go past the cache's end or leave a gap. If the cache's new
+                length is traced, the logits of such a row are NaN instead, and nothing is overwritten.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise InputError("labels need the logits of all positions: leave logits_to_keep at 0")
@@ -334,7 +334,7 @@ class CausalLM(nn.Module):
         )
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside the vocabulary."""
+        """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; those of ids outside the vocabulary are NaN."""
         ids = jnp.asarray(ids)
         if ids.ndim != 2 or 0 in ids.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InputError(f"ids must be integers of shape [B, T], got {ids.dtype}{list(ids.shape)}")
@@ -380,13 +380,13 @@ def forward(
 
 
 def embed(cfg: ModelConfig, params, ids: jax.Array) -> jax.Array:
-    """Look up the embeddings of `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside the vocabulary."""
+    """Return the embeddings of `ids int32[B, T]`, as `[B, T, D]`; those of ids outside the vocabulary are NaN."""
     module: Any = CausalLM(cfg)
     return module.apply({"params": params}, ids, method="embed")
 
 
 def hidden(cfg: ModelConfig, params, ids: jax.Array | None, **inputs) -> tuple[jax.Array, KVCache | None]:
-    """Run the model without its head; return the normalized hidden states `[B, T, D]` and the cache, if passed."""
+    """Run the model without its head; return the normalized hidden states `[B, T, D]` and the cache (or None)."""
     nowhere = np.zeros((1, 0), np.int32)
     out = forward(cfg, params, ids, logits_to_keep=nowhere, output_hidden_states=True, **inputs)
     assert out.hidden_states is not None

@@ -107,7 +107,7 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """Read `rope_theta` with `rope_scaling`, or `rope_parameters`, from a config.json.
+        """Read RoPE's parameters from a config.json: `rope_theta` and `rope_scaling`, or `rope_parameters`.
 
         Raises:
             ConfigError: the type is not implemented, or parameters are missing, unknown or invalid.
@@ -117,7 +117,7 @@ class RopeConfig:
         theta = given.pop("rope_theta")
         if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
             raise ConfigError(f"{source}: rope_type must be one of {', '.join(_ROPE_TYPES)}, got {shown(rope_type)}")
-        if rope_type == "default":  # transformers writes the original length there and ignores it
+        if rope_type == "default":  # transformers writes the original length for this type, but ignores it
             given.pop("original_max_position_embeddings", None)
         if rope_type == "yarn":
             given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -147,7 +147,7 @@ class RopeConfig:
         return cls(type=rope_type, theta=float(base["rope_theta"]), **values)
 
     def to_hf(self) -> dict[str, Any] | None:
-        """Return the `rope_scaling` entry of a config.json: None for the default type."""
+        """Return the `rope_scaling` entry of a config.json; None for the default type."""
         if self.type == "default":
             return None
         fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("type", "theta")}
@@ -158,15 +158,15 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a model, as described by config.json. Hashable, so it can be static under jit.
+    """Architecture of a model, as described by config.json. It is hashable, so it can be static under jit.
 
-    Fields have the same names as in config.json, if they occur there.
+    Fields that also exist in config.json have the same names there.
 
     Attributes:
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
         qk_norm: whether queries and keys are normalized.
-        windows: for each layer, the number of tokens that a token attends to, including itself; None for all.
+        windows: for each layer, the maximum number of tokens that a token attends to, including itself; None for all.
         dtype: the dtype of the checkpoint's weights.
     """
 
@@ -202,7 +202,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the model was trained for, extended by RoPE scaling if there is any."""
+        """The number of tokens that the model was trained for, extended by RoPE scaling if there is any."""
         original = self.rope.original_max_position_embeddings or self.max_position_embeddings
         stretched = min(original * (self.rope.factor or 1), 2**31 - 1)
         return max(self.max_position_embeddings, int(stretched))
@@ -242,7 +242,7 @@ class ModelConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return a config.json for transformers 4.41.1, if it has the architecture, and for later releases.
+        """Return a config.json for transformers after 4.41.1, and for 4.41.1 itself if it has the architecture.
 
         Raises:
             ConfigError: a config.json of this `model_type` cannot express the fields.
@@ -268,7 +268,7 @@ class ModelConfig:
 
 
 def _read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of `_FIELDS` and the dtype, and a list of all problems with a config.json."""
+    """Read a config.json: return the values of `_FIELDS` and the dtype, and a list of all problems."""
     fields = {
         name: dataclasses.replace(field, default=REQUIRED) if name in family.required else field
         for name, field in _FIELDS.items()

@@ -1,4 +1,4 @@
-"""Fields of config.json, each with its type, range and default, and the check that they share."""
+"""Fields of config.json, each with its type, range and default, and the function that checks them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Field:
     Attributes:
         wanted: the valid values, in words that complete "must be ...".
         fits: returns True if a value (never null) is valid.
-        default: the value if the key is missing or null, which is an error with `REQUIRED`.
+        default: the value if the key is missing or null; with `REQUIRED`, that is an error.
         read: returns the normal form of a valid value.
     """
 
@@ -31,37 +31,37 @@ class Field:
 
 
 def whole(least: int, default: Any = REQUIRED, most: int = _LARGEST_WHOLE) -> Field:
-    """Integer from `least` to `most`."""
+    """Return a field for an integer from `least` to `most`."""
     limit = f"<= {most}" if most < _LARGEST_WHOLE else "< 2**31"
     wanted = f"a whole number >= {least} and {limit}"
     return Field(wanted, lambda value: type(value) is int and least <= value <= most, default)
 
 
 def positive(default: Any = REQUIRED) -> Field:
-    """Number above 0 that float32 can store."""
+    """Return a field for a number above 0 that float32 can store."""
     return Field(
         "a number > 0 that fits into float32", lambda value: _is_number(value, _SMALLEST, _LARGEST), default, float
     )
 
 
 def fraction(default: Any = REQUIRED) -> Field:
-    """Number from 0 to 1."""
+    """Return a field for a number from 0 to 1."""
     return Field("a number from 0 to 1", lambda value: _is_number(value, 0, 1), default, float)
 
 
 def flag(default: Any = REQUIRED) -> Field:
-    """True or false in JSON."""
+    """Return a field for true or false in JSON."""
     return Field("true or false", lambda value: type(value) is bool, default)
 
 
 def one_of(names: Iterable[str], default: Any = REQUIRED) -> Field:
-    """One of these strings."""
+    """Return a field for one of these strings."""
     names = tuple(names)
     return Field(f"one of {', '.join(names)}", lambda value: value in names, default)
 
 
 def list_of(names: Iterable[str], default: Any = REQUIRED) -> Field:
-    """List of some of these strings."""
+    """Return a field for a list of some of these strings."""
     names = tuple(names)
 
     def fits(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Information about one pass for the layers and their weights."""
+"""Information about one pass that layers and their weights need."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Context:
     """Information about one pass that every weight receives.
 
     Attributes:
-        divided: whether the weights are divided over a mesh, which some forms of a product do not support; None if
-            unknown, static.
+        divided: whether the weights are divided over a mesh, which some forms of a product do not support; None if this
+            is unknown; static.
         adapter: int32[B], the adapter of each row, -1 for none; None if no row has one.
     """
 

@@ -22,7 +22,7 @@ class WindowRule:
         keys: the config.json keys that the rule reads.
         read: maps a config, whose values already have the right types, to one entry per layer: its window in tokens, or
             None. Raises `ConfigError` if values are missing or contradict each other.
-        write: the inverse of `read`: maps the rest of a config and the windows to the entries that describe the
+        write: the inverse of `read`. It maps the rest of a config and the windows to the entries that describe the
             windows.
     """
 
@@ -33,11 +33,11 @@ class WindowRule:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture. Each bias is present (True), absent (False), or set by the config.json key of that name.
+    """One architecture. Each bias is present (True), absent (False), or set by a config.json key (a str).
 
     Attributes:
         architecture: the model class in transformers.
-        tokenizer: the tokenizer class in transformers if a checkpoint's files do not name one.
+        tokenizer: the tokenizer class in transformers, used if a checkpoint's files do not name one.
         windows: the rule for sliding windows.
         attention_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention's output projection has a bias.
@@ -62,7 +62,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The config.json keys that this family reads and some others do not."""
+        """The config.json keys that this family reads and some other families do not."""
         return frozenset(self.windows.keys) | {rule for rule in self.biases.values() if isinstance(rule, str)}
 
 
@@ -76,7 +76,7 @@ def _no_windows(config: Mapping[str, Any]) -> tuple[None, ...]:
 
 
 def _windows_where_switched_on(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the windows, in layers that `layer_types` selects or, without it, from `max_window_layers` on."""
+    """Return each layer's window; `layer_types` or, if missing, `max_window_layers` says which layers have one."""
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if not config.get("use_sliding_window"):
         if SLIDING in (types or ()):
@@ -114,7 +114,7 @@ SWITCH_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "lay
 NO_WINDOWS = WindowRule(SWITCH_KEYS, _no_windows, lambda config, windows: {})
 # Windows if `use_sliding_window` is true, in the layers that `layer_types` or `max_window_layers` selects.
 SWITCHED_WINDOWS = WindowRule(SWITCH_KEYS, _windows_where_switched_on, _write_switch)
-# A window in every layer unless `sliding_window` is null.
+# The same window in every layer, or none if `sliding_window` is null.
 ONE_WINDOW = WindowRule(("sliding_window",), _one_window, lambda config, windows: {"sliding_window": windows[0]})
 
 # By `model_type`

@@ -19,7 +19,7 @@ from jaxgen.model.weights import Quantized
 
 
 def fuse_projections(params: Mapping[str, Any], *, donate: bool = False) -> dict[str, Any]:
-    """Fuse projections into fewer, larger matrices, for `generate` and everything else on one device.
+    """Fuse projections into fewer, larger matrices. The result can be used everywhere on one device.
 
     >>> params = fuse_projections(params, donate=True)           # doctest: +SKIP
     >>> generate(params, ids, key, cfg)                 # doctest: +SKIP
@@ -107,7 +107,7 @@ def _has_fused(node: Any) -> bool:
 
 
 def expected_shapes(model: ModelConfig, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, with projections fused where the dotted `names` say so."""
+    """Return a model's parameter shapes by dotted name. Projections are fused if `names` contain their fused name."""
     shapes = dict(param_shapes(model))
     for name in names:
         path = name.split(".")

@@ -30,9 +30,9 @@ _LARGEST_LEFT = 2**24 if workarounds.NEW_CPU_PRODUCTS else math.inf
 class Int8:
     """The matrix `values * scales[:, None]`.
 
-    Accelerators convert the values as the product reads them, which is exact, and so does a CPU for one or two rows.
-    For a few more 16-bit rows on a CPU, this would cost more than the product, so the rows are converted instead. Each
-    row becomes one scale and two 8-bit numbers per channel, 15 bits in total, which is more precise than bfloat16.
+    Accelerators, and a CPU for one or two rows, convert the values as the product reads them, which is exact. With a
+    few more 16-bit rows on a CPU, this would cost more than the product, so the rows are converted instead. Each row
+    becomes one scale and two 8-bit numbers per channel, 15 bits in total, which is more precise than bfloat16.
 
     Attributes:
         values: int8[F, D], from -127 to 127.
@@ -63,28 +63,28 @@ class Int8:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[F, D]."""
+        """The shape of the matrix, [F, D]."""
         return self.values.shape
 
     def specs(self, spec: PartitionSpec) -> Int8:
-        """Return the `PartitionSpec` of each array if `spec` is the matrix's."""
+        """Return the `PartitionSpec` of each array, where `spec` is that of the matrix."""
         outputs, _ = spec or (None, None)
         return Int8(spec, PartitionSpec(outputs), self.dtype)  # pyright: ignore
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
-        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
+        """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
         out: jax.Array = _product(rows, self.values, context.divided)  # pyright: ignore[reportAssignmentType]
         return out * self.scales[None, :]
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Look up the rows `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside [0, F)."""
+        """Return the rows `ids int32[B, T]` as `[B, T, D]`; those of ids outside [0, F) are NaN."""
         scales = jnp.where((ids >= 0) & (ids < self.shape[0]), self.scales[ids], jnp.nan)
         return (self.values[ids].astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(rows: jax.Array, values: jax.Array, divided: bool | None) -> jax.Array:
-    """Multiply `rows [n, D]` by the transposed `values int8[F, D]`: float32[n, F]; differentiable in `rows`."""
+    """Return `rows [n, D]` times the transposed `values int8[F, D]`, as float32[n, F]; differentiable in `rows`."""
     converted = functools.partial(_converted, divided=divided)
     if workarounds.in_one_piece(divided) and workarounds.fits_lanes(*rows.shape):
         on_cpu = workarounds.in_lanes
@@ -129,5 +129,5 @@ def _split(rows: jax.Array, values: jax.Array, values_first: bool) -> jax.Array:
 
 
 def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Contract the last axes of both: int32."""
+    """Contract the last axes of both operands; the result is int32."""
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)

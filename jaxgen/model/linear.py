@@ -16,7 +16,7 @@ from jaxgen.model.weights import Weight
 def linear(
     x: jax.Array, weight: jax.Array | Weight, bias: jax.Array | None = None, context: Context = NO_CONTEXT
 ) -> jax.Array:
-    """Return `x Wᵀ + b`, `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]` as torch stores it.
+    """Return `x Wᵀ + b` as `[..., F]` in x's dtype, for `x [..., D]` and `weight [F, D]`, as torch stores it.
 
     Products are accumulated in float32. As in torch, float32 operands are never rounded to a shorter format, regardless
     of `jax_default_matmul_precision`.
@@ -28,14 +28,14 @@ def linear(
 
 
 def product(rows: jax.Array, weight: jax.Array | Weight, context: Context = NO_CONTEXT) -> jax.Array:
-    """Multiply `rows [n, D]` by the transposed `weight [F, D]`: float32[n, F]."""
+    """Return `rows [n, D]` times the transposed `weight [F, D]`, as float32[n, F]."""
     if isinstance(weight, Weight):
         return weight.product(rows, context)
     return _product(rows, weight, context.divided)
 
 
 def look_up(ids: jax.Array, table: jax.Array | Weight) -> jax.Array:
-    """Look up the rows `ids int32[B, T]` of `table [V, D]`: `[B, T, D]`; NaN for ids outside [0, V)."""
+    """Return the rows `ids int32[B, T]` of `table [V, D]` as `[B, T, D]`; those of ids outside [0, V) are NaN."""
     if isinstance(table, Weight):
         return table.look_up(ids)
     ids = jnp.where(ids < 0, table.shape[0], ids)  # a negative index would wrap around
@@ -51,7 +51,7 @@ def precision(dtype) -> lax.Precision | None:
 def _product(rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
     """Multiply using the platform's implementation; gradients are products in the operands' dtype, as in torch.
 
-    In jax's default gradient, one factor is float32 because the result is, so the other factor is converted to float32.
+    In jax's default gradient, one factor is float32, like the result, so the other factor is converted to float32.
     """
     return workarounds.product(_plain, rows, weight, divided)
 
@@ -76,7 +76,7 @@ def _plain(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _contract(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:
-    """Contract one axis of each matrix: float32."""
+    """Contract one axis of each matrix; the result is float32."""
     return lax.dot_general(
         left,
         right,

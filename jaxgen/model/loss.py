@@ -28,7 +28,7 @@ def next_token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ja
 
 @jax.custom_vjp
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the cross-entropy of each target, float32[B, T]; NaN for targets that are not tokens."""
+    """Return the cross-entropy of each target as float32[B, T]; NaN for targets that are not tokens."""
     return _keep(logits, targets)[0]
 
 
@@ -56,6 +56,6 @@ _cross_entropy.defvjp(_keep, _gradient)
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the mean over the labels that are not -100; NaN if there are none, as in torch."""
+    """Return the mean loss over the labels that are not -100; NaN if there are none, as in torch."""
     total, count = next_token_loss(logits, labels)
     return total / count

@@ -26,7 +26,7 @@ class _Updated:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[F, D]."""
+        """The shape of the matrix, [F, D]."""
         return self.weight.shape
 
     @property
@@ -40,7 +40,7 @@ class _Updated:
 
 @flax.struct.dataclass
 class LowRank(_Updated):
-    """The matrix `weight + b a`, without materializing the sum.
+    """The matrix `weight + b a`. The sum is never materialized.
 
     Attributes:
         weight: `[F, D]`.
@@ -53,18 +53,18 @@ class LowRank(_Updated):
     b: jax.Array
 
     def specs(self, spec: PartitionSpec) -> LowRank:
-        """Return the `PartitionSpec` of each array if `spec` is the matrix's."""
+        """Return the `PartitionSpec` of each array, where `spec` is that of the matrix."""
         outputs, inputs = spec or (None, None)
         factors: Any = PartitionSpec(None, inputs), PartitionSpec(outputs, None)
         return LowRank(self._specs(spec), *factors)
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
-        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
+        """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
         narrow = product(rows, self.a, context).astype(rows.dtype)
         return product(rows, self.weight, context) + product(narrow, self.b, context)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Look up the rows `ids int32[B, T]`: `[B, T, D]`."""
+        """Return the rows `ids int32[B, T]` as `[B, T, D]`."""
         narrow = look_up(ids, self.b)
         update = product(narrow.reshape(-1, narrow.shape[-1]), self.a.T)
         rows = look_up(ids, self.weight)
@@ -99,20 +99,20 @@ class Adapters(_Updated):
         return cls(weight, a, b, tuple(np.cumsum([one.shape[0] for one in weights]).tolist()))
 
     def part(self, number: int) -> Adapters:
-        """Undo `fused`: return the part with this number."""
+        """Undo `fused`: return the part with this index."""
         start, end = (0, *self.ends)[number], self.ends[number]
         weight = jax.tree.map(lambda array: array[start:end], self.weight)
         return Adapters(weight, self.a[:, number : number + 1], self.b[:, :, start:end], (end - start,))
 
     def specs(self, spec: PartitionSpec) -> Adapters:
-        """Return the `PartitionSpec` of each array if `spec` is the matrix's."""
+        """Return the `PartitionSpec` of each array, where `spec` is that of the matrix."""
         outputs, inputs = spec or (None, None)
         a: Any = PartitionSpec(None, None, None, inputs)
         b: Any = PartitionSpec(None, None, outputs)
         return Adapters(self._specs(spec), a, b, self.ends)
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
-        """Multiply each of `rows [n, D]` by its own transposed matrix: float32[n, F]."""
+        """Return each of `rows [n, D]` times its own transposed matrix, as float32[n, F]."""
         out = product(rows, self.weight, context)
         if context.adapter is None:
             return out
@@ -134,17 +134,17 @@ class Adapters(_Updated):
         return out + jnp.concatenate(updates, axis=1)
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Look up the rows `ids int32[B, T]` of `weight`, ignoring the updates: `[B, T, D]`."""
+        """Return the rows `ids int32[B, T]` of `weight`, ignoring the updates, as `[B, T, D]`."""
         return look_up(ids, self.weight)
 
 
 def _contract(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Multiply `left [rows, n, r]` by `right [n, r, F]`: float32[rows, F]."""
+    """Return `left [rows, n, r]` times `right [n, r, F]`, as float32[rows, F]."""
     axes = (((1, 2), (0, 1)), ((), ()))
     return lax.dot_general(left, right, axes, precision=precision(right.dtype), preferred_element_type=jnp.float32)
 
 
 def adapter_count(params: Any) -> int:
-    """Return the number of adapters in the parameters that rows can choose from."""
+    """Return the number of adapters in `params`, among which each row can choose."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Adapters))
     return next((leaf.a.shape[0] for leaf in leaves if isinstance(leaf, Adapters)), 0)

@@ -1,6 +1,6 @@
 """Placement of new tokens: their positions, their cache slots, and the tokens that each may attend to.
 
-All of these follow from a token's order, which is its index in its row, not counting padding.
+All of these follow from a token's index in its row, counting real tokens only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jaxgen.shapes import repeat_rows
 
 @flax.struct.dataclass
 class Visibility:
-    """Visibility of keys to queries, stored as one number per token; masks `[B, T, S]` are built block by block.
+    """Visibility of keys to queries, stored as one index per token; masks `[B, T, S]` are built block by block.
 
     A query sees itself and the tokens before it, at most `window` tokens in total.
 
     Attributes:
-        queries: int32[B, T], the order of each query, arbitrary for padding.
-        keys: for each part of the cache, int32[B, S], the order of the token in each slot; `EMPTY` for an empty slot or
+        queries: int32[B, T], the index of each query in its row; arbitrary for padding.
+        keys: for each part of the cache, int32[B, S], the index of the token in each slot; `EMPTY` for an empty slot or
             a hidden token.
-        first: int32[B, T], the order of the first token that a query may see; None for 0.
+        first: int32[B, T], the index of the first token that each query may see; None means 0.
         window: the maximum number of tokens that a query may see, static; None for all.
-        start: the slot of the last part at which the new tokens of all rows begin, static; None if unknown. Query i
-            does not see the slots after `start + i`.
+        start: the slot of the last part where the new tokens of all rows begin, static; None if unknown. Query i does
+            not see the slots after `start + i`.
     """
 
     queries: jax.Array
@@ -44,7 +44,7 @@ class Visibility:
     start: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def mask(self, part: int) -> jax.Array:
-        """bool[B, T, S]: True if the query may see the key in that slot of a part."""
+        """Return bool[B, T, S], True where a query may see the key in a slot of this part."""
         keys = self.keys[part][:, None, :]
         queries = self.queries[:, :, None]
         visible = keys <= queries
@@ -63,7 +63,7 @@ class Visibility:
         return jnp.min(jnp.where(visible, slot, keys.shape[1])), jnp.max(jnp.where(visible, slot + 1, 0))
 
     def of_keys(self, part: int, start: jax.Array | int, size: int) -> Visibility:
-        """Restrict to `size` slots of one part, from `start` on."""
+        """Restrict the keys to `size` slots of one part, from `start` on."""
         return dataclasses.replace(self, keys=(lax.dynamic_slice_in_dim(self.keys[part], start, size, axis=1),))
 
     def of_queries(self, begin: int, end: int, slots: int) -> Visibility:
@@ -87,12 +87,12 @@ class Visibility:
 
 
 def row_order(mask: jax.Array, start: jax.Array) -> jax.Array:
-    """int32[B, T]: the order of each token in its row, which already has `start [B]` tokens; padding is not counted."""
+    """Return each token's index in its row, int32[B, T], if the rows already have `start [B]` tokens."""
     return start[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
 
 
 def key_order(order: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the order of tokens as keys: `EMPTY` for padding, where `mask bool[B, T]` is False."""
+    """Return the indices of tokens as keys: `EMPTY` for padding, where `mask bool[B, T]` is False."""
     return jnp.where(mask, order, EMPTY)
 
 
@@ -101,7 +101,7 @@ def hide_keys(key_mask: jax.Array, order: jax.Array) -> jax.Array:
 
     Args:
         key_mask: bool[B, n], for the first n tokens of each row. Later tokens stay visible.
-        order: int32[B, S], the order of the keys.
+        order: int32[B, S], the index of each key.
     """
     index = jnp.clip(order, 0, key_mask.shape[1] - 1)
     visible = jnp.take_along_axis(key_mask, index, axis=1) | (order >= key_mask.shape[1])
@@ -109,7 +109,7 @@ def hide_keys(key_mask: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def first_of_segment(order: jax.Array, segments: jax.Array) -> jax.Array:
-    """int32[B, T]: the order of the first token of each token's segment, for `segments int32[B, T]`."""
+    """Return the index of the first token in each token's segment, int32[B, T], for `segments int32[B, T]`."""
     begins = jnp.diff(segments, axis=-1, prepend=segments[:, :1]) != 0
     return lax.cummax(jnp.where(begins, order, 0), axis=1)
 
@@ -117,10 +117,10 @@ def first_of_segment(order: jax.Array, segments: jax.Array) -> jax.Array:
 def allocate_slots(
     cache: KVCache, cache_position: jax.Array | int | None, mask: jax.Array
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """Assign slots to the new tokens, those marked in `mask bool[B, T]`, and update the cache's lengths.
+    """Assign slots to the new tokens marked in `mask bool[B, T]`, and update the cache's lengths.
 
     Returns:
-        The cache; the tokens' order in their rows, int32[B, T]; their places in the last part, int32[B, T], which are
+        The cache; the tokens' indices in their rows, int32[B, T]; their places in the last part, int32[B, T], which are
         past its end for padding; and bool[B], True for rows whose tokens do not fit.
     """
     batch, steps = mask.shape
@@ -175,7 +175,7 @@ class Placement:
             cache.
         visible: the keys that they may see, before a layer applies its window.
         context: the context of the pass.
-        output_attentions: return the attention weights, static.
+        output_attentions: whether to return the attention weights; static.
     """
 
     cos: jax.Array

@@ -1,6 +1,6 @@
 """The built-in kinds of quantized weights, by their names in the argument `quantize`.
 
-Does not import jax, because the commands list the names in their help.
+This module does not import jax, because the commands list the names in their help.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def kind_of(quantize: Any) -> type[Quantized] | None:
     """Return the class that `quantize` names, or `quantize` itself if it is a class; None for "none" and None.
 
     Raises:
-        ConfigError: any other value.
+        ConfigError: `quantize` has any other value.
     """
     if isinstance(quantize, type) and hasattr(quantize, "from_matrix"):
         return quantize

@@ -32,16 +32,16 @@ def rope_angles(cfg: ModelConfig, positions: jax.Array, valid: jax.Array, dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `x [B, heads, T, H]` by `cos`, `sin` `[B, T, H]`, pairing the two halves of H, as in transformers."""
+    """Rotate `x [B, heads, T, H]` by `cos` and `sin [B, T, H]`, pairing the two halves of H, as in transformers."""
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos[:, None] + jnp.concatenate([-second, first], axis=-1) * sin[:, None]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return float32[H/2], in radians per position, and a factor for the cosines and sines (1 except for yarn).
+    """Return float32[H/2], the radians per position, and a factor for the cosines and sines (1 except for yarn).
 
-    Follows transformers' `ROPE_INIT_FUNCTIONS`. linear: position interpolation, arXiv 2306.15595; llama3: the
-    Llama 3.1 release; yarn: arXiv 2309.00071.
+    Both follow transformers' `ROPE_INIT_FUNCTIONS`: linear is position interpolation (arXiv 2306.15595), llama3 comes
+    from the Llama 3.1 release, and yarn is arXiv 2309.00071.
     """
     plain = _inv_freq(rope.theta, head_dim)
     if rope.type == "linear":
@@ -60,7 +60,7 @@ def _inv_freq(theta: float, head_dim: int) -> np.ndarray:
 
 
 def _dynamic_inv_freq(cfg: ModelConfig, positions: jax.Array, valid: jax.Array) -> jax.Array:
-    """NTK-aware base per row, float32[B, 1, H/2]: `LlamaDynamicNTKScalingRotaryEmbedding`."""
+    """Return float32[B, 1, H/2] with an NTK-aware base per row: `LlamaDynamicNTKScalingRotaryEmbedding`."""
     dim, rope, longest = cfg.head_dim, cfg.rope, jnp.float32(cfg.max_position_embeddings)
     assert rope.factor is not None
     length = (1 + jnp.max(jnp.where(valid, positions, 0), axis=-1, keepdims=True)).astype(jnp.float32)

@@ -113,7 +113,7 @@ def _sharding(name: str, weight: Any, mesh: Mesh) -> Any:
 
 
 def spec_of(name: str) -> PartitionSpec:
-    """Return the spec of the parameter with this dotted name."""
+    """Return the `PartitionSpec` of the parameter with this dotted name."""
     layer, _, kind = name.rpartition(".")
     matrix = _MATRICES.get(layer.rpartition(".")[2], REPLICATED)
     if matrix == REPLICATED or kind == "weight":
@@ -147,7 +147,7 @@ def rows_on(mesh: Mesh | None, rows: int) -> int:
 
 
 def place_rows(tree: Any, mesh: Mesh | None) -> Any:
-    """Shard host arrays `[rows, ...]` over a mesh if it divides the number of rows; otherwise return them unchanged."""
+    """Shard host arrays `[rows, ...]` over a mesh if `data` divides the number of rows; else return them unchanged."""
     if mesh is None or any(x.shape[0] % mesh.shape["data"] for x in jax.tree.leaves(tree)):
         return tree
     sharding = NamedSharding(mesh, ROWS)
@@ -155,7 +155,7 @@ def place_rows(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """Copy the arrays of a tree to all devices of the mesh unless already there; without a mesh, return the tree.
+    """Copy the arrays of a tree that are on no mesh yet to all devices of `mesh`; if it is None, return the tree.
 
     Host arrays must be identical in all processes.
     """
@@ -187,7 +187,7 @@ def sharded_top_k(
     On a mesh, each device finds the largest entries in its part of V, and only these are exchanged.
 
     Returns:
-        The values of these entries, from `values` (of x's shape) if given, else from x; and their positions in n * V.
+        The values of these entries (those in `values`, of x's shape, if given), and their positions from 0 to n*V - 1.
     """
     rows, beams, vocab = x.shape
     if mesh is None:

@@ -24,7 +24,7 @@ class Weight(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[F, D], whatever the shapes of the stored arrays."""
+        """The shape of the matrix, [F, D], whatever the shapes of the stored arrays."""
         ...
 
     @property
@@ -33,15 +33,15 @@ class Weight(Protocol):
         ...
 
     def specs(self, spec: PartitionSpec) -> Any:
-        """Return the `PartitionSpec` of each array, in a tree like this one, if the matrix's is `spec`."""
+        """Return the `PartitionSpec` of each array, in a tree like this one, where `spec` is that of the matrix."""
         ...
 
     def product(self, rows: jax.Array, context: Context) -> jax.Array:
-        """Multiply `rows [n, D]` by the transposed matrix: float32[n, F]."""
+        """Return `rows [n, D]` times the transposed matrix, as float32[n, F]."""
         ...
 
     def look_up(self, ids: jax.Array) -> jax.Array:
-        """Look up the rows `ids int32[B, T]`: `[B, T, D]`; NaN for ids outside [0, F)."""
+        """Return the rows `ids int32[B, T]` as `[B, T, D]`; those of ids outside [0, F) are NaN."""
         ...
 
 
@@ -73,7 +73,7 @@ class Quantized(Weight, Protocol):
         ...
 
     def to_matrix(self) -> np.ndarray:
-        """Return the matrix that the numpy form of a weight represents: float32[n, D]."""
+        """Return the matrix that the numpy form of a weight represents, as float32[n, D]."""
         ...
 
 
@@ -84,7 +84,7 @@ def has_quantized(params: Any) -> bool:
 
 
 def parameter(module: nn.Module, name: str, shape: tuple[int, ...], init: Callable, dtype: str) -> Any:
-    """Return a parameter of a layer: an array, or a `Weight` if the shape is that of a matrix.
+    """Return a parameter of a layer, which is an array or, for a matrix, possibly a `Weight`.
 
     Every layer declares its parameters here. Under `init` they are created as arrays of `dtype`.
 

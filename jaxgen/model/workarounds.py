@@ -26,10 +26,10 @@ from jaxgen.shapes import at_most
 # Since jax 0.11, products on a CPU use a different library (measured with 0.11.1, 0.11.2 and 0.12.0).
 NEW_CPU_PRODUCTS = jax.__version_info__ >= (0, 11)
 
-# On a CPU, a product with up to this many rows, if fewer than the weight's, has the weight as its left operand.
+# On a CPU, the weight is the left operand of a product with up to this many rows, if the weight has more rows.
 # Without AMX, this is faster for up to 256 rows; with AMX, 128 rows are 1.6 times faster as the left operand.
 _SOME_ROWS = 32
-# Since jax 0.11, up to this many 16-bit rows are faster as the left operand, unless they are wider than the result.
+# Since jax 0.11, up to this many 16-bit rows are faster as the left operand, if they are not wider than the result.
 _ROWS_FIRST = 8 if NEW_CPU_PRODUCTS else 0
 
 _LANES = 32
@@ -54,7 +54,7 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
     """Return `function(first, *rest)`, computed in a branch of a conditional; `first` is an array of floats.
 
     XLA's CPU compiler hoists operations out of loops, or runs them early, and must then store their results. It moves
-    nothing out of a branch. This branch is taken unless `first` is all NaN, which makes all floats of the result NaN.
+    nothing out of a branch. If `first` is all NaN, this branch is not taken, and all floats of the result are NaN.
     """
 
     def not_numbers(*arguments):
@@ -66,8 +66,8 @@ def in_branch(function: Callable, first: jax.Array, *rest: Any) -> Any:
 def rounded(x: jax.Array) -> jax.Array:
     """Round float32 numbers to their own precision. This changes nothing, but XLA treats it as an operation.
 
-    XLA therefore does not combine the operations before and after it, but may still fuse both into one kernel. Since
-    jax 0.11.1, an `optimization_barrier` prevents both; older releases remove it before the last combinations.
+    XLA therefore does not combine the operations before and after it, but may still fuse them into one kernel. Since
+    jax 0.11.1, an `optimization_barrier` also prevents fusion; older releases remove it before the last combinations.
     """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
 
@@ -79,9 +79,9 @@ def _not_numbers(like: jax.ShapeDtypeStruct) -> jax.Array:
 def recomputed(function: Callable, differentiate: Callable | None = None) -> Callable:
     """Return `function` with a gradient that stores only the arguments and recomputes the rest.
 
-    With `jax.checkpoint`, XLA's CPU compiler may recompute the rest immediately, and so store it after all, although
-    not in our tests with jax 0.12.0.1. Here, recomputation must wait for the gradient of the result. Forward-mode
-    differentiation is not supported.
+    With `jax.checkpoint`, XLA's CPU compiler may recompute the rest immediately, and must then store it after all (it
+    did not do so in our tests with jax 0.12.0.1). Here, recomputation must wait for the gradient of the result.
+    Forward-mode differentiation is not supported.
 
     Args:
         function: a pure function that returns one array.
@@ -113,7 +113,7 @@ def recomputed(function: Callable, differentiate: Callable | None = None) -> Cal
 
 
 def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool | None) -> jax.Array:
-    """Return `plain(rows, weight)`: the product of `rows [n, D]` and the transposed `weight [F, D]`, float32[n, F].
+    """Return `plain(rows, weight)`: `rows [n, D]` times the transposed `weight [F, D]`, as float32[n, F].
 
     `divided` says whether the weight is divided over a mesh: see `Context`.
     """
@@ -136,7 +136,7 @@ def product(plain: Callable, rows: jax.Array, weight: jax.Array, divided: bool |
 def in_one_piece(divided: bool | None) -> bool:
     """Return True if the weight of a product on a CPU is known to be on one device; see `Context`.
 
-    Under the caller's jit, this is unknown unless the machine's CPU is a single device.
+    Under the caller's jit, this is known only if the machine's CPU is a single device.
     """
     return jax.local_device_count("cpu") == 1 if divided is None else not divided
 
@@ -167,7 +167,7 @@ def fits_lanes(rows: int, columns: int) -> bool:
 
 
 def in_lanes(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply one or two rows, `[n, D]`, by the transposed 16-bit or 8-bit `weight [F, D]` on a CPU: float32[n, F].
+    """Return one or two rows `[n, D]` times the transposed 16-bit or 8-bit `weight [F, D]`, as float32[n, F], on a CPU.
 
     For few rows, XLA's own product packs the weights in every call, which takes longer than reading them. Here, they
     are read once, as they are stored. Vector instructions add `_LANES` adjacent columns to as many separate sums; a
@@ -198,8 +198,8 @@ def _terms(columns: int) -> int:
 def _lane_sum(x: jax.Array, axis: int, initial: float) -> jax.Array:
     """Sum over one axis, starting from 0.0 or -0.0.
 
-    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. It
-    compiles a sum with rounding itself. Devices cannot combine the parts of such a sum, so no axis may be divided over
+    XLA's CPU compiler passes a plain sum, together with its products, to a library that is slow for these shapes. A sum
+    with rounding is compiled by XLA. Devices cannot combine the parts of such a sum, so no axis may be divided over
     a mesh.
     """
     return lax.reduce(x, np.float32(initial), lambda a, b: rounded(a + b), (axis,))
@@ -209,8 +209,8 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
     """Multiply one row, `[1, D]`, as sums of products, which XLA's GPU compiler can fuse with other operations.
 
     The compiler splits a product with a large weight into one kernel for partial sums and one that adds them up. It
-    also splits long sums, unless they are already `in_parts`: parts of equal length become one kernel. A weight that
-    may be divided over a mesh is not split, because its columns may be on several devices.
+    also splits long sums. `in_parts` cuts them into parts of equal length, which become one kernel. A weight that may
+    be divided over a mesh is not cut, because its columns may be on several devices.
     """
     columns = weight.shape[1]
     parts = -(-columns // _LONGEST_SUM) if in_parts else 1
@@ -223,7 +223,7 @@ def row_sums(row: jax.Array, weight: jax.Array, in_parts: bool) -> jax.Array:
 
 
 def look_up(plain: Callable, ids: jax.Array, table: jax.Array) -> jax.Array:
-    """On a CPU, look up rows inside a branch: `plain(ids, table)`; NaN for ids past the end of the table.
+    """Return `plain(ids, table)`, computed inside a branch on a CPU; rows of ids past the table's end are NaN.
 
     To gather from a 16-bit table, XLA's CPU compiler converts it to float32 and, in a loop, stores the whole copy.
     Inside a branch, it converts only the rows that are read, and does not hoist the conversion. jax 0.12.0.1 no longer
@@ -260,7 +260,7 @@ def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """Normalize `rows [n, D]`: `plain(rows, weight)`."""
+    """Return `plain(rows, weight)`, the normalized `rows [n, D]`."""
     if rows.shape[0] != 1:
         return plain(rows, weight)
     return lax.platform_dependent(rows, weight, cuda=functools.partial(_norm_of_two, plain), default=plain)
@@ -269,8 +269,8 @@ def norm(plain: Callable, rows: jax.Array, weight: jax.Array) -> jax.Array:
 def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Array:
     """Normalize a row together with a row of zeros.
 
-    The compiler recognizes a norm only over several rows. It then fuses the norm with the product that follows, unless
-    rows are concatenated before the norm or sliced after it.
+    The compiler recognizes a norm only over several rows. It then fuses the norm with the product that follows, but not
+    if rows are concatenated before the norm or sliced after it.
     """
     is_first = jnp.arange(2)[:, None] == 0
     rows = plain(jnp.where(is_first, row, 0), weight)
@@ -278,7 +278,7 @@ def _norm_of_two(plain: Callable, row: jax.Array, weight: jax.Array) -> jax.Arra
 
 
 def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> jax.Array:
-    """Multiply queries by the keys, or weights by the values, `[n, K, S, H]` of a part: `plain(x, part)`.
+    """Return `plain(x, part)`: queries times the keys, or weights times the values, `[n, K, S, H]`, of a part.
 
     If only one query of each row reads the part, a GPU computes the product as sums. The compiler fuses sums of
     products with the operations before and after them, which takes fewer kernels. Each head of a group then reads the
@@ -293,7 +293,7 @@ def one_query(plain: Callable, x: jax.Array, part: jax.Array, values: bool) -> j
 
 
 def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """Multiply one query per row and head, `q [B, A, 1, H]`, by `keys [B, K, S, H]`: float32[B, K, G, 1, S]."""
+    """Return one query per row and head, `q [B, A, 1, H]`, times `keys [B, K, S, H]`, as float32[B, K, G, 1, S]."""
     batch, heads, _, size = q.shape
     kv_heads = keys.shape[1]
     q = q.astype(keys.dtype).reshape(batch, kv_heads, heads // kv_heads, 1, 1, size)
@@ -301,7 +301,7 @@ def _scores_as_sums(q: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _weighted_as_sums(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sum `values [B, K, S, H]`, weighted by one query's weights, `[B, K, G, 1, S]`: float32[B, K, G, 1, H]."""
+    """Return the sum of `values [B, K, S, H]`, weighted by `weights [B, K, G, 1, S]`, as float32[B, K, G, 1, H]."""
     weights = weights.astype(values.dtype).astype(jnp.float32)[..., None]
     return jnp.sum(weights * values[:, :, None, None].astype(jnp.float32), axis=-2)
 
@@ -314,7 +314,7 @@ def add_updates(
     b: jax.Array,
     ends: tuple[int, ...],
 ) -> jax.Array:
-    """Add the update of each row's adapter to `out [rows, F]`: `plain(out, narrow, chosen)`; see `Adapters`."""
+    """Return `plain(out, narrow, chosen)`, which adds each row's update to `out [rows, F]`; see `Adapters`."""
     if not at_most(out.shape[0], _FEW_ROWS):
         return plain(out, narrow, chosen)
     on_gpu = functools.partial(_add_of_each, b=b, ends=ends)

@@ -52,7 +52,7 @@ def open_assistant(assistant, cfg: GenerationConfig) -> tuple[Assistant, Generat
 
 
 def check_assistant(own: GenerationConfig, cfg: GenerationConfig) -> None:
-    """Raise an error unless a model with the config `own` can draft for a call with the config `cfg`."""
+    """Raise an error if a model with the config `own` cannot draft for a call with the config `cfg`."""
     mode = mode_of(cfg)
     if mode.drafts:
         raise ConfigError("assistant, prompt_lookup_num_tokens and assistant_early_exit exclude each other: choose one")
@@ -90,7 +90,7 @@ def check_drafting(cfg: GenerationConfig, assistant: Assistant | None, prompts: 
 
 
 def with_draft(run: Run, assistant: Assistant | None) -> Run:
-    """Add a run of the draft model to `run`. The draft model is the assistant or, without one, the first layers."""
+    """Return `run` with a run of the draft model: the assistant or, without one, the model's first layers."""
     early = run.cfg.assistant_early_exit
     if assistant is not None:
         params = assistant.params

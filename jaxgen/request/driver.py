@@ -36,7 +36,7 @@ class RowStreamer(Protocol):
         """Receive the next tokens of a row, int32[n]. If `ended`, they are the row's last tokens, and n may be 0."""
 
     def end(self) -> None:
-        """Finish the stream. Rows that `max_time` has cut off have not ended."""
+        """Finish the stream. Rows that `max_time` has cut off were not reported as ended."""
 
 
 def has_methods(streamer: Any, *names: str) -> bool:
@@ -117,13 +117,13 @@ def run_watched(prepared: Prepared, streamer: Streamer | RowStreamer | None, dea
 
 
 def _put_steps(streamer: Any, before: Any, now: Any) -> None:
-    """Stream the steps that all rows have taken since `before`, a `Progress` on the host, or None at the start."""
+    """Stream the steps that all rows have taken since `before`, which is a `Progress` on the host; initially None."""
     for column in range(0 if before is None else int(before.steps), int(now.steps)):
         streamer.put(now.tokens[:, column])
 
 
 def _put_rows(streamer: Any, before: Any, now: Any) -> None:
-    """Stream the new tokens of each row since `before`, a `Progress` on the host, or None at the start."""
+    """Stream the new tokens of each row since `before`, which is a `Progress` on the host; initially None."""
     begin = np.zeros_like(now.lengths) if before is None else before.lengths
     just_ended = now.ended if before is None else now.ended & ~before.ended
     for row in np.flatnonzero((now.lengths > begin) | just_ended):

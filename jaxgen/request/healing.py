@@ -23,7 +23,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
     """Return the prompts without their last tokens, and the automaton of texts that start with these tokens' bytes.
 
     If the last token starts in the middle of a character, all tokens from the start of this character on are removed,
-    so that the answer has whole characters. A prompt stays unchanged if its last token has no text (such as a special
+    so that the answer has whole characters. A prompt stays unchanged if its last token has no text (like a special
     token) or is its only token. Columns before the removed tokens move to the right, so the width does not change.
 
     Args:
@@ -34,7 +34,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
 
     Raises:
         InputError: the prompts have no ids, there is no tokenizer, or `prefix_allowed_tokens_fn` is also set.
-        ConfigError: an option forces tokens.
+        ConfigError: an option forces tokens at fixed positions.
         TypeError: `tokenizer` is not a `jaxgen.Tokenizer`.
     """
     if tokenizer is None:
@@ -72,7 +72,7 @@ def heal(cfg: GenerationConfig, inputs: CallInputs, allowed, tokenizer) -> tuple
 def _taken_back(texts: Sequence[bytes | None]) -> tuple[int, bytes]:
     """Return the number of tokens to remove from a prompt whose tokens have these texts, and the removed text.
 
-    If the last token's first character does not start after the first token, only the last token is removed.
+    If no token after the prompt's first one starts a character, only the last token is removed.
     """
     last = texts[-1]
     if not last or len(texts) == 1:

@@ -56,7 +56,7 @@ def token_ids(given, model: ModelConfig) -> Array:
 
 
 def prompts_of(ids, embeds, cfg: GenerationConfig, continues: bool) -> tuple[Array, Array | None]:
-    """Return ids int32[B, P], `UNKNOWN` if only embeddings were given, and the embeddings `[B, P, D]` or None.
+    """Return the ids int32[B, P], which are `UNKNOWN` without `ids`, and the embeddings `[B, P, D]` or None.
 
     Args:
         ids: the ids that the caller passed, or None.
@@ -107,7 +107,7 @@ def mask_of(attention_mask, ids: Array, cfg: GenerationConfig, embedded: bool = 
 def _inferred_mask(ids: Array, cfg: GenerationConfig) -> Array:
     """Infer the mask as in transformers' `_prepare_attention_mask_for_generation`.
 
-    Pad tokens are padding unless the pad id is also an eos id.
+    Tokens with the pad id are padding. If this id is also an eos id, no tokens are.
     """
     pad, eos = cfg.pad_token_id, cfg.eos_token_id
     xp = jnp if is_traced(ids, pad, eos) else np
@@ -138,7 +138,7 @@ def _check_embeds(embeds: Array, model: ModelConfig) -> None:
 def negative_prompts(
     negative, mask, cfg: GenerationConfig, prompts: int, has_ids: bool
 ) -> tuple[Array | None, Array | None]:
-    """Return the negative prompts for guidance, int32[B, Q], and their mask, bool[B, Q]; None, None for the default.
+    """Return the negative prompts for guidance, int32[B, Q], and their mask, bool[B, Q]. By default, both are None.
 
     Args:
         negative: the negative prompts that the caller passed, or None.

@@ -1,6 +1,6 @@
 """Check the memory for a call's caches before anything is compiled or allocated.
 
-This is a lower bound. The memory that compiled programs need is known only later, and checked by `jaxgen.programs`.
+These caches are only part of what a call needs. `jaxgen.programs` later checks the memory for compiled programs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def caches_bytes(
     slots: int | None,
     prefixes: int = 0,
 ) -> int:
-    """Return the size in bytes of a call's caches of prompts and sequences, and of an engine's store of prefixes.
+    """Return the total size in bytes of a call's prompt and sequence caches and of an engine's store of prefixes.
 
     With `slots`, this many rows are in memory, even if there are fewer sequences.
     """

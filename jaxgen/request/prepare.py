@@ -91,8 +91,8 @@ def prepare(
 ) -> Prepared:
     """Check a call, and return the inputs of the loop.
 
-    In an eager call, prompt width and number of new tokens are rounded up, so that a few programs serve all calls. The
-    program first removes the resulting padding on the left. Under the caller's jit, sizes are unchanged.
+    In an eager call, the prompt width and the number of new tokens are rounded up, so that a few programs serve all
+    calls. The program first removes the resulting padding on the left. Under the caller's jit, sizes are unchanged.
 
     Raises:
         InputError, ConfigError, TypeError: the call is not valid.
@@ -141,7 +141,7 @@ def prepare(
 
 
 def _without_options(run: Run, as_array: Callable) -> tuple[Run, OptionValues]:
-    """Split a run into the run without per-prompt values, and these values; see `Request.options`.
+    """Return the run without its per-prompt option values, and these values; see `Request.options`.
 
     All values become arrays.
     """
@@ -198,7 +198,7 @@ def _widened(x: Array) -> Array:
 def _slots(
     cfg: GenerationConfig, cache: Continuation, mask, cached, negative_mask, mesh: Mesh | None, eager: bool
 ) -> int:
-    """Return the number of slots for the cache's tokens and, unless several prompts share a row, for the prompts."""
+    """Return the number of slots for the cache's tokens, and for the prompts if they do not share rows."""
     prompts = mask.shape[0]
     own = cache.rows == prompts or guidance.streams(cfg) > 1 or is_expanded(cache.rows, prompts, mesh)
     if not eager:
@@ -254,7 +254,7 @@ def _budget(
 
 
 def _static_budget(cfg: GenerationConfig, room: int) -> int:
-    """Return how many tokens `max_length` leaves, for use if `max_new_tokens` is traced and so cannot size arrays."""
+    """Return the number of tokens that `max_length` leaves, which sizes arrays if `max_new_tokens` is traced."""
     if cfg.max_length == GenerationConfig.max_length or cfg.max_length <= room:
         raise ConfigError(
             "max_new_tokens is traced under jit and cannot size arrays: set max_length to the maximum number of "

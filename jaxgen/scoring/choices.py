@@ -38,8 +38,8 @@ def score_choices(
     >>> scores = score_choices(params, "The sky is", [" blue", " made of cheese"], cfg, tok)     # doctest: +SKIP
     >>> scores.per_token.argmax()                                                                # doctest: +SKIP
 
-    Each answer directly follows the question, without a space or a chat template in between. Its tokens are all tokens
-    after those shared with the question alone, so a token that spans question and answer is part of the answer.
+    Each answer directly follows the question, without a space or a chat template in between. Its tokens are those
+    after the tokens shared with the question alone. A token that spans question and answer belongs to the answer.
 
     Args:
         params: the parameters.

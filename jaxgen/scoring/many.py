@@ -158,7 +158,7 @@ def _ids(part: Sequence[int], model: ModelConfig, number: int) -> tuple[int, ...
 
 
 def _batches(groups: Iterable[_Group], batch_tokens: int, most_rows: int) -> Iterator[list[_Group]]:
-    """Yield batches of groups, largest first. Batches of several groups have at most `most_rows` continuations."""
+    """Yield batches of groups, largest first. A batch of several groups has at most `most_rows` continuations."""
     batch, width = [], 0
     for group in sorted(groups, key=lambda group: (group.copies, group.widths), reverse=True):
         width = max(width, group.widths[1])
@@ -180,7 +180,7 @@ def _score(params, batch: list[_Group], cfg: GenerationConfig, mesh: Mesh | None
     columns, width = (max(sizes) for sizes in zip(*(group.widths for group in batch), strict=True))
     contexts, ids = np.zeros((rows, columns), np.int32), np.zeros((rows * copies, width), np.int32)
     context_mask, mask = np.zeros(contexts.shape, bool), np.zeros(ids.shape, bool)
-    context_mask[:, -1] = True  # so that rows that only pad the batch are not empty
+    context_mask[:, -1] = True  # no row may be empty, not even those that only pad the batch
     places = {}
     for row, group in enumerate(batch):
         contexts[row, columns - len(group.context) :] = group.context

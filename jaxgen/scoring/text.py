@@ -26,7 +26,7 @@ from jaxgen.programs import under_jit
 from jaxgen.request.checks import check_call, check_grammar
 from jaxgen.request.inputs import is_traced, mask_of, token_ids
 
-# The maximum number of logits in memory at a time unless `chunk` is set: 128 MiB in float32.
+# The default maximum number of logits in memory at a time, which take up 128 MiB in float32.
 LOGITS_AT_ONCE = 2**25
 
 
@@ -58,23 +58,24 @@ def score(
         params: the parameters, a tree with Hugging Face's names.
         ids: int32[B, L], texts padded to one width.
         cfg: with `of="logits"`, only `model`, `adapter`, and the pad and eos ids (to infer the mask) are used. With
-            `of="scores"`, pass the config that was passed to `generate`; a value per prompt applies to all of the
-            prompt's `num_return_sequences` rows. For other rows, set this option to 1 and pass one value per row.
+            `of="scores"`, pass the config that was passed to `generate`; a value per prompt applies to all
+            `num_return_sequences` rows of the prompt. For other rows, set that option to 1, and pass one value per row.
         attention_mask: `[B, L]`, 0 for padding, which may be anywhere. By default, it is inferred as in `generate`.
         of: "logits" for the model's own distribution, or "scores" for the distribution from which greedy search,
             contrastive search or sampling chooses, after all processors and warpers of `cfg`. Warpers never remove the
             scored token; tokens banned by a processor or a grammar get -inf.
         prompt_width: the number of columns on the left that are not scored. With `of="scores"`, these columns are the
             prompts, and the columns after them are the generated tokens, up to the end of each row. The budget, which
-            affects `forced_eos_token_id` and automata, is `max_new_tokens`, or else what `max_length` leaves, or if
-            neither is set, the number of generated columns.
+            affects `forced_eos_token_id` and automata, is `max_new_tokens` or else what `max_length` leaves. If
+            neither is set, it is the number of generated columns.
         logits_processor, prefix_allowed_tokens_fn: functions and a `TokenAutomaton`, for `of="scores"`.
         top_logprobs: the number of most likely tokens to return for each position, n.
         chunk: the number of columns for which the logits of all rows are in memory at once. By default, as many as fit
             into 128 MiB.
 
     Raises:
-        InputError: params, ids or mask do not match the model or each other, or `generate` cannot return these rows.
+        InputError: params, ids or mask do not match the model or each other, or `generate` could not have produced
+            these rows.
         ConfigError: `cfg` has no model or an unsupported mode, or a size is out of range.
         TypeError: an argument has the wrong type.
     """
@@ -175,7 +176,7 @@ def _replay(cfg: GenerationConfig, extensions: Extensions, ids, mask, start: int
 
 
 def _check_rows(cfg: GenerationConfig, ids: np.ndarray, mask: np.ndarray, start: int) -> None:
-    """Raise an error for any row of `ids [rows, L]` that `generate` cannot have returned."""
+    """Raise an error for any row of `ids [rows, L]` that `generate` could not have returned."""
     tokens, live = ids[:, start:], mask[:, start:]
     ended = ~live
     if cfg.on("eos_token_id"):

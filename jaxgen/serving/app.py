@@ -52,7 +52,7 @@ _ALTERNATIVES = 5  # number of most likely tokens that the page shows
 
 
 class ClientLeft(Exception):
-    """The client closed the connection."""
+    """Raised when the client has closed the connection."""
 
 
 class Service:
@@ -208,7 +208,7 @@ class Service:
         return await self._answer(request, asked, self._reader.chat)
 
     async def _answer(self, http: Request, request: Common, read: Callable[[Any], Asked]) -> Any:
-        """Answer a request, or return the stream that answers it."""
+        """Return the answer to a request, or the stream that sends it."""
         started = time.monotonic()
         model = self._named(request.model)
         asked: Asked = await in_thread(self._compiling if compiles(request) else self._pool, read, request)
@@ -268,7 +268,7 @@ class Service:
     async def _deltas(
         self, asked: Asked, answers: list[Answer], live: Live, started: float
     ) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """Yield the places of sequences and the additions to them, in groups that are ready together."""
+        """Yield groups of additions that are ready together, each with the index of its answer."""
         left = len(answers)
         if not asked.budget:
             yield [(place, Delta("", [], [], None, "length")) for place in range(left)]
@@ -303,7 +303,7 @@ class Service:
         return cached
 
     async def _scored(self, asked: Asked) -> list[Scored] | None:
-        """Return the log-probabilities of the prompts' tokens if requested."""
+        """Return the log-probabilities of the prompts' tokens, or None if they were not requested."""
         if asked.prompt_logprobs is None:
             return None
         return [await in_thread(self._scoring, self._score, prompt, asked) for prompt in asked.prompts]

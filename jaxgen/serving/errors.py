@@ -30,7 +30,7 @@ class ApiError(Exception):
 
     Attributes:
         status: the HTTP status.
-        message: the value received, what is allowed, and what to do.
+        message: states the value received, what is allowed, and what to do.
         param: the field of the request, or None.
         headers: additional response headers.
     """

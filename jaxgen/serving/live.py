@@ -26,7 +26,7 @@ class Live:
         streams: if True, queue all news; otherwise, only the ends of sequences.
 
     Attributes:
-        news: pairs of a sequence's index within the request, and its news.
+        news: the queue. Each item is a sequence's index within the request, and news of this sequence.
         handles: the prompts' handles in the engine.
     """
 
@@ -49,7 +49,7 @@ class Live:
         """Submit all prompts; can be called from any thread.
 
         Raises:
-            QueueFull, EngineClosed, JaxgenError, TypeError: as in `Engine.submit`. No prompt is answered.
+            QueueFull, EngineClosed, JaxgenError, TypeError: as in `Engine.submit`. In this case, no prompt is answered.
         """
         try:
             for number, prompt in enumerate(self._asked.prompts):

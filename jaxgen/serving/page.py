@@ -1,4 +1,4 @@
-"""The web page: a chat with the service, or recorded answers, with the log-probability of each token."""
+"""The web page, which shows a chat with the service or recorded answers, with each token's log-probability."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Request bodies: OpenAI's fields, and common ones that vLLM adds.
+"""Request bodies, with OpenAI's fields and common ones that vLLM adds.
 
-A field that is not listed here is rejected by name. `None` means the same as a missing field.
+A field that is not listed here is rejected, and the error names it. `None` means the same as a missing field.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     request_id: str | None = None
-    # These have no effect on the answer.
+    # These fields have no effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None

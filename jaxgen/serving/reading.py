@@ -35,7 +35,7 @@ class Asked:
     """A request that has been read and validated.
 
     Attributes:
-        prompts: the prompts for the engine, each a dict with `ids` and options by name.
+        prompts: the prompts for the engine, as dicts that contain `ids` and options by name.
         texts: the prompts' texts if they are repeated in the answer (`echo`); otherwise None.
         sequences: the number of sequences per prompt.
         logprobs: the number of most likely tokens to show for each token; None for no log-probabilities.
@@ -385,7 +385,7 @@ def _escaped(text: str) -> str:
 
 
 def _keys(seed: int | None, count: int) -> list[jax.Array]:
-    """Return a random key for each prompt; equal seeds give equal keys, and the first is the key of the seed itself."""
+    """Return a random key for each prompt; equal seeds give equal keys, and the first prompt gets the seed's key."""
     if seed is None:
         seed = int.from_bytes(os.urandom(8), "little")
     words: Any = np.asarray([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)

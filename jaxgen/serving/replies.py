@@ -53,7 +53,7 @@ class Replies:
     def whole(
         self, choices: Sequence[tuple[Answer, Delta]], usage: dict[str, Any], of_prompts: Sequence[Scored] | None
     ) -> dict[str, Any]:
-        """Return the body with all choices, in the order of the prompts; `of_prompts` contains the prompts' tokens."""
+        """Return the body with all choices, in the order of the prompts; `of_prompts` has the prompts' tokens."""
         write = self._chat_choice if self._is_chat else self._completion_choice
         body = self._head("chat.completion" if self._is_chat else "text_completion")
         body["choices"] = [write(index, *choice, of_prompts) for index, choice in enumerate(choices)]
@@ -169,7 +169,7 @@ class Replies:
         return values | {"top_logprobs": most_likely if self.asked.logprobs else None}
 
     def _of_prompt(self, scored: Scored) -> list[dict[str, Any] | None]:
-        """Return `prompt_logprobs` in vLLM's format: keyed by token id, with ranks where known."""
+        """Return `prompt_logprobs` in vLLM's format, keyed by token id; a rank that is not known is None."""
         entries: list[dict[str, Any] | None] = []
         most = self.request.prompt_logprobs or 0
         for token, logprob, likely in zip(scored.tokens, scored.logprobs, scored.most_likely, strict=True):

@@ -41,7 +41,7 @@ class Scored:
     Attributes:
         tokens: the ids.
         logprobs: a float for each token; None for the first token of a text, which nothing predicts.
-        most_likely: for each token, ids and log-probabilities in descending order.
+        most_likely: for each token, pairs of an id and its log-probability, with the most likely id first.
     """
 
     def __init__(self, tokens: Sequence[int], logprobs: LogProbs, top: int, is_beginning: bool = False):

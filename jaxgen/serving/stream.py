@@ -1,4 +1,4 @@
-"""Server-sent events: the chunks of an answer as they become available."""
+"""Server-sent events, which deliver the chunks of an answer as they become available."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EventStream(StreamingResponse):
     """Response that sends the chunks of an answer. It ends if the client disconnects.
 
     Args:
-        groups: the chunks, in groups that are ready together.
+        groups: yields groups of chunks that are ready together.
         live: the prompts, which are cancelled if the stream ends early.
         limits: the time limit for the answer, and how long to wait before sending a comment.
         count: called with the name of the counter to increment.
@@ -40,7 +40,7 @@ class EventStream(StreamingResponse):
         """Send the stream."""
         try:
             with contextlib.suppress(TimeoutError, ClientDisconnect):
-                async with asyncio.timeout(self._limits.seconds + _LAST_WORDS):  # for a client that does not read
+                async with asyncio.timeout(self._limits.seconds + _LAST_WORDS):  # if the client does not read
                     await super().__call__(scope, receive, send)
         finally:
             self._live.cancel()

@@ -26,7 +26,7 @@ class StopCut:
         self.found: str | None = None
 
     def put(self, text: str) -> str:
-        """Append text, and return the part that cannot be part of a stop string."""
+        """Append text, and return what cannot belong to a stop string."""
         if self.found is not None:
             return ""
         if not self._strings:
@@ -50,7 +50,7 @@ class StopCut:
         return 0
 
     def end(self) -> str:
-        """Return the text that was held back, because no more text follows."""
+        """Return the text that was held back; no more text follows."""
         held, self._held = self._held, ""
         return held
 

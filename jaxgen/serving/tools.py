@@ -23,7 +23,7 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 RETURNED = ("refusal", "audio", "annotations", "function_call")  # clients send these fields back empty
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SPACE = " \t\n\r"
-_JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters outside strings
+_JSON = frozenset(_SPACE + '{}[]",:+-.0123456789E' + "truefalsenull")  # characters of JSON outside strings
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ class Tools:
     def automaton(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> TokenAutomaton | None:
         """Return the automaton for forced calls, or None if no call is forced.
 
-        It accepts exactly one call, or one or more if there is no limit.
+        The automaton accepts exactly one call, or one or more if there is no limit.
 
         Raises:
             InputError: the parameters are not supported by the grammar, or are too large.
@@ -176,7 +176,7 @@ class Tools:
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
-    """Return the function for the template: name, description and parameters, in HF's order, without null values."""
+    """Return a tool's function for the template: its name, description and parameters that are set, in HF's order."""
     given = _typed(tool, where, "function", ("function",))["function"]
     where = f"{where}.function"
     given = _object(given, where, ("name", "description", "parameters", "strict"))
@@ -336,7 +336,7 @@ class CallParser:
         return True
 
     def _close(self, content: list[str], calls: list[Call]) -> None:
-        """Decide whether a complete tag is a call or content."""
+        """Decide whether the text between a complete pair of tags is a call or content."""
         text = "".join(self._held)
         call = self._call(text.lstrip(_SPACE)[len(OPENING) : -self._matched or None])
         if call is None:
@@ -351,7 +351,7 @@ class CallParser:
             value = parse_json(text)
         except InputError:
             return None
-        name, arguments = value.get("name"), value.get("arguments", {})  # a dict: the text begins with a brace
+        name, arguments = value.get("name"), value.get("arguments", {})  # a dict, because the text begins with a brace
         known = isinstance(name, str) and (self._names is None or name in self._names)
         return Call(name, json.dumps(arguments, ensure_ascii=False)) if known and isinstance(arguments, dict) else None
 

@@ -15,17 +15,17 @@ import jinja2.parser
 from jaxgen.errors import ConfigError, InputError, shown
 from jaxgen.text import sandbox
 
-# Beginnings of a message that tokenizers merge with the preceding text in different ways
+# Message beginnings that tokenizers merge with the preceding text in different ways
 _STARTS = ("a", "A", " a", "\na", "1", ".", "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{CJK UNIFIED IDEOGRAPH-4E2D}")
 ROLES = ("system", "user", "assistant", "tool")  # roles that are allowed even if the template does not name them
-LARGEST = 100_000  # characters in a template; known checkpoints have at most 30,000
+LARGEST = 100_000  # characters in a template; known templates have at most 30,000
 
 
 def named(template: Any) -> dict[str, str]:
     """Return the templates in a config's `chat_template` by name; a single template is named "default".
 
     Raises:
-        ConfigError: it is neither a string nor a list of objects with a name and a template, or it is too large.
+        ConfigError: `template` is neither a string nor a list of objects with a name and a template, or is too large.
     """
     if template is None:
         return {}

@@ -10,7 +10,7 @@ from jaxgen.errors import InputError, shown
 
 
 def id_list(ids: Any) -> list[int]:
-    """Check a sequence of token ids of any type, or a single id, and return it as a list."""
+    """Check token ids, given as a sequence of any type or as a single id, and return them as a list."""
     try:
         array = np.atleast_1d(np.asarray(ids))
     except ValueError as error:
@@ -43,7 +43,7 @@ def without_prefix(rows: list[list[int]], prefix: list[int]) -> list[list[int]]:
     """Return the part of each row after the prefix.
 
     Raises:
-        InputError: a row does not begin with the prefix, or contains nothing else.
+        InputError: a row does not begin with the prefix, or contains nothing after it.
     """
     for i, row in enumerate(rows):
         pairs = enumerate(itertools.zip_longest(prefix, row[: len(prefix)]))

@@ -24,7 +24,7 @@ def read_file(file: Path, largest: int) -> bytes | None:
         ConfigError: the path is a directory, pipe, device or broken link, or the file has more than `largest` bytes.
     """
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):  # first, because opening a pipe would block
+        if not stat.S_ISREG(os.stat(file).st_mode):  # checked first, because opening a pipe would block
             raise ConfigError(f"{file}: not a regular file: {kind_of(file)}")
         with open(file, "rb") as stream:
             data = stream.read(largest + 1)

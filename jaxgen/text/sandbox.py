@@ -19,7 +19,7 @@ import jinja2.visitor
 from jinja2 import nodes
 
 SECONDS = 1.0  # of CPU time, plus the same again per million input characters
-# Maximum characters in a value or the output, and in all values together; then how much each input character adds.
+# Maximum characters in one value or the output, and in all values together; below, the increase per input character.
 LARGEST, _ALL = 1_000_000, 50_000_000
 _PER_INPUT, _ALL_PER_INPUT = 60, 300
 _STEPS = 32  # between two checks of the clock
@@ -27,8 +27,9 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _OBJECT = 50  # an object counts as this many characters
 _LARGEST_INTEGER = 100_000  # bits
 
-# Format fields to reject (in linear time): those with a width of four digits or from a value, and those with attributes
-# or items, which are not measured. After a "%" with a name, which can contain anything, any four digits are rejected.
+# Patterns, matched in linear time, for the format fields to reject: those whose width has four digits or comes from a
+# value, and those with attributes or items, which are not measured. The name of a "%" field can contain anything, so in
+# a text with a named field, any four digits are rejected.
 _WIDE = {
     "%": re.compile(r"\A(?=.*?%\().*?\d{4}|%[^%a-zA-Z]*(\d{4}|\*)", re.DOTALL),
     "{": re.compile(r"\{[^{}:]*:[^{}]*\d{4}|\{[^{}]*\{|\{[^{}:!]*[.\[]"),
@@ -44,7 +45,7 @@ _REFUSED = set("decode encode pprint striptags to_bytes translate urlize wordwra
 
 
 class TooMuch(BaseException):
-    """A template exceeded a limit. Not a subclass of `Exception`, because jinja catches those in some places."""
+    """Error for a template that exceeds a limit. It does not derive from `Exception`, which jinja sometimes catches."""
 
 
 class _Limits:
@@ -192,7 +193,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Call a function, method or macro."""
         limits, method = _limits.get(), getattr(__obj, "__wrapped__", __obj)  # jinja wraps `format` and `format_map`
         owner = getattr(method, "__self__", None)
-        if len(arguments) > 99:  # a macro can write them
+        if len(arguments) > 99:  # a macro can write its arguments
             limits.counted(arguments)
         if isinstance(owner, str | bytes | int) and method.__name__ == "join":
             arguments = tuple(map(list, arguments))
@@ -203,7 +204,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _limited(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Add limits to a filter or test. It accepts the context, so that jinja does not call it while compiling."""
+    """Add limits to a filter or test. The result accepts the context, so that jinja does not call it when compiling."""
 
     @jinja2.pass_context
     def call_within_limits(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
@@ -231,9 +232,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Counts what is computed without calling the environment, as well as loop iterations and macro calls.
+    """Counts operations that do not call the environment, as well as loop iterations and macro calls.
 
-    A comparison with a constant is too short to be counted by itself, so a loop or macro counts all those inside it.
+    A comparison with a constant is too short to be counted by itself, so a loop or macro counts those inside it.
     """
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:

@@ -1,4 +1,4 @@
-"""Decode ids to text while they are generated, in whole characters."""
+"""Decode ids to text, in whole characters, while the ids are being generated."""
 
 import asyncio
 import functools
@@ -60,8 +60,8 @@ class TextStream:
         return clean_up(text) if self.cleans_up else text
 
     def _restart(self) -> None:
-        self._window: list[int] = []  # the last tokens, enough to decode the next one as if with the whole text
-        self._given = 0  # number of characters of the window's text that were already returned
+        self._window: list[int] = []  # the last tokens, as many as are needed to decode the next one correctly
+        self._given = 0  # number of characters of the window's text that have already been returned
         self._undecided = ""  # text that clean-up might still change
 
     def _decode(self) -> str:
@@ -93,7 +93,7 @@ class TextStreamer:
     """Streamer that prints the text of one row as it is generated, like HF's `TextStreamer`.
 
     Pass it to `generate(..., streamer=)`, which calls `put` with the prompt and then with each new token, and finally
-    `end`. Unlike HF's, it prints characters as soon as they are complete instead of whole words, and it skips special
+    `end`. Unlike HF's, it prints each character as soon as it is complete, not only whole words, and it skips special
     tokens by default, like `Tokenizer.decode`. Override `on_finalized_text` to send the text elsewhere. `decode_kwargs`
     are passed to `TextStream`. If `file` is None, the text goes to the standard output.
     """
@@ -134,13 +134,13 @@ class TextStreamer:
 
 
 class TextRowStreamer:
-    """Streamer for several rows. It prints each complete line, preceded by its row number.
+    """Streamer for several rows. It prints each complete line, preceded by the row's index.
 
     >>> generate(..., streamer=TextRowStreamer(tok))                                        # doctest: +SKIP
     >>> generate(..., streamer=TextRowStreamer(tok, lambda row, text, ended: ...))          # doctest: +SKIP
 
     With `on_text`, nothing is printed; instead, the function is called as soon as tokens complete characters of a row.
-    `ended` is True in the last call for a row, where the text may be empty. Rows are numbered from 0, as in
+    `ended` is True in the last call for a row, where the text may be empty. Rows are counted from 0, as in
     `GenerateOutput`; prompts are left out. `decode_kwargs` are passed to `TextStream`. `file` is as in `TextStreamer`.
     """
 

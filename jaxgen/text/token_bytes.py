@@ -20,7 +20,7 @@ FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes | None]:
-    """Return the bytes of each id as it appears after other text; None for special tokens and ids without a token.
+    """Return each id's bytes as they appear after other text, or None for special tokens and ids without a token.
 
     Raises:
         ConfigError: the decoder's text is not the concatenation of the tokens' bytes.

@@ -54,7 +54,7 @@ class Tokenizer:
     `Tokenizer.from_pretrained` reads both from a directory.
 
     `bos_token`, `eos_token`, `unk_token`, `pad_token` and their `*_token_id` are None if the checkpoint has no such
-    token; so is `model_max_length` if there is no limit. `chat_template` is the default template or None.
+    token. `model_max_length` is None if there is no limit. `chat_template` is the default template or None.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any] | None = None):
@@ -95,9 +95,9 @@ class Tokenizer:
     def from_pretrained(cls, path: str | PathLike[str]) -> "Tokenizer":
         """Read the tokenizer of a local HF directory.
 
-        Reads tokenizer.json and, if they exist, tokenizer_config.json, chat_template.jinja (which takes precedence
-        over the config's template), special_tokens_map.json and added_tokens.json (as in HF, only if the config has
-        no `added_tokens_decoder`), and config.json for the tokenizer class if the config names none.
+        tokenizer.json is required. Other files are read if they exist: tokenizer_config.json; chat_template.jinja,
+        which takes precedence over the config's template; special_tokens_map.json and added_tokens.json, if the config
+        has no `added_tokens_decoder` (as in HF); and config.json, if the config names no tokenizer class.
 
         tokenizer.json determines whether BOS and EOS are added. LlamaTokenizer and LlamaTokenizerFast ignore it, as in
         HF; for these, `add_bos_token` (on by default) and `add_eos_token` in the config decide instead.
@@ -129,7 +129,7 @@ class Tokenizer:
         return tokenizer
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        """Raise an error that names the methods that encode."""
+        """Raise an error that names the methods to use instead."""
         raise TypeError(f"a Tokenizer is not called: use {ELSEWHERE['__call__']}")
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +141,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens without added ones, as in HF; `len(tokenizer)` counts all tokens."""
+        """Number of tokens excluding added ones, as in HF; `len(tokenizer)` counts all tokens."""
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def encode(
@@ -154,16 +154,16 @@ class Tokenizer:
     ) -> list[int]:
         """Convert one text to its ids.
 
-        Special tokens written in the text are recognized unless `split_special_tokens` is set, which is meant for
-        untrusted text. By default, the config's setting applies (off if missing). `max_length` includes the added
-        special tokens; ids are truncated at the config's `truncation_side`.
+        Special tokens written in the text are recognized. `split_special_tokens` turns this off, for untrusted text;
+        by default, the config's setting applies (off if missing). `max_length` includes the added special tokens. Ids
+        are truncated at the config's `truncation_side`.
         """
         if not isinstance(text, str):
             raise TypeError(f"encode accepts one str, got {type(text).__name__}: use batch for a list of them")
         encoded("the text", text)
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         backend = self._splitting_backend if split else self.backend
-        # In two steps, because the backend can only truncate through a setting of the whole tokenizer
+        # Encode in two steps, because the backend can only truncate through a setting of the whole tokenizer.
         with library_errors(self.source):
             encoding = backend.encode(text, add_special_tokens=False)
         if max_length is not None:
@@ -194,7 +194,7 @@ class Tokenizer:
         return clean_up(text) if self.cleans_up(clean_up_tokenization_spaces) else text
 
     def batch(self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None) -> Batch:
-        """Encode texts and left-pad them to the longest.
+        """Encode texts and left-pad them to the length of the longest.
 
         Use `add_special_tokens=False` for texts that continue others, because BOS does not belong in the middle of a
         row. Padding uses the pad id, else eos, else unk, else 0; masking makes the choice irrelevant to the model.
@@ -214,7 +214,7 @@ class Tokenizer:
         max_length: int | None = None,
         **template_kwargs: Any,
     ) -> Batch:
-        """Render conversations with the chat template, encode and left-pad them.
+        """Render conversations with the chat template, then encode and left-pad them.
 
         A conversation is a list of {"role": ..., "content": ...} dicts; a single conversation can be passed without an
         outer list. The template writes BOS and other special tokens itself; no others are added. `max_length` truncates
@@ -307,7 +307,7 @@ class Tokenizer:
         lengths: Any = None,
         prompt_width: int | None = None,
     ) -> list[str]:
-        """Decode the generated tokens of each row of a `GenerateOutput`, or rows of ids.
+        """Decode the generated tokens in each row of a `GenerateOutput`, or decode rows of ids.
 
         >>> tok.decode_batch(out)                                                           # doctest: +SKIP
         >>> tok.decode_batch(sequences, lengths=lengths, prompt_width=ids.shape[1])         # doctest: +SKIP
@@ -351,8 +351,8 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes | None]:
         """Return the bytes that each id adds to the text; None for special tokens and ids without a token.
 
-        The list is as long as the vocabulary, including added tokens. Joined, the bytes of a text's ids are the text in
-        UTF-8; a single token may contribute only part of a character. The leading space of a SentencePiece token is
+        The list is as long as the vocabulary, including added tokens. Joining the bytes of a text's ids gives the text
+        in UTF-8; a single token may contribute only part of a character. The leading space of a SentencePiece token is
         kept, although `decode` drops it at the beginning of a whole text.
 
         Raises:
@@ -391,7 +391,7 @@ class Tokenizer:
         return backend
 
     def pad(self, rows: Sequence[Sequence[int]]) -> Batch:
-        """Left-pad rows of ids to the longest, as `batch` does."""
+        """Left-pad rows of ids to the length of the longest, as `batch` does."""
         if not rows:
             raise InputError("the list is empty: pass at least one prompt")
         for i, row in enumerate(rows):
@@ -408,13 +408,13 @@ class Tokenizer:
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Raise a TypeError for any other kind of tokenizer, such as one from transformers."""
+    """Raise a TypeError if `tokenizer` is not a `Tokenizer` but, for example, one from transformers."""
     if not isinstance(tokenizer, Tokenizer):
         raise TypeError(f"tokenizer must be a jaxgen.Tokenizer, got {type(tokenizer).__name__}")
 
 
 def clean_up(text: str) -> str:
-    """Remove the spaces that HF's `clean_up_tokenization` removes, in its order."""
+    """Remove the spaces that HF's `clean_up_tokenization` removes, in the same order."""
     for mark in (".", "?", "!", ","):
         text = text.replace(" " + mark, mark)
     text = text.replace(" ' ", "'")

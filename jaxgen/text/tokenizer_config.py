@@ -38,7 +38,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("add_bos_token", "add_eos_token"), bool),
     **dict.fromkeys(("clean_up_tokenization_spaces", "split_special_tokens"), bool),
 }
-_MOST_ADDING = 20_000_000  # number of added tokens times the number of runs in which they are added
+_MOST_ADDING = 20_000_000  # maximum product of the number of added tokens and the number of calls that add them
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict
         for _, token in sorted(listed.items())
     ]
     tokens += [_added_token(token, True) for content, token in special.items() if content not in known]
-    # In runs, because the order determines the ids, and add_tokens ignores the flag `special` in older releases
+    # One call per run of equal flags: the order determines the ids, and add_tokens ignores `special` in older releases.
     runs = [(special, list(run)) for special, run in itertools.groupby(tokens, key=lambda token: token.special)]
     if len(runs) * len(tokens) > _MOST_ADDING:
         raise ConfigError(f"{len(tokens)} added tokens, of which special ones and others alternate {len(runs)} times")

@@ -17,7 +17,7 @@ import tokenizers
 from jaxgen.errors import ConfigError, JaxgenError, shown
 from jaxgen.text.json_file import json_object, read_file
 
-LARGEST = 50_000_000  # bytes; the largest known file is 35 MB
+LARGEST = 50_000_000  # maximum bytes in a file; the largest known file has 35 MB
 _MOST_ADDED = 1000  # tokens added around the text, such as BOS and EOS
 _MOST_GROWTH = 1000  # factor by which a normalizer or decoder may lengthen the text
 
@@ -122,8 +122,8 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def _is_explosive(pattern: str) -> bool:
-    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated, which can take exponential time."""
-    inner = [False]  # for each open group, True if it contains one of these
+    """Return True if a group that contains `|`, `*`, `+` or `{` is repeated: matching can take exponential time."""
+    inner = [False]  # for each open group, True if it contains one of these characters
     closed = False  # True if the group that has just ended contains one
     for token in _REGEX.findall(pattern):
         if token in "*+{" and closed:

@@ -1,4 +1,4 @@
-"""A training run's state on disk. Each process writes its own parts; a killed write leaves the previous one."""
+"""A training run's state on disk. Each process writes its parts. If a write is killed, the previous state is kept."""
 
 from __future__ import annotations
 

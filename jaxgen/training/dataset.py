@@ -27,13 +27,13 @@ class Example(NamedTuple):
 
 
 def text_example(tokenizer: Tokenizer, text: str) -> Example:
-    """Return plain text followed by the eos token, with labels for all tokens."""
+    """Return the example for a plain text: its ids and the eos token, all with labels."""
     ids = _ended(tokenizer, tokenizer.encode(text))
     return Example(ids, ids)
 
 
 def chat_example(tokenizer: Tokenizer, conversation: Sequence[Mapping[str, Any]]) -> Example:
-    """Return a conversation in which only the assistant's answers, including their end tokens, have labels.
+    """Return the example for a conversation. Only the assistant's answers, with their end tokens, have labels.
 
     The ids are those of the whole conversation, except that no token spans the boundary between a question and its
     answer, because the question's tokens are fixed when an answer is generated. Messages after the last answer are left
@@ -123,7 +123,7 @@ def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Return the ids of `text` when it follows `before`, or alone if a token would span the boundary."""
+    """Return the ids of `text` after `before`; if a token would span the boundary, encode `text` by itself."""
     first = tokenizer.encode(before, add_special_tokens=False)
     both = tokenizer.encode(before + text, add_special_tokens=False)
     if both[: len(first)] == first:
@@ -132,7 +132,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 
 def pack(examples: Iterable[Example], width: int) -> tuple[TrainBatch, int]:
-    """Pack examples into rows of `width` tokens; each goes into the first of the last 64 rows that has enough space.
+    """Pack examples into rows of `width` tokens; each goes into the first row with enough space among the last 64.
 
     Return the rows as numpy arrays, and the number of examples that were truncated to the length of a row.
 
@@ -176,7 +176,7 @@ def _rows(rows: list[list[Example]], width: int) -> TrainBatch:
 def shuffled(data: TrainBatch, rows: int, seed: int) -> Callable[[int], TrainBatch]:
     """Return a function `batches(step)` that returns `rows` rows of the data, in a new order in each epoch.
 
-    Each batch depends only on the arguments. The last batch of an epoch is filled up with rows from the next epoch.
+    A batch depends only on `step` and the arguments. The last batch of an epoch is filled up with rows of the next one.
 
     Raises:
         InputError: there is no data, or `rows` is less than 1.

@@ -34,7 +34,7 @@ from jaxgen.training.lora import attach
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Training settings: AdamW (arXiv 1711.05101) with gradient clipping, linear warm-up and cosine decay.
+    """Settings for training with AdamW (arXiv 1711.05101), gradient clipping, linear warm-up and cosine decay.
 
     Attributes:
         steps: the total number of optimizer steps.
@@ -90,7 +90,7 @@ class TrainConfig:
         )
 
     def rate(self, step) -> jax.Array:
-        """Return the learning rate of a step, counted from 0."""
+        """Return the learning rate of a step. Steps are counted from 0."""
         schedule = optax.warmup_cosine_decay_schedule(
             init_value=0.0 if self.warmup else self.learning_rate,
             peak_value=self.learning_rate,
@@ -111,7 +111,7 @@ class TrainState:
     """State that a training step updates.
 
     Attributes:
-        params: float32, the trained parameters: the model's parameters, or low-rank updates to them.
+        params: the trained parameters in float32, which are the model's parameters or low-rank updates to them.
         optimizer: optax's state.
         step: int32[], the number of completed steps.
     """
@@ -139,9 +139,9 @@ class TrainBatch:
 
     Attributes:
         ids: int32[R, T].
-        labels: int32[R, T], equal to the ids, or -100 for tokens that do not contribute to the loss: padding, a text's
-            first token, and questions.
-        segments: int32[R, T], the number of the token's text within the row, from 1; 0 for padding, which comes last.
+        labels: int32[R, T]. A label is the token's id, or -100 if the token does not contribute to the loss because it
+            is padding, a text's first token, or part of a question.
+        segments: int32[R, T], the index of the token's text within the row, from 1, or 0 for padding at the row's end.
     """
 
     ids: jax.Array | np.ndarray
@@ -151,7 +151,7 @@ class TrainBatch:
 
 @flax.struct.dataclass
 class Metrics:
-    """Metrics of a step, each float32[].
+    """Metrics of a step. Each is a float32[].
 
     Attributes:
         loss: the mean cross-entropy per label, before the step.
@@ -167,7 +167,7 @@ class Metrics:
 
 
 def batch_loss(params, batch: TrainBatch, model: ModelConfig, *, remat: bool = False, rngs=None):
-    """Return the summed cross-entropy of a batch and the number of its labels, both float32[]."""
+    """Return the summed cross-entropy of a batch and the number of its labels, both as float32[]."""
     out = forward(
         model,
         params,
@@ -248,7 +248,7 @@ def train(
     """Train, and return the trained parameters in float32.
 
     Args:
-        params: the initial values: the model's parameters or low-rank updates.
+        params: the initial values of the model's parameters, or of low-rank updates.
         batches: returns the batch for a step. Resuming requires that it return the same batch for the same step.
         model: the model's config.
         cfg: the settings.
@@ -303,7 +303,7 @@ def _settings(model: ModelConfig, cfg: TrainConfig, run: str) -> str:
 
 
 def evaluate(params, data: TrainBatch, *, model: ModelConfig, dtype: str, rows: int) -> float:
-    """Return the mean cross-entropy per label of `data`, computed in `dtype`, `rows` rows at a time."""
+    """Return the mean cross-entropy per label of `data`; compute it in `dtype` for `rows` rows at a time."""
     lacking = ((0, -data.ids.shape[0] % rows), (0, 0))  # add empty rows to the last batch, so that one program suffices
     ids, segments = np.pad(data.ids, lacking), np.pad(data.segments, lacking)
     labels = np.pad(data.labels, lacking, constant_values=-100)
@@ -322,7 +322,7 @@ def _sums(params, batch: TrainBatch, *, model: ModelConfig, dtype: str):
 
 
 class _Meter:
-    """Progress reports. Metrics are read only when a report is due, so that steps can queue up on the device."""
+    """Reports progress. Metrics are read only when a report is due, so that steps can queue up on the device."""
 
     def __init__(self, steps: int, report: Callable[[str], None]):
         self.steps, self.report = steps, report

@@ -49,7 +49,7 @@ def init(params, rank: int, key: jax.Array, targets: tuple[str, ...] = TARGETS):
 
 
 def attach(params, updates, scale: float):
-    """Return `params` with each updated weight as a `LowRank`, which never computes W + BA."""
+    """Return `params` with each updated weight replaced by a `LowRank`, which never computes W + BA."""
     if set(updates) == {"a", "b"}:
         return {**params, "weight": LowRank(params["weight"], updates["a"], updates["b"] * scale)}
     return {name: attach(child, updates[name], scale) if name in updates else child for name, child in params.items()}

@@ -1,8 +1,8 @@
 """Objectives for policy-gradient training (GRPO, PPO, DAPO) as pure functions of log-probabilities.
 
-Dimensions: B answers, G per prompt, in N columns of tokens. Masks are True for generated tokens. All log-probabilities
-refer to the distribution from which tokens were sampled: `output_logprobs="scores"` of `generate`, and
-`score(..., of="scores")` for the parameters being trained.
+B is the number of answers, G the number of answers per prompt, and N the number of columns of tokens. Masks are True
+for generated tokens. All log-probabilities refer to the distribution from which tokens were sampled. `generate` returns
+them with `output_logprobs="scores"`, and `score(..., of="scores")` computes them for the parameters being trained.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps:
     It is (r - mean) / (std + eps), with the sample standard deviation of the group (arXiv 2402.03300; eps as in TRL).
 
     Args:
-        rewards: float32[B], the G answers of prompt 0, then those of prompt 1, in the order that `generate` returns.
+        rewards: float32[B], in the order in which `generate` returns answers: G for prompt 0, then G for prompt 1, ...
         group: G, at least 2.
-        divide: divide by the standard deviation; if False, the result is Dr. GRPO's advantage (arXiv 2503.20783).
+        divide: if True, divide by the standard deviation; if False, return Dr. GRPO's advantage (arXiv 2503.20783).
         eps: added to the standard deviation.
 
     Returns:
@@ -41,12 +41,12 @@ def group_advantage(rewards: jax.Array, group: int, *, divide: bool = True, eps:
 
 
 def answer_mask(lengths: jax.Array, width: int) -> jax.Array:
-    """Return the mask of answers of `lengths int32[B]` tokens, eos included: bool[B, width]."""
+    """Return the mask of answers as bool[B, width]; `lengths int32[B]` counts each answer's tokens, including eos."""
     return jnp.arange(width)[None, :] < lengths[:, None]
 
 
 def exclude_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return the mask without `rows bool[B]`; DAPO excludes answers that were cut off (arXiv 2503.14476)."""
+    """Mask out the rows where `rows bool[B]` is True; DAPO excludes answers that were cut off (arXiv 2503.14476)."""
     return mask & ~rows[:, None]
 
 
@@ -55,14 +55,14 @@ def clipped_objective(
 ) -> jax.Array:
     """Return PPO's clipped objective for each token, to be maximized (arXiv 1707.06347).
 
-    It is min(ratio A, clip(ratio, 1 - low, 1 + high) A), where the ratio is exp(logprobs - old).
+    It is min(ratio A, clip(ratio, 1 - low, 1 + high) A), where ratio is exp(logprobs - old) and A is the advantage.
 
     Args:
-        logprobs: float32[B, N], under the parameters being trained.
-        old: float32[B, N], under the parameters at the start of the step; no gradient flows through them.
+        logprobs: float32[B, N], the log-probabilities under the parameters being trained.
+        old: float32[B, N], those under the parameters at the start of the step; no gradient flows through them.
         advantage: float32[B], or float32[B, N].
         low: how far the ratio may fall below 1.
-        high: how far the ratio may rise above 1, `low` by default; DAPO uses 0.28 (arXiv 2503.14476).
+        high: how far the ratio may rise above 1; by default, equal to `low`. DAPO uses 0.28 (arXiv 2503.14476).
     """
     advantage = advantage[:, None] if advantage.ndim == 1 else advantage
     ratio = jnp.exp(_bounded(logprobs - jax.lax.stop_gradient(old)))
@@ -77,9 +77,9 @@ def importance_weight(trainer: jax.Array, sampler: jax.Array, *, most: float = 2
     differently or has older weights (Ionides 2008, Truncated Importance Sampling; verl's `rollout_is="token"`).
 
     Args:
-        trainer: float32[B, N], under the parameters that sampled the tokens, computed by the trainer.
-        sampler: float32[B, N], computed by the sampler.
-        most: the largest weight.
+        trainer: float32[B, N], log-probabilities that the trainer computed with the parameters that sampled the tokens.
+        sampler: float32[B, N], log-probabilities that the sampler computed.
+        most: the maximum weight.
     """
     return jax.lax.stop_gradient(jnp.minimum(jnp.exp(_bounded(trainer - sampler)), most))
 
@@ -88,8 +88,8 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
     """Estimate KL(policy || other) at each token that the policy sampled (http://joschu.net/blog/kl-approx.html).
 
     Args:
-        logprobs: float32[B, N], under the policy.
-        other: float32[B, N], under the other distribution, such as a reference model.
+        logprobs: float32[B, N], the log-probabilities under the policy.
+        other: float32[B, N], those under the other distribution, such as a reference model's.
         estimator: with d = other - logprobs, "k1" is -d, which is unbiased; "k2" is d^2 / 2, which is never negative;
             "k3" is exp(d) - 1 - d, which is both. GRPO uses k3.
     """
@@ -104,7 +104,7 @@ def kl(logprobs: jax.Array, other: jax.Array, estimator: str = "k3") -> jax.Arra
 
 
 def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean over all tokens of all answers, float32[]: DAPO's loss, in which long answers count more.
+    """Return the mean over all answers' tokens as float32[]. This is DAPO's loss, in which long answers count more.
 
     The mean is 0 if there are no tokens.
     """
@@ -113,7 +113,7 @@ def token_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def sequence_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean over answers of the mean over their tokens, float32[]: GRPO's loss (arXiv 2402.03300).
+    """Return the mean of the answers' token means as float32[]. This is GRPO's loss (arXiv 2402.03300).
 
     Answers without tokens are left out. If no answer has tokens, the mean is 0.
     """

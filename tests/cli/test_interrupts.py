@@ -34,7 +34,7 @@ def interrupted(checkpoint, programs, after: float) -> tuple[int, str, str]:
 def check(checkpoint, programs, count: int, seed: int) -> None:
     rng = random.Random(seed)
     for number in range(count):
-        # Half of the interrupts come while Python imports modules, when extensions could raise the exception.
+        # Half of the interrupts come while Python is importing modules, where an extension could raise the exception.
         after = rng.uniform(0, 0.5) if number % 2 else rng.uniform(0, 4)
         status, out, err = interrupted(checkpoint, programs, after)
         assert (status, err) == (-signal.SIGINT, ""), f"after {after:.4f} s: {status} {err}"

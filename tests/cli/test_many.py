@@ -1,4 +1,4 @@
-"""Answers to --input, in slots and in batches, when runs are interrupted, killed or divided into shards."""
+"""Answers to --input, in slots and in batches, including runs that are interrupted, killed or divided into shards."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def interrupt(monkeypatch):
-    """Return a function that makes the command stop with KeyboardInterrupt after a number of answered prompts."""
+    """Return a function that makes the command raise KeyboardInterrupt once `answered` prompts have been answered."""
 
     def interrupt(answered: int):
         write, written = AnswerFile.write, []
@@ -39,7 +39,7 @@ def interrupt(monkeypatch):
 
 @pytest.fixture
 def drawn(checkpoint, tmp_path):
-    """Return options that sample two answers of different lengths to each of ten prompts."""
+    """Return options with which the command samples two answers of different lengths to each of ten prompts."""
     prompts = "\n\n".join(letter * length for letter, length in zip("ABCDEFGHIJ", [1, 2, 3, 4, 5] * 2, strict=True))
     (tmp_path / "prompts").write_text(prompts, encoding="utf-8")
     own = Tokenizer.from_pretrained(checkpoint).encode("KLMNOP")
@@ -146,7 +146,7 @@ def test_the_line_that_shows_progress(monkeypatch):
     engine = types.SimpleNamespace(counts=lambda: Counts(tokens=60_000, steps=2000, occupancy=28.0))
     slots = many._Progress(5000, 1000, stats, engine, 32)
     batches = many._Progress(5000, 1000, stats, None, None)
-    stats.compile = 17.0  # 10 of the seconds that follow are spent compiling
+    stats.compile = 17.0  # 10 of the following seconds are spent compiling
     for second in (20, 20.1, 30):
         now[0] = 100 + second
         slots.add([{"tokens": 3}, {"tokens": 4}])
@@ -187,7 +187,7 @@ class TestInterruptions:
 
         answered = [{"index": index, "answers": entries(whole.decode())[2 * index :][:2]} for index in range(10)]
         every = "".join(json.dumps(line) + "\n" for line in answered)
-        partial.write_bytes(lines[0] + every.encode())  # only merged, without reading the weights
+        partial.write_bytes(lines[0] + every.encode())  # the run only merges, without reading the weights
         monkeypatch.delattr("jaxgen.cli.answer.load_hf")
         assert run(*options)[0] == 0
         assert target.read_bytes() == whole
@@ -254,7 +254,7 @@ class TestShards:
         interrupt(2)
         assert run(*options, "--shard", "1/3")[0] == 130
         assert files(tmp_path) == ["answers.1-of-3.partial"]
-        status, out, err = run(*options, "--shard", "0/2")  # 2 answers of 1, 4 and 7 are there already
+        status, out, err = run(*options, "--shard", "0/2")  # two of prompts 1, 4 and 7 have been answered
         assert (status, out) == (0, "")
         assert err.endswith("in --shard 1/2: " + f"{target} is written when all are answered\n")
         status, _, err = run(*options, "--shard", "1/2")

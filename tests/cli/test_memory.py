@@ -1,4 +1,4 @@
-"""The command refuses requests that do not fit in memory before it reads the weights."""
+"""Before it reads the weights, the command refuses requests that do not fit in memory."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Startup of the command: what it imports, and which of the user's files it must not import."""
+"""Startup of the command: the modules that it imports, and the user's files that it must not import."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ def test_a_first_answer_needs_three_programs(run):
     jax.clear_caches()
     with compilations() as count:
         assert run("Tell me a story about an owl", "-n", 4)[0] == 0
-    assert count == [3]  # prefill with the first token, the other steps, and the end
+    assert count == [3]  # for prefill and the first token, for the other steps, and for the end
 
 
 def test_the_key_is_jaxs():

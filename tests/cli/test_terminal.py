@@ -23,7 +23,7 @@ def talking(copy):
 
 @pytest.fixture
 def start(request, programs, tmp_path):
-    """Return a function that starts the command in a terminal. Compiling is slow in tests that wait for it."""
+    """Return a function that starts the command in a terminal, without a cache in tests that need slow compilation."""
     slow = {"JAX_ENABLE_COMPILATION_CACHE": "0", "XLA_FLAGS": ""}
     kept = slow if "compiling" in request.node.name else programs
 
@@ -77,7 +77,7 @@ def test_interrupts(start, talking, moment):
     with start("--model", talking, "--chat") as terminal:
         terminal.wait_for(moment)
         terminal.interrupt()
-        terminal.type("\x04")  # on a busy machine the answer may end before the interrupt, and the prompt is shown
+        terminal.type("\x04")  # on a busy machine the answer may end before the interrupt, and the prompt is then shown
         status = terminal.end()
         assert status == (0 if "/exit quits" in terminal.output else -signal.SIGINT)
         assert "Traceback" not in terminal.output

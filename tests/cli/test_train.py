@@ -1,4 +1,4 @@
-"""The command `jaxgen train`: what it learns, writes and refuses, and that it resumes after being killed."""
+"""`jaxgen train` learns, writes its results, refuses bad input, and resumes after being killed."""
 
 import functools
 import json
@@ -61,7 +61,7 @@ def data(tmp_path) -> Path:
 
 @pytest.fixture
 def run(checkpoint, data, tmp_path, capsys):
-    """Return a function that runs the command, by default to fine-tune `checkpoint` on `data`: status and stderr."""
+    """Return a function that fine-tunes, by default `checkpoint` on `data`, and returns the status and stderr."""
     default = {"data": data, "model": checkpoint, "out": tmp_path / "out", "batch": 2, "width": 64, "steps": 8}
 
     def run(*words, **options) -> tuple[int, str]:

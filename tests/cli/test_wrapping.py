@@ -100,7 +100,7 @@ def on_a_terminal():
 
 
 def stream(text: str, **more) -> Printer:
-    """Print an answer as if it were being generated, except for its end."""
+    """Print an answer as if it were being generated, but do not end it."""
     session: Any = SimpleNamespace(tokenizer=byte_level(), generate_kwargs=more)
     printer = Printer(session)
     printer.put([0])  # the prompt

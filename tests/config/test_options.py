@@ -90,7 +90,7 @@ WORKS = {
     "forced_decoder_ids": ({"forced_decoder_ids": [[2, 20]]}, tokens(4, 20, 21, 22)),
     "sequence_bias": ({"sequence_bias": {(4, 6): 15.0, (8,): -15.0}}, tokens(4, 6, 7, 9)),
     "guidance_scale": (
-        # Guidance moves away from the prompt's last token, here the whole prompt. The scores are only normalized.
+        # Guidance moves away from the last token, which is the whole prompt here. So it only normalizes the scores.
         {"guidance_scale": 1.5, "output_scores": True},
         lambda out: bool(jnp.isclose(jax.nn.logsumexp(out.scores[0, 0]), 0.0, atol=1e-5)),
     ),
@@ -291,7 +291,7 @@ def test_stop_strings_for_a_different_number_of_prompts_are_refused():
         generate(PARAMS, [[3]], None, cfg, tokenizer=byte_level())
 
 
-# Sampling options together, then those of the other modes in three groups. Most are off for the second prompt.
+# One group contains the sampling options, and three contain others. Most options are off for the second prompt.
 PER_PROMPT = {
     "sampling": {
         "do_sample": True,

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: reading and writing them, results compared with peft, and what is refused."""
+"""Adapters in PEFT's format: they are read, written or refused, and their results are compared with peft's."""
 
 import json
 

@@ -184,7 +184,7 @@ def hub(checkpoint):
 
 @pytest.fixture(scope="module")
 def caller():
-    """Yield the process that forks, which runs CALLS."""
+    """Yield a process that runs CALLS and forks for each call."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"JAX_PLATFORMS": "cpu", "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-c", CALLS]

@@ -40,7 +40,7 @@ MODES = [
     {"prompt_lookup_num_tokens": 3},
     {"guidance_scale": 1.5},
 ]
-# Groups order rows like beam search, and test_forward.py tests that chunks keep the adapters of their rows.
+# Other tests cover similar cases: groups order rows like beam search, and test_forward.py tests chunks.
 LIKE_OTHERS = [
     {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     {"prefill_chunk_size": 3},

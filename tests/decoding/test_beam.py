@@ -320,7 +320,7 @@ def test_new_values_compile_nothing():
 
 @pytest.mark.slow
 def test_beam_sampling_draws_without_replacement():
-    """In one step, the results are the best two of four distinct tokens: all possible draws against 2,000 prompts."""
+    """The result of one step is the best two of four distinct tokens. Compare 2,000 prompts with all possible draws."""
     model = model_config(vocab_size=9)
     params, prompts = random_params(model), 2000
     cfg = CFG.replace(model=model, max_new_tokens=1, num_beams=2, num_return_sequences=2)

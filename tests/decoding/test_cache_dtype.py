@@ -93,7 +93,7 @@ def test_other_values_are_refused():
 
 @pytest.mark.slow
 def test_the_quality_is_kept():
-    """Perplexity of the bundled model on real text, with all keys and values read from an 8-bit cache."""
+    """Measure the bundled model's perplexity on real text, with all keys and values read from an 8-bit cache."""
     tokenizer = Tokenizer.from_pretrained(PATH)
     batch = tokenizer.chat(
         [text for text, _ in zip(conversations(7), range(24), strict=False)], add_generation_prompt=False

@@ -238,7 +238,7 @@ SYSTEM = [40, 41, 42, 43]
 def test_a_prefix_is_shared_by_many_prompts(fields):
     cfg = CFG.replace(**fields)
     key = jax.random.key(3) if cfg.do_sample else None
-    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # the eos ids of the prompts to come
+    system = prefill(PARAMS, [SYSTEM], cfg.replace(eos_token_id=[[96], [95], []]))  # the eos ids of the later prompts
     assert system.rows == 1
     out, said = run(PROMPTS, cfg, key, cache=system)
     assert said == run([SYSTEM + prompt for prompt in PROMPTS], cfg, key)[1]

@@ -69,7 +69,7 @@ def penalized(scores, tokens, penalty):
 
 
 def plain(prompt, cfg, guide=None, change=lambda logits: logits):
-    """Greedy search with DoLa: return the tokens, the scores of each step, and the layers."""
+    """Run greedy search with DoLa, and return the tokens, the scores of each step, and the layers."""
     tokens, steps, chosen = list(prompt), [], []
     for _ in range(cfg.max_new_tokens):
         mature, premature = read(tokens)

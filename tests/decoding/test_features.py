@@ -171,7 +171,7 @@ def hook(mode):
 def guidance(mode):
     guided = generate(mode, guidance_scale=3.0, negative_prompt_ids=[[90, 91]] * 2)
     assert all_generated(guided) != all_generated(generate(mode))
-    if mode != "DoLa":  # DoLa guides away from scores without contrast
+    if mode != "DoLa":  # in DoLa, guidance moves away from scores without contrast
         same = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": MASK}
         assert all_generated(generate(mode, guidance_scale=3.0, **same)) == all_generated(generate(mode))
 
@@ -266,7 +266,7 @@ FEATURES = {
     "your own jit": under_jit,
 }
 SEED = json.loads((GOLDENS / "441" / "manifest.json").read_text())["seed"]
-# A seventh of the table, chosen by the seed: most cells compile a few programs of their own.
+# The seed chooses a seventh of the table, because most cells compile a few programs of their own.
 CELLS = [(feature, mode) for feature in FEATURES for mode in MODES][SEED % 7 :: 7]
 
 

@@ -94,7 +94,7 @@ def not_the_last_token(history, scores):
 
 
 def in_turns(start):
-    """Return an automaton for tokens 3n, 3n + 1 and 3n + 2 in turn. A text is complete at the end of a round."""
+    """Return an automaton that allows ids 0, 1 and 2 modulo 3 in turn. A text is complete at the end of each round."""
     following = np.full((3, 3), -1)
     following[np.arange(3), np.arange(3)] = [1, 2, 0]
     return TokenAutomaton(
@@ -109,7 +109,7 @@ def in_turns(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("eos", [EOS, None], ids=["eos", "no-eos"])
 def test_user_defined_processors_and_an_automaton(eos):
-    cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # each ends with a round
+    cfg = CFG.replace(num_return_sequences=2, eos_token_id=eos, max_new_tokens=[9, 8, 7])  # each ends a round
     extensions = {"logits_processor": [Discourage(np.arange(30, 50), np.float32(7)), not_the_last_token]}
     extensions["prefix_allowed_tokens_fn"] = in_turns([0, 1, 2])
     out = run(cfg, **extensions)
@@ -133,7 +133,7 @@ CUTS = {
 
 
 def drawn_in_16_bits(options, rows, new_tokens, keys):
-    """Yield outputs sampled in bfloat16, with params and config. One pass rounds scores differently than steps do."""
+    """Yield params, sampled outputs and config in bfloat16, where one pass rounds scores differently than steps do."""
     params, cfg = load_hf(demo.PATH, dtype="bfloat16")
     cfg = cfg.replace(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new_tokens).replace(**options)
     cfg = cfg.replace(output_logprobs="scores", eos_token_id=None)
@@ -166,7 +166,7 @@ TUNED = CFG.replace(
 
 
 def of_one_token(params, ids, prompt_length, length):
-    """Return the log-probability of `ids[length]` after the tokens before it, with a new history."""
+    """Return the log-probability of `ids[length]` given the tokens before it, computed with a new history."""
     cfg = jax.tree.map(jnp.asarray, TUNED)
     logits = CausalLM(MODEL).apply({"params": params}, ids[None]).logits[:, length - 1]
     history = History.begin(cfg, ids[None], length[None], jnp.asarray([8], jnp.int32))

@@ -37,7 +37,7 @@ MODES = {
 
 
 def per_prompt_options() -> dict[str, dict]:
-    """Return the options that can differ between prompts and that sampling reads, with a different value per prompt."""
+    """Return the options that sampling reads and that can differ between prompts, with a different value for each."""
     found = {}
     for name, option in OPTIONS.items():
         if (

@@ -127,7 +127,7 @@ def test_a_row_for_which_no_token_can_be_chosen_ends_without_one():
     pushed = push(run, rows, [7, 7], failed=[StopReason.NO_TOKEN, 0])
     assert pushed.history.step.tolist() == [0, 1]
     assert pushed.reasons.tolist() == [StopReason.NO_TOKEN, StopReason.NONE]
-    assert pushed.recording.scores[:, 0, 0].tolist() == [-1, -1]  # they show the reason
+    assert pushed.recording.scores[:, 0, 0].tolist() == [-1, -1]  # the scores show the reason
     assert pushed.recording.scores[:, 1, 0].tolist() == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a run: what belongs to each prompt, and the numbers of rows and columns."""
+"""The inputs of a run: the values that belong to each prompt, and the numbers of rows and columns."""
 
 import dataclasses
 

@@ -83,7 +83,7 @@ def test_own_grammars_stop_strings_and_penalties():
 
 
 class Sums(StepHook):
-    """A hook that adds the number of steps, scaled, to the logits, and also scales the embeddings."""
+    """A hook that adds a multiple of its number of calls to the logits, and scales the embeddings."""
 
     def init(self, history: History):
         return jnp.zeros(history.length.shape, jnp.float32)
@@ -190,7 +190,7 @@ def test_the_time_limit_can_end_a_run_before_prompts_are_read():
 
 @pytest.fixture(scope="module")
 def many():
-    """Return a function that runs some of 64 bfloat16 prompts in slots: tokens, and log-probabilities as bits."""
+    """Return a function that runs some of 64 prompts in slots, and returns tokens and the bits of log-probabilities."""
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype="bfloat16")
     params, rng = random_params(model, scale=0.3), np.random.default_rng(4)
     ids, keys = rng.integers(40, 120, (64, 20), np.int32), jax.random.split(KEY, 64)
@@ -202,7 +202,7 @@ def many():
 
     def run(prompts: np.ndarray, slots: int):
         limited = cfg.replace(slots=slots, max_new_tokens=np.append(budget[prompts], 40))
-        prompts = np.append(prompts, 0)  # has a budget of 40, so the capacity is the same
+        prompts = np.append(prompts, 0)  # an extra prompt with a budget of 40 keeps the capacity the same
         out = generate(params, ids[prompts], keys[prompts], limited, attention_mask=mask[prompts])
         return np.asarray(out.sequences)[:-1], np.asarray(out.logprobs)[:-1].view(np.uint32)
 

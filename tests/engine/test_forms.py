@@ -1,4 +1,4 @@
-"""What prompts may set: options that are off for some prompts and on for others, and configs that are refused."""
+"""Options of single prompts, which are off for some prompts and on for others, and configs that are refused."""
 
 import jax
 import jax.numpy as jnp

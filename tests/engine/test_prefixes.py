@@ -145,7 +145,7 @@ def test_a_size_that_is_refused_and_a_hook():
 
 
 class Store:
-    """What the device does with an index's plans: it loads prompts in order, and reads them chunk by chunk."""
+    """A stand-in for the device, which loads prompts in order and reads them chunk by chunk, as the index plans."""
 
     def __init__(self, places: int):
         self.content: list[bytes | None] = [None] * places

@@ -1,4 +1,4 @@
-"""Tables of automata that are added and removed: states do not move, and space is reused."""
+"""Tables to which automata are added and from which they are removed: states do not move, and space is reused."""
 
 import numpy as np
 import pytest

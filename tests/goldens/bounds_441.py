@@ -1,4 +1,4 @@
-"""What the warpers of transformers 4.41.1 keep for values up to their bounds."""
+"""Tokens that the warpers of transformers 4.41.1 keep for values up to their bounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw_rows(vocab: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def write_bounds(out: pathlib.Path, seed: list[int]) -> None:
-    """Write rows of scores, and which tokens are kept with each value."""
+    """Write rows of scores, and which tokens are kept for each value."""
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {"values": NUMBERS}
     for vocab in VOCABULARIES:

@@ -104,7 +104,7 @@ FULL_OUTPUTS = ("qwen2-gqa-tied", "llama-gqa-biases-tied")  # with hidden states
 
 
 def draw_lengths(group: int, rng: np.random.Generator) -> dict:
-    """Draw the lengths and the penalty of a greedy group. All minimum lengths leave room for the longest prompt."""
+    """Draw the lengths and the penalty of a greedy group. Every row can reach its minimum length."""
     options: dict = {}
     if group % 3 == 2:
         widest = options["max_length"] = int(rng.integers(LONGEST + 2, LONGEST + 17))
@@ -123,7 +123,7 @@ def draw_lengths(group: int, rng: np.random.Generator) -> dict:
 
 
 def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids, so that eos comes early, late or never in what the model would generate without it."""
+    """Draw eos and pad ids, so that an eos id comes early, late or never in what the model generates without one."""
     free = options | {"eos_token_id": None, "max_new_tokens": 24}
     runs = [oracle.greedy(prompt, free)[0][len(prompt) :] for prompt in prompts]
     early, later, late = (
@@ -145,7 +145,7 @@ def draw_ids(oracle: Oracle, options: dict, prompts: list[list[int]], rng: np.ra
 
 
 def greedy_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> tuple[list[dict], dict[str, np.ndarray]]:
-    """Return 40 groups of 5 rows, each with one set of options, and the steps of the first row if it is short."""
+    """Return 40 groups of 5 rows, each with one set of options, and the steps of first rows with up to 16 steps."""
     groups, steps = [], {}
     for g in range(40):
         name = list(oracles)[g % len(oracles)]
@@ -188,7 +188,7 @@ def draw_sampling(vocab: int, rng: np.random.Generator) -> dict:
 
 
 def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
-    """Draw logits float32[V]: normal ones, ones with exact ties, with many -inf or with both, or all equal."""
+    """Draw logits float32[V] that are normal, have exact ties, many -inf or both, or are all equal."""
     kind = str(rng.choice(["normal", "ties", "inf", "ties-inf", "constant"], p=[0.5, 0.2, 0.15, 0.1, 0.05]))
     logits = rng.standard_normal(vocab) * rng.choice([0.5, 1.0, 2.0, 5.0])
     if kind.startswith("ties"):
@@ -196,7 +196,7 @@ def draw_logits(vocab: int, rng: np.random.Generator) -> tuple[str, np.ndarray]:
     if kind == "constant":
         logits = np.full(vocab, 1.25)
     if kind.endswith("inf"):
-        some = rng.choice(vocab, size=6, replace=False)  # at least these stay finite, eos or not
+        some = rng.choice(vocab, size=6, replace=False)  # at least these stay finite, whether they are eos ids or not
         logits[(rng.random(vocab) < rng.choice([0.1, 0.5, 0.9])) & ~np.isin(np.arange(vocab), some)] = -np.inf
     return kind, logits.astype(np.float32)
 
@@ -214,7 +214,7 @@ def top_p_report(scores: np.ndarray, kept: np.ndarray, top_p: float) -> dict:
 
 
 def sampling_scores(oracle: Oracle, case: dict, logits: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Return the scores after the lists that generate builds with do_sample, and a report on boundaries."""
+    """Return the scores after the processors and warpers that generate builds, and a report on boundaries."""
     ids = torch.tensor([case["ids"]])
     processors, warpers = prepared_lists(oracle.model, case["options"], ids[:, : case["prompt_length"]])
     scores, report = torch.from_numpy(logits.copy())[None], {}

@@ -99,7 +99,7 @@ def run(oracle: Oracle, case: dict, options: dict, double: bool = False) -> tupl
 
 
 def dola_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases. `near_tie`: a run in float64 generates or bans different tokens."""
+    """Return sets of options with cases. `near_tie` means that float64 generates or bans different tokens."""
     sets = []
     for number in range(12):
         name = list(oracles)[number % len(oracles)]

@@ -61,7 +61,7 @@ def sentencepiece(rng: np.random.Generator) -> tuple[tokenizers.Tokenizer, list[
 
 
 def draw_strings(rng: np.random.Generator) -> list[str]:
-    """Draw stop strings: pieces of the text, sometimes with a prefix or suffix of a stop string as another one.
+    """Draw stop strings from the text. Sometimes a prefix or suffix of the first one is a stop string, too.
 
     The first has at least two characters, because 4.41.1 fails if all have one.
     """

@@ -46,7 +46,7 @@ def draw_eos(vocab: int, number: int, rng: np.random.Generator) -> dict:
 def draw_prompts(
     oracles: dict[str, Oracle], sets: int, rng: np.random.Generator
 ) -> Iterator[tuple[int, str, list[list[int]]]]:
-    """Yield the number of each set, its checkpoint, and random prompts."""
+    """Yield the index of each set, its checkpoint, and random prompts."""
     names = [name for name in oracles if "dynamic" not in name]
     for number in range(sets):
         name = names[number % len(names)]
@@ -96,12 +96,12 @@ def run_beams(oracle: Oracle, ids: list[int], options: dict, double: bool = Fals
 
 
 def is_sound(result: dict) -> bool:
-    """Return whether the model may generate every sequence, because none contains a banned token."""
+    """Return True if the scores show that no sequence contains a banned token."""
     return all(np.isfinite(score) and score > -1e6 for score in result["scores"])
 
 
 def beam_cases(oracle: Oracle, prompts: list[list[int]], options: dict) -> list[dict]:
-    """Return the cases of a set whose sequences are sound. `near_tie`: a run in float64 generates different tokens."""
+    """Return the sound cases of a set. `near_tie` means that a run in float64 generates different tokens."""
     cases = []
     for prompt in prompts:
         result = run_beams(oracle, prompt, options)
@@ -200,7 +200,7 @@ def run_contrastive(oracle: Oracle, ids: list[int], options: dict, double: bool 
 
 
 def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) -> list[dict]:
-    """Return sets of options with cases. `near_tie`: a run in float64 generates different tokens."""
+    """Return sets of options with cases. `near_tie` means that a run in float64 generates different tokens."""
     sets = []
     for number, name, prompts in draw_prompts(oracles, CONTRASTIVE_SETS, rng):
         oracle = oracles[name]
@@ -218,6 +218,6 @@ def contrastive_goldens(oracles: dict[str, Oracle], rng: np.random.Generator) ->
             if tokens is not None:
                 exact = run_contrastive(oracle, prompt, options, double=True)
                 cases.append({"ids": prompt, "near_tie": exact != tokens, "tokens": tokens})
-        if cases:  # each of the few prompts can get a banned token
+        if cases:  # none is left if each prompt got a banned token
             sets.append({"checkpoint": name, "options": options, "cases": cases})
     return sets

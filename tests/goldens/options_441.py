@@ -36,7 +36,7 @@ NEEDS_EOS = {"min_length", "min_new_tokens", DECAY}
 
 
 def deal(rng: np.random.Generator) -> Iterator[list[str]]:
-    """Deal hands of 2 to 5 different options from shuffled decks. Options that clash are discarded, mostly DECAY."""
+    """Deal hands of 2 to 5 different options from shuffled decks. Options that clash, mostly DECAY, are discarded."""
     deck: list[str] = []
     while True:
         hand: list[str] = []
@@ -50,7 +50,7 @@ def deal(rng: np.random.Generator) -> Iterator[list[str]]:
 
 
 class Material:
-    """Material for drawing options: the prompts, and what the model generates without options."""
+    """Material for drawing options: the prompts, and the tokens that the model generates without options."""
 
     def __init__(self, oracle: Oracle, prompts: list[list[int]], longest_phrase: int, rng: np.random.Generator):
         self.prompts, self.longest, self.rng, self.vocab = prompts, longest_phrase, rng, oracle.vocab
@@ -84,14 +84,14 @@ class Material:
         return self.whole(0, self.vocab - 1)
 
     def biases(self) -> list:
-        """Draw biases against generated phrases, or for different tokens after their beginnings."""
+        """Draw biases against generated phrases, or in favor of other tokens after the first tokens of a phrase."""
         biases = [[phrase, self.between(-12, 4)] for phrase in self.phrases(2, 4)]
         more = {(*phrase[:-1], self.any_token()): self.between(4, 16) for phrase in self.phrases(1, 3)}
         taken = {tuple(phrase) for phrase, _ in biases}
         return biases + [[list(phrase), bias] for phrase, bias in more.items() if phrase not in taken]
 
     def forced_at(self) -> list[list[int]]:
-        """Draw tokens to force at positions soon after some prompts, in order of position."""
+        """Draw tokens that are forced shortly after the ends of some prompts, with their positions, in order."""
         places = {len(self.prompts[self.whole(0, len(self.prompts) - 1)]) + self.whole(0, 5) for _ in range(3)}
         return [[place, self.any_token()] for place in sorted(places)]
 
@@ -119,7 +119,7 @@ VALUES: dict[str, Callable[[Material], object]] = {
 
 
 def allowed_tokens(prefix: list[int], row: int, last: int, vocab: int) -> list[int]:
-    """Return the ids that a table `[a, b, m]` allows in a row after a token, a fixed share of the vocabulary."""
+    """Return the ids that a table `[a, b, m]` allows in a row after a token. Their share of the vocabulary is fixed."""
     a, b, m = prefix
     return [token for token in range(vocab) if (token + a * last + b * row) % m == 0]
 
@@ -144,7 +144,7 @@ def draw_lengths(rng: np.random.Generator) -> dict:
 
 
 def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[str], rng: np.random.Generator) -> dict:
-    """Draw eos and pad ids, so that eos comes early, late or never in what the model would generate without it."""
+    """Draw eos and pad ids, so that an eos id comes early, late or never in what the model generates without one."""
     free = {name: value for name, value in group["options"].items() if name not in NEEDS_EOS}
     free = group | {"options": free | {"eos_token_id": None}}
     runs = []
@@ -165,7 +165,7 @@ def draw_eos(oracle: Oracle, group: dict, prompts: list[list[int]], hand: list[s
 
 
 def smallest_gap(scores: np.ndarray) -> float:
-    """Return the smallest distance between the best two scores of a step that are not banned. Scores are [steps, V].
+    """Return the smallest distance in any step between the two best scores that are not banned, given [steps, V].
 
     Steps in which all remaining scores are equal, such as those of several forced tokens, do not depend on rounding.
     """
@@ -198,7 +198,7 @@ def run_case(oracle: Oracle, group: dict, row: int, prompt: list[int], rng: np.r
 
 
 def draw_prompts(oracle: Oracle, hand: list[str], count: int, rng: np.random.Generator) -> list[list[int]]:
-    """Draw prompts of all lengths that the options allow, half of them from the model, which soon repeats itself."""
+    """Draw prompts of all lengths that the options allow. The model, which soon repeats itself, writes half of them."""
     lengths = [*rng.integers(shortest_prompt(hand), LONGEST, size=count - 2), shortest_prompt(hand), LONGEST]
     if "forced_bos_token_id" in hand:  # only affects prompts of one token
         lengths[: count // 2] = [1] * (count // 2)
@@ -212,7 +212,7 @@ def draw_prompts(oracle: Oracle, hand: list[str], count: int, rng: np.random.Gen
 
 
 def shortest_prompt(hand: list[str]) -> int:
-    """Return the length of the shortest prompt, which is also that of the longest phrase."""
+    """Return the length of the shortest prompt, which is also the length of the longest phrase."""
     return 3 if {"bad_words_ids", "sequence_bias"} & set(hand) and "forced_bos_token_id" not in hand else 1
 
 
@@ -278,12 +278,12 @@ def prepared_lists(model, options: dict, prompt: torch.Tensor, prefix_allowed_to
 
 
 def stand_in(logits: np.ndarray) -> Callable:
-    """Return a replacement for the model in guidance, which returns the logits float32[V] without the prompt."""
+    """Return a stand-in for the model, from which guidance gets the logits without the prompt, float32[V]."""
     return lambda *args, **kwargs: CausalLMOutput(logits=torch.from_numpy(logits)[None, None])
 
 
 def process(lists: tuple[list, list], ids: list[int], logits: np.ndarray, uncond: np.ndarray):
-    """Return the scores [V] after all lists, the distance to the nearest boundary, and if a tie was cut by chance."""
+    """Return the scores [V] after all lists, the distance to the nearest boundary, and whether chance cut a tie."""
     processors, warpers = lists
     scores, distance, chance = torch.from_numpy(logits.copy())[None], np.inf, False
     for processor in processors:

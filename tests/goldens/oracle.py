@@ -1,4 +1,4 @@
-"""What the scripts for goldens share: tiny random checkpoints, and transformers run on them row by row.
+"""Code shared by the scripts for goldens: tiny random checkpoints, and runs of transformers on single rows.
 
 All random numbers are NumPy's, so that a seed gives the same weights and prompts with every release of torch.
 """
@@ -31,7 +31,7 @@ class Checkpoint:
     dtype: str = "float32"
 
     def save(self, path: pathlib.Path, rng: np.random.Generator) -> None:
-        """Write it, with nonzero biases, with norm weights other than one, and with logits that are spread out."""
+        """Write the checkpoint, with nonzero biases, norm weights other than one, and logits that are spread out."""
         config = copy.deepcopy(self.config)
         bos, pad, *eos = (int(i) for i in rng.choice(config.vocab_size, size=2 + self.eos_ids, replace=False))
         config.bos_token_id, config.pad_token_id, config.eos_token_id = bos, pad, eos[0]
@@ -60,7 +60,7 @@ def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv_heads: 
 
 
 class Oracle:
-    """A checkpoint in transformers: float32, eager attention, and a fresh state for each call."""
+    """A checkpoint loaded by transformers, in float32 with eager attention and a fresh state for each call."""
 
     def __init__(self, path: pathlib.Path):
         self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").float().eval()
@@ -83,10 +83,10 @@ class Oracle:
             return self.model(**inputs, use_cache=False, return_dict=True)
 
     def gradients(self, ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the gradient of the loss by the parameter's name.
+        """Return the gradients of the loss, by parameter name.
 
-        A row's first token is not a label, because left padding would predict it. Padding attends to everything, where
-        torch's gradient is that of a mask that is added to the scores rather than replacing them.
+        A row's first token is not a label, because left padding would predict it. Padding attends to everything, and
+        its gradient depends on torch adding the mask to the scores instead of replacing them.
         """
         labels = np.where(np.cumsum(mask, axis=-1) == 1, -100, labels)
         self.model.zero_grad()

@@ -44,9 +44,9 @@ def output_goldens(oracle: Oracle, rng: np.random.Generator) -> dict[str, np.nda
 
 
 def recorded(oracle: Oracle, ids: np.ndarray, mask: np.ndarray, out) -> dict[str, np.ndarray]:
-    """Return the outputs as arrays, those of the prompts separate from those of later steps.
+    """Return the outputs as arrays. Those of the prompts are separate from those of later steps.
 
-    Entries are zero if the query or the key is padding, and in attentions also after a step's last key.
+    Entries are zero if the query or the key is padding. Attentions are also zero after a step's last key.
     """
     width, steps, real = ids.shape[1], len(out.scores), mask.astype(np.float32)
     keys = np.pad(real, ((0, 0), (0, steps - 1)), constant_values=1)

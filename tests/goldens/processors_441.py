@@ -1,6 +1,6 @@
 """Random rows for each logits processor and warper of transformers 4.41.1, and the results of its class.
 
-Each row is passed to the class alone. This avoids a bug of 4.41.1, in which the encoder repetition penalty changes
+Each row is passed to the class separately. This avoids a bug of 4.41.1, in which the encoder repetition penalty changes
 only the first of several rows. Where two other bugs are avoided, a comment says so.
 """
 
@@ -41,7 +41,7 @@ class Row:
         return self.ids[: self.prompt_length]
 
     def context(self, *names: str) -> dict:
-        """Return what a processor may read about the tokens, in order to record it."""
+        """Return the fields about the tokens that a processor may read, so that they can be recorded."""
         return {name: getattr(self, name) for name in ("ids", "length", *names)}
 
 
@@ -71,7 +71,7 @@ def draw_scores(vocab: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def number(value: float) -> float:
-    """Round to float32, so that both sides compare with the same number."""
+    """Round to float32, so that both sides use the same number."""
     return float(np.float32(value))
 
 
@@ -277,7 +277,7 @@ def probabilities(scores: np.ndarray) -> np.ndarray:
 
 
 def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
-    """Return how close a warper's decision about any token of scores [V] is, or inf if rounding cannot change it."""
+    """Return the margin of a warper's closest keep-or-drop decision, or inf if rounding cannot change any."""
     if not isinstance(processor, hf.LogitsWarper):
         return np.inf
     if isinstance(processor, hf.TypicalLogitsWarper):
@@ -297,7 +297,7 @@ def boundary_distance(processor: Callable, scores: np.ndarray) -> float:
 
 
 def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
-    """Return the same for the typical warper, from its cumulative mass and the tokens' distances to the entropy."""
+    """Return this margin for the typical warper, from the cumulative mass and the tokens' distances to the entropy."""
     p = probabilities(scores)
     scores, p = scores[p > 0], p[p > 0]
     distance = np.abs(-np.log(p) + np.sum(p * np.log(p)))
@@ -312,9 +312,9 @@ def typical_distance(scores: np.ndarray, mass: float, keep: int) -> float:
 
 
 def tie_is_chance(processor: Callable, scores: np.ndarray, result: np.ndarray) -> bool:
-    """Return whether only some of several equal scores were kept, but not the highest ids, as top-p promises.
+    """Return whether chance decided which of several equal scores were kept, because torch.sort is not stable.
 
-    torch.sort, which chooses them, is not stable.
+    For top-p, it was not chance if those with the highest ids were kept.
     """
     kept = np.isfinite(result)
     if not np.intersect1d(scores[kept], scores[~kept & np.isfinite(scores)]).size:

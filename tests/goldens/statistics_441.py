@@ -1,4 +1,4 @@
-"""The distributions that transformers 4.41.1 samples from, and what each warper keeps of random rows."""
+"""The distributions that transformers 4.41.1 samples from, and the tokens of random rows that each warper keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from processors_441 import boundary_distance, draw_scores, probabilities
 from transformers.generation import logits_process as hf
 
 VOCAB = 41
-ROW = [3, 17, 8, 3, 30, 17]  # the tokens so far; the first PROMPT are the prompt
+ROW = [3, 17, 8, 3, 30, 17]  # the tokens so far; the first PROMPT of them are the prompt
 PROMPT = 4
 BIASES = {"sequence_bias": [[[5], 2.0], [[17, 9], 3.0], [[30, 17, 3], -2.5], [[3, 12], 6.0]]}
 # top_h was added in a later release. 4.41.1 ignores it, and returns the scores before top_h.
@@ -39,7 +39,7 @@ SETTINGS: list[dict] = [
     {"repetition_penalty": 1.2, "temperature": 0.9, "top_k": 20, "top_p": 0.9},
     BIASES | {"repetition_penalty": 0.8, "no_repeat_ngram_size": 2, "min_p": 0.01, "typical_p": 0.95},
 ]
-# For the logits of a real checkpoint, and prompts of these lengths.
+# These settings are for the logits of a real checkpoint, after prompts of the lengths in LENGTHS.
 OF_THE_MODEL: list[dict] = [
     {"temperature": 1.3, "top_k": 40, "top_p": 0.95},
     {"repetition_penalty": 1.6, "temperature": 1.5, "min_p": 0.01},

@@ -36,7 +36,7 @@ def tokenizer_of_bytes(tokens: list[bytes]) -> Tokenizer:
 
 @jax.jit
 def run(stop: StopStrings, ids, prompt_length):
-    """Return bool[rows, W]: do rows stop at the token of each column? Columns before `prompt_length` are not pushed."""
+    """Return whether each row stops at each column, bool[rows, W]. Columns before `prompt_length` are not pushed."""
 
     def step(state, inputs):
         column, tokens = inputs
@@ -50,7 +50,7 @@ def run(stop: StopStrings, ids, prompt_length):
 
 
 def stops(stop: StopStrings, rows: list[list[int]], prompts: list[int], width: int = 48) -> list[list[int]]:
-    """Return for each row the n at which it stops after its first n tokens. Padding has the id -1 and no text."""
+    """Return, for each row, after how many tokens it stops. Padding has the id -1 and no text."""
     ids = np.full((len(rows), width), -1, np.int32)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -249,70 +249,6 @@ class TestPerPrompt:
     def test_strings_for_all_prompts_have_one_start(self):
         assert StopStrings.build(["a", "b"], MIXED).start.shape == ()
         assert StopStrings.build([["a", "b"]], MIXED).start.shape == (1,)
-
-
-class TestCapacity:
-    def test_added_strings_are_found_and_earlier_ones_stay(self):
-        rng = np.random.default_rng(3)
-        rows = rng.integers(0, len(TOKENS), (4, 20)).tolist()
-        table = StopStrings.build([None, ["ab"]], MIXED, capacity=100)
-        first = stops(table, rows[:2], [0, 3])
-        starts, sets = list(table.start), [None, ["ab"]]
-        for strings in (["b" * 20, "é"], ["a"], [["éé"], None, ["b"]]):
-            before = table
-            table, start = table.add(strings)
-            used = int(before.goto.max()) + 1
-            np.testing.assert_array_equal(table.goto[:used], before.goto[:used])
-            np.testing.assert_array_equal(table.found[:used], before.found[:used])
-            assert start.shape == ((3,) if isinstance(strings[0], list) else ())
-            starts += np.atleast_1d(start).tolist()
-            sets += strings if start.shape else [strings]
-        assert table.goto.shape == (100, 256)
-        assert stops(table, rows[:2], [0, 3]) == first
-        for start, strings in zip(starts, sets, strict=True):
-            found = stops(table.replace(start=jnp.asarray(start)), rows, [0, 3, 5, 0])
-            for row, prompt, own in zip(rows, [0, 3, 5, 0], found, strict=True):
-                assert own == (expected(strings, [TOKENS[i] for i in row], prompt) if strings else [])
-
-    def test_a_row_in_flight_continues(self):
-        tok = tokenizer_of_bytes([b"a", b"b"])
-        table = StopStrings.build(["aab"], tok, capacity=12)
-        state, _ = table.push(
-            table.begin(table.start[None], jnp.zeros((1, 2), jnp.int32), jnp.asarray([2])), jnp.asarray([0])
-        )
-        table, start = table.add("bbbb")
-        assert start == 4
-        assert table.push(state, jnp.asarray([1]))[1].tolist() == [True]
-
-    def test_adding_compiles_nothing(self):
-        tok, traces = byte_level(), []
-
-        @jax.jit
-        def ends(table, start, tokens):
-            traces.append(None)
-            return table.push(table.begin(start, tokens[None], jnp.asarray([3], jnp.int32)), tokens[3:4])[1]
-
-        tokens = jnp.asarray(tok.encode("llo hello"), jnp.int32)
-        empty = table = StopStrings.build([None], tok, capacity=64)
-        found = [ends(table, table.start, tokens)]
-        with compilations() as count:
-            for strings in ([["hell"]], [["€", "h"]], [["lo h"]], [["a" * 40]]):
-                table, start = table.add(strings)
-                found.append(ends(table, start, tokens))
-                assert form(table) == form(empty)
-        assert (count[0], len(traces)) == (0, 1)
-        assert [bool(x[0]) for x in found] == [False, True, True, True, False]
-
-    def test_too_small_a_capacity(self):
-        table = StopStrings.build([["ab"], None], MIXED, capacity=7)
-        assert table.goto.shape == (7, 256)
-        table, _ = table.add("ab")
-        with pytest.raises(InputError, match=r"need 9 states together, but the table's capacity is 7: build it with a"):
-            table.add("a")
-        with pytest.raises(InputError, match=r"need 4 states together, but the table's capacity is 3: build it with a"):
-            StopStrings.build("aba", MIXED, capacity=3)
-        with pytest.raises(InputError, match="stop_strings has 'x', which this tokenizer's tokens cannot produce"):
-            table.add("x")
 
 
 def test_other_strings_compile_nothing():

@@ -276,7 +276,7 @@ def test_diversity_penalty_counts_what_earlier_groups_chose():
 
 @pytest.mark.slow
 def test_penalties_of_generated_tokens_end_a_repetition():
-    # The last token is the most likely one again, followed by the token after it.
+    # The most likely next token is the last token again. Its successor is the second most likely.
     cfg = counting_config(max_new_tokens=6, pad_token_id=0)
     params = counting_params(cfg)
     weight = params["lm_head"]["weight"]

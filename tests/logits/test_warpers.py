@@ -1,4 +1,4 @@
-"""Warpers, checked with transformers' formulas by sorting, and with its recorded outputs if these are available."""
+"""Warpers, compared with transformers' formulas on sorted rows, and with its recorded outputs if available."""
 
 import functools
 import json

@@ -35,7 +35,7 @@ def small_blocks(monkeypatch):
 
 @dataclasses.dataclass
 class Case:
-    """Queries of `steps` tokens after `shared` prefix slots and their own slots, with uneven rows, masks, padding."""
+    """Queries of `steps` tokens in rows with `shared` prefix slots and `slots` slots of their own, unevenly filled."""
 
     steps: int
     slots: int
@@ -158,7 +158,7 @@ def test_sums_of_one_query_are_its_products(dtype):
 
 @pytest.mark.parametrize(("steps", "slots", "products"), [(1, 1024, 0), (1, 1025, 1), (2, 9, 2)])
 def test_products_of_queries_on_a_gpu(steps, slots, products):
-    """For one query, products become sums (those with values only up to 1,024 slots). For more queries, they do not."""
+    """Only the products of a single query become sums. Products with values do so only up to 1,024 slots."""
     shapes = (ROWS, HEADS, steps, SIZE), (ROWS, KV_HEADS, slots, SIZE), (ROWS, KV_HEADS, slots, SIZE)
     q, keys, values = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     order = jax.ShapeDtypeStruct((ROWS, steps), jnp.int32)

@@ -1,4 +1,4 @@
-"""Warpers from the smallest positive value to the last one below their bound, compared with transformers 4.41.1.
+"""Warpers compared with transformers 4.41.1, for values from the smallest positive one to the last below the bound.
 
 Both are checked against the definition in float64. They sum in float32, in different orders, so either may keep or
 remove a token whose exact value is within rounding of the bound: `MASS` for a sum of probabilities, and a relative
@@ -19,7 +19,7 @@ from tests.support.goldens import GOLDENS
 
 MASS, OF_TORCH, RATIO, TINY = 2e-6, 1e-4, 1e-5, 1e-37
 WARPERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-ON_MESH = ("top_k", "top_p")  # the warpers that know the mesh
+ON_MESH = ("top_k", "top_p")  # the warpers that accept a mesh
 VOCABULARIES = (7, 1024, pytest.param(151_936, marks=pytest.mark.slow))
 
 
@@ -30,7 +30,7 @@ def goldens():
 
 
 def kept_by(name, scores, values, mesh=None):
-    """Return what is kept of each row with each value, bool[values, rows, V]. Warpers get the ids in random order."""
+    """Return which tokens are kept for each value, bool[values, rows, V]. Warpers get the ids in random order."""
     ids = np.random.default_rng(0).permutation(scores.shape[1])
     given, value = np.tile(scores[:, ids], (len(values), 1)), np.repeat(values, len(scores))[:, None]
     placed = given
@@ -45,7 +45,7 @@ def kept_by(name, scores, values, mesh=None):
 
 
 def definition(name, scores, counts, value, error):
-    """Return how many tokens of each distinct score must be kept, and how many may be; `counts` are the totals."""
+    """Return how many of the `counts` tokens with each distinct score must be kept, and how many may be kept."""
     value = float(value)
     weights = np.exp(scores - scores.max())
     probs = np.maximum(weights / np.sum(weights * counts), 1e-300)
@@ -74,7 +74,7 @@ def definition(name, scores, counts, value, error):
 
 
 def check(name, scores, values, kept, error=MASS):
-    """Compare what is kept of each row, bool[values, rows, V], with the definition."""
+    """Compare the tokens that are kept, bool[values, rows, V], with the definition."""
     for row, of_row in zip(scores, kept.swapaxes(0, 1), strict=True):
         finite = np.isfinite(row)
         different, first, counts = np.unique(row[finite].astype(np.float64), return_index=True, return_counts=True)
@@ -108,7 +108,7 @@ def test_top_h_keeps_one_token_to_all_100(vocab):
     scores = goldens()[f"{vocab}_scores"]
     kept = kept_by("top_h", scores, np.append(goldens()["values"], np.float32(1)))
     counts = kept.sum(axis=-1)
-    # A row with only one possible token has no entropy: every token is within any share of it.
+    # A row with only one possible token has no entropy, so other tokens do not exceed any share of it.
     first, second = np.sort(scores, axis=-1)[:, :-3:-1].T
     is_certain = np.exp(second - first) < np.finfo(np.float32).tiny
     assert np.all((counts[0] == 1) | is_certain)

@@ -41,7 +41,7 @@ def fields_of(option, recorded: dict) -> dict:
 
 
 def apply(name, scores, row, recorded):
-    """Apply a class's option in the pipeline. Rows have an axis, but an option may have one value for all rows."""
+    """Apply a class's option in the pipeline. Rows have a leading axis, but an option may have one value for all."""
     rows, vocab = scores.shape
     ids, length = row.get("ids", np.zeros((rows, 1), np.int32)), row.get("length", np.ones(rows, np.int32))
     prompt_length = recorded.get("begin", row.get("prompt_length"))  # `begin` is the length without generated tokens

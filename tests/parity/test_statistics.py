@@ -193,7 +193,7 @@ WARPERS = [option.name for option in of_stage(WARP) if option.since == "" and op
 
 @functools.cache
 def kept_by(name):
-    """Return scores float32[rows, V], values, what each side keeps, bool[rows, V], and rows near a boundary."""
+    """Return scores float32[rows, V], values, the tokens that each side keeps, and which rows are near a boundary."""
     with np.load(GOLDENS / "441" / "kept.npz") as arrays:
         scores, vocab = arrays["scores"], arrays["vocab"]
         values, near = arrays[f"{name}_value"], arrays[f"{name}_near"]

@@ -1,4 +1,4 @@
-"""The driver of a run in chunks, with a mode that has no model: what a streamer gets, when, and how it ends."""
+"""The driver of a run in chunks, with a mode that has no model: what a streamer gets and when, and how runs end."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ CAPACITY = 10
 
 @flax.struct.dataclass
 class Ticks:
-    """The number of steps so far, and each row's budget."""
+    """State of `Clock`: the number of tokens per row so far, and each row's budget, which limits it."""
 
     step: jax.Array
     budget: jax.Array
@@ -33,7 +33,7 @@ class Ticks:
 
 
 class Clock(Mode):
-    """Row r has the tokens 10 * r + 1, 10 * r + 2, ... The prompt gives the first one, and each step gives two more."""
+    """A mode whose row r counts from 10 * r + 1. The prompt yields the first token, and each step yields two more."""
 
     watched = 2
 

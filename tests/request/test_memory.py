@@ -64,7 +64,7 @@ def free(monkeypatch):
     ],
 )
 def test_a_call_whose_program_needs_too_much_is_refused_before_it_runs(options, size, free, monkeypatch):
-    """The caches alone would fit, but the options add an array of this size."""
+    """The caches alone would fit, but the options add an array of `size` bytes."""
     cfg = GenerationConfig(model=WIDE, **{"max_new_tokens": 8, "pad_token_id": 0, **options})
     ids = np.full((2, 3), 5)
     params = random_params(WIDE)

@@ -1,4 +1,4 @@
-"""Preparing a call: its sizes, what belongs to each prompt, and what is refused. Nothing is compiled."""
+"""Preparing a call: its sizes, the values of each prompt, and inputs that are refused. Nothing is compiled."""
 
 import dataclasses
 

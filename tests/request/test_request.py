@@ -1,4 +1,4 @@
-"""How a run can begin: with nothing, embeddings, guidance, chunks of long prompts, or a cache, and with hooks."""
+"""Runs that begin with nothing, embeddings, guidance, chunks of long prompts or a cache, and runs with hooks."""
 
 import dataclasses
 
@@ -170,7 +170,7 @@ def test_chunks_are_refused_where_the_whole_is_wanted():
 
 @flax.struct.dataclass
 class Feedback(StepHook):
-    """An example hook: adds to each embedding the sum of a direction over the generated tokens."""
+    """An example hook, which adds to each embedding the sum of a direction over the generated tokens."""
 
     directions: jax.Array
 

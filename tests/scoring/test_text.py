@@ -20,7 +20,7 @@ ROWS = [[5, 3, 8, 1, 90, 7, 7], [2, 96], [11], [4, 4, 4, 61, 0, 12]]
 
 
 def plain(params, row, model=MODEL):
-    """Return float32[L, V], log-probabilities of all tokens at each position of one row. Those of the first are 0."""
+    """Return float32[L, V], log-probabilities of all tokens at each position of one row. The first position has 0."""
     ids, mask = np.zeros((1, 8), np.int32), np.zeros((1, 8), np.int32)  # a fixed width, so that one program is enough
     ids[0, : len(row)], mask[0, : len(row)] = row, 1
     logits = model_logits(params, ids, mask, model)[0, : len(row)]

@@ -1,4 +1,4 @@
-"""The page: what it contains, and how it works in a real browser."""
+"""The chat page: its contents, and its behavior in a real browser."""
 
 import json
 import re

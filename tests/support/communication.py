@@ -1,4 +1,4 @@
-"""What the devices of a mesh exchange in a decode step, read from the compiled program."""
+"""Communication between the devices of a mesh in a decode step, read from the compiled program."""
 
 import math
 

@@ -66,7 +66,7 @@ def load_generate_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
 
 
 def answer_prompts(mesh: Mesh, checkpoint: str) -> dict:
-    """Process 0 answers prompts, also after new weights and with a grammar. The other process follows it."""
+    """Answer prompts in process 0, including after a weight update and with a grammar. The other process follows it."""
     params, cfg = load_hf(checkpoint, mesh=mesh)
     cfg = cfg.replace(max_new_tokens=6, do_sample=True)
     key, sizes = jax.random.key(4), {"slots": 3, "prompt_width": 9}
@@ -104,7 +104,7 @@ def grammar() -> TokenAutomaton:
 
 
 def fail_to_save(mesh: Mesh, checkpoint: str, target: str) -> dict:
-    """The second process fails to write its parts."""
+    """Save while the second process fails to write its parts, and return the error."""
 
     def fail(*_):
         raise OSError("no space left")
@@ -133,7 +133,7 @@ def peak() -> int:
 
 
 def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:
-    """Train with and without an interruption. Return the resumed run's steps, and compare and sum the parameters."""
+    """Train with and without an interruption. Return the resumed run's steps, the comparison and the sum."""
     params, cfg = load_hf(checkpoint, mesh=mesh)
     ids = np.random.default_rng(0).integers(2, 90, (6, 4, 12), np.int32)
     seen: list[int] = []
@@ -159,7 +159,7 @@ def train_and_resume(mesh: Mesh, checkpoint: str, directory: str) -> dict:
 
 
 def compared(whole, resumed) -> tuple[jax.Array, jax.Array]:
-    """Compare the parameters and sum them, in one program because programs on CPUs can deadlock each other."""
+    """Compare the parameters and sum their magnitudes, in one program because programs on CPUs can deadlock."""
     same = jax.tree.map(lambda a, b: jnp.all(a == b), whole, resumed)
     return jnp.all(jnp.stack(jax.tree.leaves(same))), sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(resumed))
 

@@ -57,7 +57,7 @@ def running(
     warm: bool = True,
     **engine,
 ):
-    """Yield a service. `adapters` has pairs of a name and a folder. Unless `warm`, nothing is compiled in advance."""
+    """Yield a service. `adapters` has (name, folder) pairs. If `warm` is False, nothing is compiled in advance."""
     tokenizer = byte_level(chat_template=template)
     model = model_config(vocab_size=320, hidden_size=32, torch_dtype=dtype)
     params = random_params(model, scale=0.3)
