@@ -487,6 +487,7 @@ def test_evaluations_that_differ_are_errors(task, own, other, message):
         evaluate.differ({"jaxgen": own, "hf": other}, task, Gap(0.5))
 
 
+@pytest.mark.slow
 def test_adapters_are_measured(model, tmp_path):
     sizes = ["--adapters", "2", "--rank", "2", "--rows", "2", "--rounds", "1", "--prompt", "8", "--tokens", "8"]
     main(["adapters", "--model", str(model), *sizes, "--results", str(tmp_path)])

@@ -87,6 +87,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.slow
 def test_programs_run_where_jaxgen_cannot_be_imported(sampled, engine, tmp_path):
     sampled.save(tmp_path / "generate.zip")
     engine.save(tmp_path / "engine.zip")

@@ -170,6 +170,7 @@ def test_beams_move_no_cache(dtype):
     assert results_of_size(lines, {ROWS * 2 * PROMPT * 32, 3 * ROWS * 2 * PROMPT * 32, ROWS * 2 * 3 * NEW * 32}) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32")])
 def test_no_loop_copies_a_cache_of_slots(dtype):
     assert copied_caches(jax.devices("cpu")[0], dtype) == {"slots": [], "pool": []}

@@ -187,6 +187,7 @@ def test_training_on_the_mesh(low_rank):
     assert mesh_of(found) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, *slow("int8")])
 def test_adapters(tmp_path, quantize):
     save_hf(PARAMS, CFG, tmp_path / "model")

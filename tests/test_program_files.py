@@ -63,6 +63,7 @@ def test_generate_compiles_nothing_in_the_next_process(new_process, tmp_path):
     assert np.any(np.asarray(other.sequences) != np.asarray(after.sequences))
 
 
+@pytest.mark.slow
 def test_an_engine_too(new_process, tmp_path):
     def answers():
         with Engine(PARAMS, CFG, jax.random.key(0), slots=2, prompt_width=8, prompt_options=()) as engine:

@@ -52,6 +52,7 @@ def run_prefill(number):
     prefill(PARAMS, np.full((1 + number, 3), 7), CFG)
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize(("run", "count"), [(run_prefill, 20), *slow((run_prefill, 300), (run_generate, 20))])
 def test_programs_beyond_the_limit_are_freed(run, count, bounded):

@@ -140,6 +140,7 @@ def test_a_stream(logged):
     assert messages[4].startswith("compiling generate (steps): prompts 2, was 1; state.rows.")
 
 
+@pytest.mark.slow
 def test_an_engine(logged):
     def run(slots):
         with Engine(PARAMS, CFG, slots=slots, prompt_width=32, prompt_options=()) as engine:

@@ -7,7 +7,9 @@ import binascii
 import contextlib
 import json
 import math
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer | None:
         return None
     if _CHARSMAP in data or _ESCAPE.search(data):
         _check_charsmaps(file, json_object(str(file), data))
-    with library_errors(str(file)):
+    with library_errors(str(file)), _without_panic_messages():
         backend = tokenizers.Tokenizer.from_buffer(data)
         added = backend.num_special_tokens_to_add(is_pair=False)
     if added > _MOST_ADDED:
@@ -62,7 +64,7 @@ def probe(source: str, backend: tokenizers.Tokenizer) -> None:
     Raises:
         ConfigError: the library fails; the message begins with `source`.
     """
-    with library_errors(source):
+    with library_errors(source), _without_panic_messages():
         backend.decode(backend.encode("a text").ids)
 
 
@@ -82,6 +84,26 @@ def library_errors(source: str) -> Iterator[None]:
         if type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException":
             raise ConfigError(f"{source}: the tokenizer fails: {error}") from error
         raise
+
+
+@contextlib.contextmanager
+def _without_panic_messages() -> Iterator[None]:
+    """If the block fails, discard what it wrote to stderr: Rust prints panics, which are reported as errors anyway."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        written.seek(0)
+        if text := written.read():
+            os.write(2, text)
 
 
 def _check_charsmaps(file: Path, content: Any) -> None:

@@ -134,6 +134,7 @@ class TestResult:
         assert held_out(err)[1] < held_out(err)[0]
         assert {leaf.dtype for leaf in weights(tmp_path / "out").values()} == {jnp.dtype(jnp.bfloat16)}
 
+    @pytest.mark.slow
     def test_updates_can_be_kept_as_an_adapter(self, run, checkpoint, data, tmp_path):
         assert run(**LOW_RANK, eval_data=data)[0] == 0
         status, err = run("--save-adapter", **LOW_RANK, out=tmp_path / "adapter", eval_data=data)

@@ -31,6 +31,7 @@ def start(*arguments, program=("-m", "convert"), **options) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged(qwen2, tmp_path):
     params, cfg = load_hf(qwen2, dtype="float32")
     updates = factors(cfg.model, 2, 0)

@@ -107,6 +107,7 @@ def test_scores(params, of):
         np.testing.assert_allclose(many.logprobs, alone.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_engine_serves_all_adapters(params):
     prompts = [np.tile(IDS[0], 6).tolist() for _ in range(8)]  # long enough for the store of prefixes
     cfg = CFG.replace(max_new_tokens=6, prefill_chunk_size=8)
@@ -144,6 +145,7 @@ def test_both_forms_of_the_update(ends):
         np.testing.assert_allclose(form(*given), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_reach_only_the_rows_adapter(params):
     def loss(params):
         return jnp.sum(score(params, IDS[:1], CFG.replace(adapter=1)).logprobs)

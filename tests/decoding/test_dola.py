@@ -90,6 +90,7 @@ def run(cfg, prompts=PROMPTS, width=None, key=None, **more):
     return generate(PARAMS, ids, key, cfg, attention_mask=mask, **more)
 
 
+@pytest.mark.slow
 def test_plain_search():
     out = run(CFG.replace(output_scores=True, output_logits=True))
     layers = set()

@@ -146,6 +146,7 @@ def drawn_in_16_bits(options, rows, new_tokens, keys):
         yield params, out, cfg
 
 
+@pytest.mark.slow
 def test_a_drawn_token_has_a_finite_score_in_16_bits():
     assert len(list(drawn_in_16_bits(CUTS["top_k"], rows=64, new_tokens=16, keys=1))) == 1
 

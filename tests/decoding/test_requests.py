@@ -91,6 +91,7 @@ def test_some_prompts_with_several_own_values():
 OWN_STRINGS = [["b", "ca"], ["de", "ff"], None, ["3", "7"], None, ["Q", "AB"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "strings"),
     [

@@ -72,6 +72,7 @@ def test_rows_that_sample_and_rows_that_do_not():
     check(CFG.replace(**SAMPLING | {"do_sample": np.arange(PROMPTS) % 3 > 0}, top_p=0.9))
 
 
+@pytest.mark.slow
 def test_own_grammars_stop_strings_and_penalties():
     tok = byte_level()
     patterns = ["[a-c]+", "[d-f]+x", "(yes|no)", "[0-9]{2,4}", "z+", "[A-Z]{1,3}"] * 2
@@ -95,6 +96,7 @@ class Sums(StepHook):
         return dataclasses.replace(output, logits=output.logits + 0.1 * state[:, None]), state + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [np.linspace(1.1, 1.6, PROMPTS), *slow(None)], ids=["guided", "plain"])
 def test_a_hook_a_processor_and_a_criterion(scale):
     def processor(history: History, scores):
@@ -115,6 +117,7 @@ def test_negative_prompts_of_other_lengths():
     check(CFG.replace(**SAMPLING, guidance_scale=1.4), **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, *slow({"guidance_scale": 1.3})], ids=["plain", "guided"])
 @pytest.mark.parametrize("slots", [SEVERAL, *slow({"slots": 1})], ids=["several", "one"])
 def test_a_prefix_that_all_prompts_share(options, slots):
@@ -140,12 +143,14 @@ def test_prompts_as_embeddings():
     check(CFG, ids=None, inputs_embeds=embeds)
 
 
+@pytest.mark.slow
 def test_inside_the_callers_jit():
     cfg = CFG.replace(**SAMPLING, max_length=32)
     run = jax.jit(lambda params, cfg: generate(params, IDS, KEY, cfg, attention_mask=MASK))
     assert_equal(run(PARAMS, cfg.replace(**SEVERAL)), run(PARAMS, cfg))
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fails_ends_alone():
     ids = IDS.copy()
     ids[3, -1] = 999
@@ -169,6 +174,7 @@ class Streamer:
         pass
 
 
+@pytest.mark.slow
 def test_a_streamer_of_rows_and_a_time_limit():
     streamer = Streamer()
     out = call(CFG.replace(**SEVERAL, max_time=600), streamer=streamer)

@@ -188,6 +188,7 @@ def test_no_prompt_compiles_anything(engine):
     assert compiled == [0]
 
 
+@pytest.mark.slow
 def test_no_loop_copies_a_cache():
     assert slot_loops.copied_by_an_engine(jax.devices()[0], "bfloat16") == {"slots": [], "pool": [], "store": []}
 
@@ -426,6 +427,7 @@ def test_prompts_without_an_index_get_different_ones(engine):
     assert engine.submit([50], max_new_tokens=1).index == 0
 
 
+@pytest.mark.slow
 def test_warmup_compiles_all_programs_on_a_mesh_too():
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "model"))
     with Engine(shard_params(PARAMS, MODEL, mesh), SIMPLE, KEY, **SMALL) as small:
@@ -435,6 +437,7 @@ def test_warmup_compiles_all_programs_on_a_mesh_too():
     assert compiled == [0]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_closed_does_not_wait():
     small = Engine(PARAMS, SIMPLE, KEY, **SMALL)
     handles = [small.submit([50 + n]) for n in range(5)]

@@ -24,6 +24,7 @@ def counting():
         yield made
 
 
+@pytest.mark.slow
 def test_a_row_draws_from_its_own_key_whoever_is_last():
     """tpu-inference, pull request 3401: all rows were reseeded from the last one."""
     with Engine(FLAT, CFG, jax.random.key(1), slots=4, prompt_width=16, prompt_options=()) as made:
@@ -34,6 +35,7 @@ def test_a_row_draws_from_its_own_key_whoever_is_last():
             assert [handle.result(300)[0].tokens for handle in handles] == [alone[handle.index] for handle in handles]
 
 
+@pytest.mark.slow
 def test_padding_is_not_a_token(counting):
     """Also pull request 3401: padding tokens were counted. A penalty on the pad id would make the count skip it."""
     options = {**PENALTY, "presence_penalty": 50.0, "frequency_penalty": 50.0, "min_length": 3}

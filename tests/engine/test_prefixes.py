@@ -56,6 +56,7 @@ def check_copies(dtype: str, bytes_of_store: int | None, places: int) -> None:
     assert sum(completion.cached_tokens for completion in first) > 100
 
 
+@pytest.mark.slow
 def test_a_copy_has_the_bits_of_a_chunk_that_was_read():
     check_copies("bfloat16", None, 3 * (WIDTH // CHUNK))
 

@@ -269,22 +269,18 @@ def test_a_known_position_in_slots_that_rows_share(monkeypatch):
     np.testing.assert_allclose(logits(cache_position=3), logits(), atol=1e-5)
 
 
-def test_the_form_for_many_queries_on_a_cpu(small_blocks, monkeypatch):
+def test_the_form_for_many_queries_on_a_cpu(monkeypatch):
     """It depends on the number of queries and of the slots that they may see."""
     chosen = []
     for name in ("_without_later_keys", "_over_rows_and_heads"):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *inputs, f=original, name=name: chosen.append(name) or f(*inputs))
-    q, parts, seen = CASES["start"].make()  # 10 queries from slot 3 on, after 12 slots of a prefix
-    forms = {}
+    inputs = CASES["start"].make()  # 10 queries from slot 3 on, after 12 slots of a prefix
     for queries, slots in [(10, 25), (10, 24), (9, 25)]:
         monkeypatch.setattr(module, "_CPU_QUERIES", queries)
         monkeypatch.setattr(module, "_CPU_SLOTS", slots)
-        forms[queries, slots] = module._on_cpu(q, parts, seen)
+        jax.eval_shape(lambda *x: module._on_cpu(*x), *inputs)  # a new function, which is traced again
     assert chosen == ["_without_later_keys", "_over_rows_and_heads", "_over_rows_and_heads"]
-    sees = plain(q, parts, seen)[1]
-    first, second, _ = (np.asarray(out).swapaxes(1, 2)[sees] for out in forms.values())
-    np.testing.assert_allclose(first, second, atol=1e-5)
 
 
 @pytest.mark.slow

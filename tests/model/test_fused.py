@@ -67,6 +67,7 @@ def test_low_rank_updates_are_left():
     generate(fused, IDS, None, GenerationConfig(model=MODEL, max_new_tokens=2))
 
 
+@pytest.mark.slow
 def test_adapters_are_fused(tmp_path):
     params, cfg = random_params(MODEL), GenerationConfig(model=MODEL, max_new_tokens=8, adapter=[1, -1, 0])
     updates = [factors(MODEL, 3, seed) for seed in range(2)]

@@ -36,6 +36,7 @@ def test_a_branch_does_not_change_the_result_and_nan_stays_nan():
     assert all(bool(jnp.all(jnp.isnan(out))) for out in outs)
 
 
+@pytest.mark.slow
 def test_gradients_of_recomputed_functions_equal_those_of_the_functions():
     def plain(x, index, pair):
         return (x[index] ** 3) * pair["a"] + pair["b"]
@@ -77,6 +78,7 @@ def test_a_layer_stores_no_scores_for_its_gradient(steps):
     assert _layer_temporaries(steps) < 4 * 8 * steps * steps
 
 
+@pytest.mark.slow
 def test_a_layer_stores_scores_after_a_checkpoint(monkeypatch):
     monkeypatch.setattr(attention, "_recomputed_at_once", jax.checkpoint(attention._short_inputs))
     jax.clear_caches()  # discards traced layers

@@ -55,6 +55,7 @@ def free(monkeypatch):
     return free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "size"),
     [

@@ -50,6 +50,7 @@ def test_each_continuation_as_if_scored_alone(batch_tokens):
     check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=batch_tokens))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 8), st.sampled_from([30, 300]))
 def test_any_requests(seed, contexts, batch_tokens):
@@ -73,6 +74,7 @@ def test_of_equal_scores_the_first_is_greedy():
     assert [scores.is_greedy.tolist() for scores in found] == [[True], [False]]
 
 
+@pytest.mark.slow
 def test_a_sliding_window():
     model = model_config(vocab_size=61, sliding_window=9, use_sliding_window=True, max_window_layers=0)
     assert set(model.windows) == {9}
@@ -125,6 +127,7 @@ def test_continuations_of_one_context_are_bounded(monkeypatch):
     assert max(sizes) <= 256 + 4  # one column more than the model reads, in at most 4 rows
 
 
+@pytest.mark.slow
 def test_few_programs():
     with compilations() as first:
         score_many(PARAMS, list(requests(3, 200)), CFG, batch_tokens=512)

@@ -245,7 +245,7 @@ def test_one_program_serves_all_lengths_in_a_bucket():
         ({"top_logprobs": 98}, ConfigError, "top_logprobs must be from 0 to 97"),
         ({"top_logprobs": -1}, ConfigError, "top_logprobs"),
         ({"top_logprobs": 1.0}, TypeError, "top_logprobs"),
-        ({"chunk": 0}, ConfigError, "chunk must be >= 1"),
+        ({"chunk": 0}, ConfigError, "chunk must be at least 1"),
         ({"chunk": True}, TypeError, "chunk"),
     ],
 )

@@ -253,6 +253,7 @@ def test_an_answer_that_cannot_continue_is_an_error(http, stream):
     assert last["message"].startswith("the answer cannot continue: every token is banned")
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_tokens_under_load(http):
     own = {"prompt": "Once upon", "max_tokens": 40, "seed": 12, "n": 2, "logprobs": 1}
 
@@ -437,6 +438,7 @@ def test_a_client_that_leaves_frees_its_slots(http, service, stream):
     assert complete(http, prompt="A", max_tokens=2)
 
 
+@pytest.mark.slow
 def test_a_full_queue_a_time_that_is_over_and_the_end():
     limits = Limits(seconds=3.0, keep_alive=0.2, body=10_000)
     longest = {"prompt": "A", "max_tokens": NEW, "ignore_eos": True}
