@@ -12,7 +12,7 @@ _NAMES = {
     "config.generation_config": "GenerationConfig",
     "decoding.continuation": "Continuation",
     "decoding.hook": "StepHook StepInputs StepOutput",
-    "decoding.stopping": "StopReason",
+    "decoding.stop_reasons": "StopReason",
     "engine.engine": "Engine",
     "engine.many": "generate_many",
     "engine.results": "Completion EngineClosed Event Handle QueueFull",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         StepOutput as StepOutput,
     )
     from jaxgen.decoding.logprobs import LogProbs as LogProbs
-    from jaxgen.decoding.stopping import StopReason as StopReason
+    from jaxgen.decoding.stop_reasons import StopReason as StopReason
     from jaxgen.engine.engine import Engine as Engine
     from jaxgen.engine.many import generate_many as generate_many
     from jaxgen.engine.results import (

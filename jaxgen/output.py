@@ -14,7 +14,7 @@ from jaxgen.decoding.continuation import Continuation
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.loop import Decoded
 from jaxgen.decoding.recording import LayerRecording
-from jaxgen.decoding.stopping import FAILURES, StopReason
+from jaxgen.decoding.stop_reasons import FAILURES, StopReason
 from jaxgen.errors import GenerationError, InputError
 from jaxgen.request.inputs import is_traced
 from jaxgen.request.prepare import Prepared

@@ -14,7 +14,7 @@ import pytest
 
 from jaxgen import Engine, GenerationConfig, JaxgenWarning, generate, program_files, programs
 from jaxgen.decoding.sample import Sample
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.programs import Program, Programs
 from tests.support.compilations import compilations
 from tests.support.models import model_config, random_params

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxgen.cli.session import Session
 from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.errors import InputError
 from jaxgen.output import GenerateOutput
 from jaxgen.serving.page import MARK, page

@@ -23,7 +23,7 @@ from jaxgen.cli.timing import Stats
 from jaxgen.config.kinds import Text
 from jaxgen.decoding.logprobs import LogProbs
 from jaxgen.decoding.rng import prompt_keys
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.many import by_prompt, ended, in_order
 from jaxgen.engine.results import Completion

@@ -1,6 +1,6 @@
 """The record of every option of `GenerationConfig`; everything else about an option is derived from its record.
 
-The options for length and for choosing tokens are in choosing.py; all others are here.
+The options for length and for choosing tokens are in sampling_options.py; all others are here.
 
 Records that have a `stage` are logits processors and warpers; within a stage, they run in the order listed, which is
 transformers' order. CONTRIBUTING.md shows how to add one. kinds.py parses and checks the values, reference.py writes
@@ -16,7 +16,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxgen.config.choosing import ChoosingOptions
 from jaxgen.config.constraints import Constraints, ForcedWords, PhrasalConstraint
 from jaxgen.config.kinds import (
     Anything,
@@ -53,6 +52,7 @@ from jaxgen.config.option import (
     Option,
     declare,
 )
+from jaxgen.config.sampling_options import SamplingOptions
 from jaxgen.config.tables import PlacedTokens, SequenceBias, TokenIds, TokenSequences
 
 _score = functools.partial(declare, group=SCORES, stage=BEFORE_GRAMMAR, command=True)
@@ -80,8 +80,8 @@ class _Watermark(Kind):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GenerationOptions(ChoosingOptions):
-    """The fields of `GenerationConfig`, after those of `ChoosingOptions`, in the order of the option reference."""
+class GenerationOptions(SamplingOptions):
+    """The fields of `GenerationConfig`, after those of `SamplingOptions`, in the order of the option reference."""
 
     # Scores, in the order in which they are applied
     guidance_scale: Number | None = _score(

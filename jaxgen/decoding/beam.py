@@ -28,7 +28,7 @@ from jaxgen.decoding.recording import Recording, put_step
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import draw_distinct, process
-from jaxgen.decoding.stopping import StopReason, failure
+from jaxgen.decoding.stop_reasons import StopReason, failure
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import sharded_top_k

@@ -19,7 +19,7 @@ from jaxgen.decoding.prefixes import Places
 from jaxgen.decoding.queue import NOBODY, Queue
 from jaxgen.decoding.request import Array, Request
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.sharding import REPLICATED, constrain
 
 

@@ -27,7 +27,7 @@ from jaxgen.decoding.request import Request
 from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.sharding import rows_on
 from jaxgen.shapes import repeat_rows
 

@@ -28,7 +28,7 @@ from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import process, record_layers
-from jaxgen.decoding.stopping import StopReason, failure
+from jaxgen.decoding.stop_reasons import StopReason, failure
 from jaxgen.errors import ConfigError
 from jaxgen.logits.row_options import RowOptions
 from jaxgen.model.cache import KVCache

@@ -19,7 +19,7 @@ from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
 from jaxgen.decoding.sample import choose, process
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.model.cache import KVCache
 
 # The heuristic schedule drafts at most this multiple of `num_assistant_tokens`, which limits the width of a pass.

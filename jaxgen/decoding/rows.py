@@ -24,7 +24,7 @@ from jaxgen.decoding.request import Request
 from jaxgen.decoding.rng import sequence_keys
 from jaxgen.decoding.row_state import RowState
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import StopReason, first_reason, is_eos
+from jaxgen.decoding.stop_reasons import StopReason, first_reason, is_eos
 from jaxgen.errors import InputError
 from jaxgen.grammar.token_automaton import TokenAutomaton
 from jaxgen.logits import pipeline

@@ -16,7 +16,7 @@ from jaxgen.decoding.forward import Forward, observe, run_model
 from jaxgen.decoding.loop import Decoded, Mode, Prefilled, Progress
 from jaxgen.decoding.rows import Rows, fork
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import StopReason, failure
+from jaxgen.decoding.stop_reasons import StopReason, failure
 from jaxgen.logits.pipeline import build_transform
 from jaxgen.model.cache import KVCache
 from jaxgen.model.sharding import ROWS, constrain, sharded_top_k

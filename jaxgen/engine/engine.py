@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.decoding.hook import StepHook
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.device import Device, Loop, committed
 from jaxgen.engine.forms import ENTRIES, LARGEST_INDEX, Form, Prompt
 from jaxgen.engine.prefixes import Prefixes

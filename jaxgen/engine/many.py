@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxgen.config.generation_config import GenerationConfig
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.engine import Engine
 from jaxgen.engine.results import Completion, EngineClosed, Event, Handle
 from jaxgen.errors import JaxgenError, shown

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stopping import FAILURES, StopReason
+from jaxgen.decoding.stop_reasons import FAILURES, StopReason
 from jaxgen.engine.forms import Prompt
 from jaxgen.errors import InputError, JaxgenError
 from jaxgen.text.streaming import TextStream

@@ -13,7 +13,7 @@ from jax import export
 
 from jaxgen.config.generation_config import GenerationConfig
 from jaxgen.config.options import OPTIONS
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.errors import ConfigError, InputError
 from jaxgen.export.file import FORMAT, forms
 from jaxgen.export.plain import KEYS, flat_params

@@ -14,7 +14,7 @@ from jaxgen.decoding import loop
 from jaxgen.decoding.loop import Decoded, Mode
 from jaxgen.decoding.request import Request
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.programs import Program, program
 from jaxgen.request.prepare import Prepared
 

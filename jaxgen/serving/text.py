@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxgen.decoding.logprobs import LogProbs
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.engine.results import Event
 from jaxgen.serving.tools import Call, CallParser
 from jaxgen.text.streaming import TextStream

@@ -16,7 +16,7 @@ from jaxgen.decoding.modes import mode_of
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
 from jaxgen.decoding.run import Run
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG, PARAMS
 from tests.support.trunk import MESH, prepared
 

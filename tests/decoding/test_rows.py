@@ -13,7 +13,7 @@ from jaxgen.decoding.extensions import Extensions, functions
 from jaxgen.decoding.loop import prefill
 from jaxgen.decoding.recording import Recording
 from jaxgen.decoding.rows import Rows
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from tests.support.counting import CFG as COUNTING
 from tests.support.models import model_config, random_params
 from tests.support.trunk import MESH, begun, prepared

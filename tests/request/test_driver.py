@@ -11,7 +11,7 @@ import pytest
 
 from jaxgen.decoding.loop import Decoded, Mode, Progress
 from jaxgen.decoding.recording import Recording
-from jaxgen.decoding.stopping import StopReason
+from jaxgen.decoding.stop_reasons import StopReason
 from jaxgen.request.driver import compile_for, has_methods, prefill_only, run_watched, run_whole
 from tests.support.compilations import compilations
 from tests.support.streamers import Collector, RowCollector

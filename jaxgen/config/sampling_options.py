@@ -1,4 +1,4 @@
-"""Options for the length of a text, and for choosing its tokens from their scores; see options.py."""
+"""Options for sampling, and for the length of a text; see options.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _warper = functools.partial(declare, group=CHOICE, stage=WARP, modes=(SAMPLE,), 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ChoosingOptions:
+class SamplingOptions:
     """The first fields of `GenerationOptions`."""
 
     # Length and end
