@@ -85,6 +85,7 @@ def run_page(page: Path, monkeypatch, capsys) -> dict[str, str]:
     return printed
 
 
+@pytest.mark.slow
 def test_readme_runs_and_the_picture_is_what_the_terminal_shows(clone, monkeypatch, capsys):
     printed = run_page(README, monkeypatch, capsys)
     story, questions = terminal.COMMANDS

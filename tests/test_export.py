@@ -110,6 +110,7 @@ def test_greedy_search(greedy):
     assert set(call(greedy)) == {"sequences", "attention_mask", "lengths", "stop_reasons"}
 
 
+@pytest.mark.slow
 def test_a_symbolic_batch_serves_any_number_of_prompts(sampled):
     rows = [0, 1, 1]  # a different test uses two rows
     given = {"ids": IDS[rows], "attention_mask": MASK[rows]}
@@ -210,6 +211,7 @@ def test_slots():
     np.testing.assert_array_equal(call(programs)["sequences"], tokens(cfg))
 
 
+@pytest.mark.slow
 def test_description(sampled, engine, tmp_path):
     sampled.save(tmp_path / "generate.zip")
     description = read_description(tmp_path / "generate.zip")

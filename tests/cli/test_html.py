@@ -8,6 +8,7 @@ import pytest
 from tests.serving.test_page import settings_of
 
 
+@pytest.mark.slow
 def test_a_page_has_the_answers_and_their_log_probabilities(run, checkpoint, tmp_path):
     page = tmp_path / "page.html"
     options = ("--model", checkpoint, "A", "-n", 3, "--num-beams", 2, "--num-return-sequences", 2)

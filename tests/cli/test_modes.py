@@ -16,6 +16,7 @@ from jaxgen.cli.chat import Chat
 from jaxgen.cli.main import main
 from jaxgen.text.tokenizer import Tokenizer
 from tests.support.compilations import compilations
+from tests.support.models import slow
 from tests.support.tokenizers import CHATML
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -338,7 +339,7 @@ class TestInput:
         assert run(*options, "--output", target)[0] == 1
         assert target.read_text(encoding="utf-8") == out
 
-    @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+    @pytest.mark.parametrize("encoding", ["ascii", *slow("utf-8", "latin-1")])
     def test_json_is_utf_8_or_ascii(self, checkpoint, tmp_path, monkeypatch, encoding):
         (tmp_path / "prompts").write_text("é", encoding="utf-8")
         stdout = io.TextIOWrapper(io.BytesIO(), encoding)

@@ -33,15 +33,15 @@ def params(tmp_path_factory):
 
 MODES = [
     {},
-    {"do_sample": True, "num_return_sequences": 2},
-    {"slots": 2},
     {"num_beams": 3, "num_return_sequences": 2},
-    {"penalty_alpha": 0.6, "top_k": 4},
-    {"prompt_lookup_num_tokens": 3},
     {"guidance_scale": 1.5},
 ]
 # Other tests cover similar cases: groups order rows like beam search, and test_forward.py tests chunks.
 LIKE_OTHERS = [
+    {"do_sample": True, "num_return_sequences": 2},
+    {"slots": 2},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"prompt_lookup_num_tokens": 3},
     {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
     {"prefill_chunk_size": 3},
     {"cache_dtype": "int8"},
@@ -92,7 +92,7 @@ def test_a_cache_is_continued_with_its_adapter(params):
     np.testing.assert_array_equal(out.sequences[:, 3:], generate(params, IDS, None, cfg).sequences[:, 7:])
 
 
-@pytest.mark.parametrize("of", ["logits", "scores"])
+@pytest.mark.parametrize("of", ["logits", *slow("scores")])
 def test_scores(params, of):
     more = {"prompt_width": 3} if of == "scores" else {}
     cfg = CFG.replace(temperature=0.7, do_sample=True)

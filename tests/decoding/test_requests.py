@@ -71,7 +71,7 @@ def check(cfg: GenerationConfig, extensions: Extensions | None = None, **inputs)
     assert np.asarray(part.lengths).max() > 1, "nothing is compared"
 
 
-@pytest.mark.parametrize("name", [*MODES][:2] + [pytest.param(name, marks=pytest.mark.slow) for name in [*MODES][2:]])
+@pytest.mark.parametrize("name", ["greedy", *slow(*[name for name in MODES if name != "greedy"])])
 def test_some_prompts_of_a_mode(name):
     check(CFG.replace(**MODES[name]))
 
@@ -160,6 +160,7 @@ def test_some_prompts_with_guidance_a_processor_a_criterion_and_a_hook():
     check(cfg, extensions, negative_prompt_ids=negative, negative_prompt_attention_mask=np.ones_like(negative))
 
 
+@pytest.mark.slow
 def test_some_prompts_continue_their_own_caches():
     prepared = call(CFG)
     check(CFG, cache=prefill_only(prepared.run, prepared.request))

@@ -452,6 +452,7 @@ def test_an_engine_that_is_closed_does_not_wait():
     assert all(handle.done for handle in handles)
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_full_and_an_engine_that_is_closed():
     with Engine(PARAMS, SIMPLE, KEY, **SMALL, most_waiting=2) as small:
         small.pause()

@@ -46,6 +46,7 @@ def test_padding_is_not_a_token(counting):
     assert (short.tokens, short.stop_reason) == ([48, 49, 0], StopReason.EOS)
 
 
+@pytest.mark.slow
 def test_a_second_call_loses_nothing(counting):
     """transformers, issue 45943: request numbers started over, and results of the second call were lost."""
     prompts = [[number] for number in range(1, 20)]

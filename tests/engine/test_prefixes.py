@@ -113,6 +113,7 @@ def test_new_weights_empty_the_store():
     assert_same(again, fresh)
 
 
+@pytest.mark.slow
 def test_a_prompt_cancelled_while_it_is_read_leaves_nothing_behind():
     cfg, prompts = config(), related_prompts(30, seed=5)
     rng = np.random.default_rng(6)

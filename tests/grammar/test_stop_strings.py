@@ -100,6 +100,7 @@ def cut(draw, text: bytes) -> list[int]:
     return ids
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STRING, min_size=1, max_size=5), st.tuples(ROW, ROW, ROW), st.data())
 def test_any_strings_and_any_tokens(strings, rows, data):

@@ -170,6 +170,7 @@ def test_epsilon_and_eta_keep_what_is_likely_enough(scores, cutoff, keep):
             np.testing.assert_array_equal(result, np.isfinite(row) & wanted)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     hnp.arrays(np.float32, (ROWS, 130), elements=st.integers(-20, 20).map(float) | st.just(-np.inf), fill=st.nothing()),

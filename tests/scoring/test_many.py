@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from jaxgen import ConfigError, GenerationConfig, InputError, score, score_many
 from jaxgen.scoring import many
 from tests.support.compilations import compilations
-from tests.support.models import last_logits, model_config, random_params
+from tests.support.models import last_logits, model_config, random_params, slow
 
 MODEL = model_config(vocab_size=61)
 CFG = GenerationConfig(model=MODEL)
@@ -44,7 +44,7 @@ def check(params, asked, found, cfg=CFG):
         assert scores.total == pytest.approx(float(logprobs.sum()), abs=1e-4)
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 100, 8192])
+@pytest.mark.parametrize("batch_tokens", [100, *slow(1, 8192)])
 def test_each_continuation_as_if_scored_alone(batch_tokens):
     asked = list(requests(0, 12))
     check(PARAMS, asked, score_many(PARAMS, asked, CFG, batch_tokens=batch_tokens))

@@ -146,6 +146,7 @@ def test_only_matrices_decay():
     np.testing.assert_allclose(state.params["model"]["embed_tokens"]["weight"], table * 0.95, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped():
     state, metrics = step_of(CFG)(TrainState.create(PARAMS, CFG), take(rows(), 4))
     assert float(metrics.gradient_norm) > 1e-3
