@@ -277,14 +277,16 @@ class Service:
             happened = [await live.news.get()]
             while not live.news.empty():
                 happened.append(live.news.get_nowait())
+            group = []
             for place, news in happened:
                 if (failure := live.failure(place)) is not None:
                     raise failure
-                if news.stop_reason and (error := live.completion(place).error):
-                    status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
-                    raise ApiError(status, f"the answer cannot continue: {error}", headers=NO_RETRY)
-            group = [(place, answers[place].put(news)) for place, news in happened]
-            for place, news in happened:
+                if news.stop_reason:
+                    if error := live.completion(place).error:
+                        status = 500 if news.stop_reason == StopReason.NOT_A_NUMBER else 400
+                        raise ApiError(status, f"the answer cannot continue: {error}", headers=NO_RETRY)
+                    news = live.whole(place, news)
+                group.append((place, answers[place].put(news)))
                 if news.stop_reason:
                     left -= 1
                     self._ended(answers[place], started)

@@ -73,9 +73,6 @@ class Live:
                 self._metrics.observe("time_to_first_token_seconds", now - self._started)
             self._last[place] = now
             self._metrics.count("generation_tokens_total", count)
-        if not self._streams and news.stop_reason:
-            done = self.completion(place)
-            news = Event(done.sequence, done.tokens, "", done.stop_reason, done.logprobs)
         if self._streams or news.stop_reason or not news.tokens:
             self._loop.call_soon_threadsafe(self.news.put_nowait, (place, news))
 
@@ -83,6 +80,13 @@ class Live:
         """Return the current state of a sequence."""
         prompt, sequence = divmod(place, self._asked.sequences)
         return self.handles[prompt].completion(sequence)
+
+    def whole(self, place: int, news: Event) -> Event:
+        """Return the news that end a sequence, with all of its tokens if they were not streamed."""
+        if self._streams:
+            return news
+        done = self.completion(place)
+        return Event(done.sequence, done.tokens, "", done.stop_reason, done.logprobs)
 
     def failure(self, place: int) -> BaseException | None:
         """Return the exception that made the engine give up on a sequence's prompt, or None."""
